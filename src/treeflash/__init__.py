@@ -1,0 +1,29 @@
+"""TreeFlash: fast, exact tree-speculative decoding of GGUF language models. Importing this loads no torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treeflash.config import EngineConfig
+    from treeflash.engine.engine import Engine
+    from treeflash.engine.sampler import SamplingParams
+    from treeflash.engine.session import Finished, Session, Text, TextRequest
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Engine": "treeflash.engine.engine",
+    "EngineConfig": "treeflash.config",
+    "Finished": "treeflash.engine.session",
+    "SamplingParams": "treeflash.engine.sampler",
+    "Session": "treeflash.engine.session",
+    "Text": "treeflash.engine.session",
+    "TextRequest": "treeflash.engine.session",
+}
+__all__ = ["Engine", "EngineConfig", "Finished", "SamplingParams", "Session", "Text", "TextRequest"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'treeflash' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

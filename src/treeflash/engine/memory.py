@@ -1,0 +1,87 @@
+"""How much memory there is, and how much a model needs; no allocation."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from treeflash.errors import ResourceError
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.spec import ModelSpec
+
+# A context larger than this is taken only when asked for: most prompts are far shorter, and on a CPU prefill is slow.
+DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
+
+
+def pick_device(name: str) -> torch.device:
+    """auto: a CUDA device when there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ResourceError(f"device {name!r} is not known", "use --device auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ResourceError(
+                f"device {name!r} asked for, {count} CUDA devices found", "treeflash doctor shows why"
+            )
+    return device
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be taken now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model takes on a device, before any of it is allocated; bytes."""
+
+    expanded: bool  # weights held as floats; otherwise packed, and every use unpacks them
+    weights: int
+    recurrent: int
+    kv_per_token: int
+    max_ctx: int
+    available: int
+
+
+def plan_memory(
+    file: GGUFFile, spec: ModelSpec, device: torch.device, *, dtype: torch.dtype, max_ctx: int | None, weights: str
+) -> MemoryPlan:
+    available = available_memory(device)
+    packed = sum(info.nbytes for info in file.tensors.values())
+    floats = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
+    # The embedding rows stay packed beside the expanded head when the two are tied.
+    floats += file.tensors["token_embd.weight"].nbytes if spec.tied_head else 0
+    recurrent = spec.recurrent_bytes()
+    kv = spec.kv_bytes_per_token(32)
+    expanded = weights == "expanded" or (weights == "auto" and floats + recurrent < 0.8 * available)
+    needed = (floats if expanded else packed) + recurrent
+    room = int(0.9 * available) - needed
+    context = max_ctx or min(spec.context_length, DEFAULT_CTX[device.type])
+    if max_ctx is None and kv:
+        context = min(context, max(0, room // kv))
+    if room < kv * min(context, 256) or context < 1:
+        raise ResourceError(
+            f"{file.path.name} needs {gib(needed + kv * 256)} with a context of 256 tokens, "
+            f"{gib(available)} are free on {device}",
+            "close other programs, or take a smaller model or quantisation",
+        )
+    return MemoryPlan(expanded, floats if expanded else packed, recurrent, kv, context, available)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,145 @@
+"""A loaded model that turns text into text: messages or a raw prompt in, pieces of text out.
+
+Stop strings end the text exactly before their first character, wherever token borders fall.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from treeflash.config import EngineConfig
+from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
+from treeflash.engine.memory import MemoryPlan, pick_device, plan_memory
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.stats import RequestStats
+from treeflash.errors import UsageError
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder
+from treeflash.models.spec import ModelSpec
+from treeflash.models.weights import Progress as LoadProgress
+from treeflash.text.stops import StopStrings
+from treeflash.text.template import ChatTemplate
+from treeflash.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """Exactly one of `messages` (rendered by the chat template) and `prompt` (taken as it is)."""
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | None = None
+    max_tokens: int = 256
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: Sequence[str] = ()
+    thinking: bool | None = None
+    cancelled: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The next piece of the answer; whole characters."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: Literal["stop", "length", "cancelled"]
+    tokens: list[int]  # delivered, end tokens not among them
+    stats: RequestStats
+
+
+class Session:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, plan: MemoryPlan):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.plan = plan
+
+    @classmethod
+    def load(
+        cls, path: Path, config: EngineConfig | None = None, *, progress: LoadProgress | None = None
+    ) -> "Session":
+        config = config or EngineConfig()
+        device = pick_device(config.device)
+        # Matrix products of bfloat16 are slow or missing on many CPUs; GPUs have them since Ampere.
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with GGUFFile.open(path) as file:
+            spec = ModelSpec.from_gguf(file)
+            tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
+            template = ChatTemplate.from_metadata(file.metadata)
+            if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
+                raise UsageError(
+                    f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
+                )
+            plan = plan_memory(
+                file, spec, device, dtype=dtype, max_ctx=config.max_ctx, weights=config.weights
+            )
+            target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
+        engine = Engine(target, max_ctx=plan.max_ctx, prefill_chunk=config.prefill_chunk)
+        return cls(engine, tokenizer, template, plan)
+
+    def encode(self, request: TextRequest) -> list[int]:
+        """The prompt's token ids; raises where the template refuses the messages."""
+        if (request.messages is None) == (request.prompt is None):
+            raise UsageError("give either messages or a raw prompt")
+        if request.messages is not None:
+            rendered = self.template.render(request.messages, thinking=request.thinking)
+            return self.tokenizer.encode(rendered.text)
+        ids = self.tokenizer.encode(request.prompt or "")
+        return ids if self.tokenizer.bos_id is None else [self.tokenizer.bos_id, *ids]
+
+    def generate(self, request: TextRequest) -> Iterator[Progress | Text | Finished]:
+        text = _Writer(self.tokenizer, request.stop)
+        tokens: list[int] = []
+        events = self.engine.generate(
+            Request(
+                prompt=self.encode(request),
+                max_tokens=request.max_tokens,
+                sampling=request.sampling,
+                stop_ids=self.tokenizer.stop_ids,
+                cut=text.write,
+                cancelled=request.cancelled,
+            )
+        )
+        with contextlib.closing(events):
+            for event in events:
+                match event:
+                    case Progress():
+                        yield event
+                    case Tokens(new):
+                        tokens += new
+                        if piece := text.take():
+                            yield Text(piece)
+                    case Done(reason, stats):
+                        text.finish()
+                        if piece := text.take():
+                            yield Text(piece)
+                        yield Finished(reason, tokens, stats)
+
+
+class _Writer:
+    """Turns committed tokens into text and says where a stop string ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self._stream = tokenizer.stream()
+        self._stops = StopStrings(stop)
+        self._ready = ""
+
+    def write(self, tokens: list[int]) -> int | None:
+        for count, token in enumerate(tokens, 1):
+            self._ready += self._stops.push(self._stream.push([token]))
+            if self._stops.hit is not None:
+                return count
+        return None
+
+    def finish(self) -> None:
+        self._ready += self._stops.push(self._stream.flush()) + self._stops.flush()
+
+    def take(self) -> str:
+        ready, self._ready = self._ready, ""
+        return ready

@@ -1,0 +1,58 @@
+"""What one request cost: the only definition of tok/s, time to first token and acceptance length."""
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Filled by the engine as it goes; times in seconds."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0  # tokens committed by steps; the first token comes from prefill and is not among them
+    seed: int = 0
+    _start: float = field(default_factory=time.perf_counter)
+    _first: float | None = None
+    _last: float | None = None
+
+    def token_came(self) -> None:
+        self._last = time.perf_counter()
+        if self._first is None:
+            self._first = self._last
+
+    @property
+    def ttft_s(self) -> float:
+        """From the request to its first token."""
+        return (self._first - self._start) if self._first is not None else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed a step; exactly 1 for plain decoding."""
+        return self.step_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens after the first over the time since the first."""
+        if self._first is None or self._last is None or self._last <= self._first:
+            return 0.0
+        return (self.generated_tokens - 1) / (self._last - self._first)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return (self.prompt_tokens - self.cached_tokens) / self.ttft_s if self.ttft_s else 0.0
+
+    def as_dict(self) -> dict[str, int | float]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "steps": self.steps,
+            "acceptance_length": self.acceptance_length,
+            "ttft_s": self.ttft_s,
+            "prefill_tok_s": self.prefill_tok_s,
+            "decode_tok_s": self.decode_tok_s,
+            "seed": self.seed,
+        }

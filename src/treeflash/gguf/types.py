@@ -1,0 +1,64 @@
+"""The tensor types of GGUF: ids, block sizes, names. Knows no torch and no files."""
+
+from enum import IntEnum
+
+
+class QuantType(IntEnum):
+    """ggml type ids as stored in a file; only the types TreeFlash reads."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ4_XS = 23
+    BF16 = 30
+    MXFP4 = 39
+
+    @property
+    def block_elements(self) -> int:
+        return _BLOCKS[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        return _BLOCKS[self][1]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.block_bytes * 8 / self.block_elements
+
+    def row_bytes(self, elements: int) -> int:
+        """Bytes of a row of `elements` weights, which must be whole blocks."""
+        assert elements % self.block_elements == 0, (self.name, elements)
+        return elements // self.block_elements * self.block_bytes
+
+
+# elements and bytes of one block
+_BLOCKS = {
+    QuantType.F32: (1, 4),
+    QuantType.F16: (1, 2),
+    QuantType.BF16: (1, 2),
+    QuantType.Q4_0: (32, 18),
+    QuantType.Q4_1: (32, 20),
+    QuantType.Q5_0: (32, 22),
+    QuantType.Q5_1: (32, 24),
+    QuantType.Q8_0: (32, 34),
+    QuantType.Q2_K: (256, 84),
+    QuantType.Q3_K: (256, 110),
+    QuantType.Q4_K: (256, 144),
+    QuantType.Q5_K: (256, 176),
+    QuantType.Q6_K: (256, 210),
+    QuantType.IQ4_NL: (32, 18),
+    QuantType.IQ4_XS: (256, 136),
+    QuantType.IQ3_S: (256, 110),
+    QuantType.MXFP4: (32, 17),
+}

@@ -1,0 +1,5 @@
+"""Drawing tokens from logits."""
+
+from treeflash.kernels.sampling.reference import draw, filtered, gumbel, philox
+
+__all__ = ["draw", "filtered", "gumbel", "philox"]

@@ -1,0 +1,139 @@
+"""The target model: embeddings, blocks, head, built from a GGUF file's metadata. Owns weights; knows no sampling."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treeflash.errors import UnsupportedModel
+from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.causal_conv import conv_index
+from treeflash.kernels.norm_rope import rms_norm, rope_angles
+from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import AttentionBuffers, Buffers, Pending, Step
+from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
+    features: Tensor  # [B, T, taps * width]: the residual stream behind the tapped layers
+
+
+class Block:
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
+        block = f"blk.{index}"
+        self._eps = spec.eps
+        self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
+        mixer = Attention if spec.layers[index] == "attention" else GatedDelta
+        self._mixer = mixer(spec, loader, block)
+        self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
+        if spec.experts is not None:
+            self._ffn = Experts(spec, loader, block)
+        else:
+            self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
+
+    def __call__(self, x: Tensor, frame: Frame, buffers) -> Tensor:
+        x = x + self._mixer(rms_norm(x, self._mixer_norm, self._eps), frame, buffers)
+        return x + self._ffn(rms_norm(x, self._ffn_norm, self._eps))
+
+
+class Decoder:
+    """Any of the supported families; what differs is in its spec."""
+
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, device: torch.device):
+        self.spec = spec
+        self.device = device
+        self.embed: Embedding = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
+        self._blocks = [Block(spec, loader, i) for i in range(len(spec.layers))]
+        self._norm = loader.vector("output_norm.weight", spec.width)
+        head = "token_embd.weight" if spec.tied_head else "output.weight"
+        self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
+        pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
+        self._frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
+        if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
+            self._frequencies = self._frequencies / loader.vector("rope_freqs.weight", len(pairs))
+
+    @classmethod
+    def load(
+        cls,
+        file: GGUFFile,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        expand: bool = True,
+        progress: Progress | None = None,
+    ) -> "Decoder":
+        """Reads all weights. `expand` holds them as `dtype`; without it they stay packed and every use unpacks them."""
+        device = torch.device(device)
+        loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
+        return cls(ModelSpec.from_gguf(file), loader, device)
+
+    def forward(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> Output:
+        """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows behind.
+
+        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer.
+        """
+        check_taps(self.spec, taps)
+        frame = self._frame(step, buffers)
+        x = self.embed(step.tokens)
+        features: dict[int, Tensor] = {}
+        for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
+            x = block(x, frame, layer)
+            if index in taps:
+                features[index] = x
+        buffers.pending.row[step.slots] = -1  # every delta layer has folded it in
+        tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
+        return Output(rms_norm(x, self._norm, self.spec.eps), tapped)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] to [..., vocabulary]."""
+        return self._head(hidden)
+
+    def _frame(self, step: Step, buffers: Buffers) -> Frame:
+        lengths, page_table = buffers.lengths[step.slots], buffers.page_table[step.slots]
+        cos, sin = rope_angles(step.positions, self._frequencies)
+        index = lengths[:, None] + torch.arange(step.rows, device=lengths.device)
+        page = next((b.keys.shape[1] for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
+        cache_rows = page_table.gather(1, index // page) * page + index % page
+        pending, accepted = None, None
+        if self.spec.delta is not None:
+            pending, accepted = _pending(buffers, step.slots)
+        trees = step.parents
+        return Frame(
+            slots=step.slots,
+            is_chunk=step.is_chunk,
+            cos=cos,
+            sin=sin,
+            visible=None if trees is None else step.visible(),
+            conv_index=None
+            if trees is None or self.spec.delta is None
+            else conv_index(trees, self.spec.delta.conv_width),
+            page_table=page_table,
+            lengths=lengths,
+            cache_rows=cache_rows.flatten(),
+            pending=pending,
+            accepted=accepted,
+        )
+
+
+def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
+    outside = [tap for tap in taps if not 0 <= tap < len(spec.layers)]
+    if outside:
+        raise UnsupportedModel(f"tap at layer {outside[0]}, the target has layers 0 to {len(spec.layers) - 1}")
+
+
+def _pending(buffers: Buffers, slots: Tensor) -> tuple[Pending | None, Tensor | None]:
+    """What the delta layers of these slots have to fold in first."""
+    pending = buffers.pending
+    row, bits = pending.row[slots], pending.ancestors[slots]
+    rows = int(row.max()) + 1
+    if rows == 0:
+        return None, None
+    shifts = torch.arange(rows, device=row.device)
+    accepted = ((bits[:, None] >> shifts) & 1).bool() & (row >= 0)[:, None]
+    unmoved = torch.arange(pending.inputs.shape[1], device=row.device)
+    inputs = torch.where((row >= 0)[:, None], pending.inputs[slots], unmoved)
+    return Pending(row, bits, inputs), accepted

@@ -1,0 +1,102 @@
+"""The rows of one forward pass and the buffers they read and write; plain tensors, no model and no policy.
+
+A step holds the same number of rows for each of its sequence slots. A *tree* step's rows hang below the slot's
+committed text by their parents and change nothing until a commit; a *chunk* is prompt text, each row following the
+one before it, committed at once.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+MAX_ROWS = 64  # ancestors of a row are the bits of one 64-bit word
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    slots: Tensor  # [B] int64
+    tokens: Tensor  # [B, T] int64
+    positions: Tensor  # [B, T] int64, absolute
+    parents: Tensor | None  # [B, T] int64 row of the parent, -1 = the committed text; None for a chunk
+    ancestors: Tensor | None  # [B, T] int64, bit j set: row j is this row or above it; None for a chunk
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.parents is None
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[1]
+
+    @classmethod
+    def chunk(cls, slots: Tensor, tokens: Tensor, lengths: Tensor) -> Self:
+        """Prompt text behind `lengths` [B] committed tokens."""
+        positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        return cls(slots, tokens, positions, None, None)
+
+    @classmethod
+    def tree(cls, slots: Tensor, tokens: Tensor, parents: Tensor, lengths: Tensor) -> Self:
+        """Rows whose parents come before them; -1 hangs a row below `lengths` [B] committed tokens."""
+        rows = tokens.shape[1]
+        assert 1 <= rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
+        seen = visibility(parents)
+        bits = torch.ones_like(tokens[:1]) << torch.arange(rows, device=tokens.device)
+        ancestors = (seen * bits[:, None, :]).sum(-1)
+        positions = lengths[:, None] + seen.sum(-1) - 1
+        return cls(slots, tokens, positions, parents, ancestors)
+
+    def visible(self) -> Tensor:
+        """[B, T, T] bool: row i may look at row j."""
+        assert self.ancestors is not None
+        shifts = torch.arange(self.rows, device=self.tokens.device)
+        return ((self.ancestors[:, :, None] >> shifts) & 1).bool()
+
+
+def visibility(parents: Tensor) -> Tensor:
+    """[B, T] parents to [B, T, T] bool, true where column j is row i or an ancestor of it."""
+    rows = parents.shape[1]
+    seen = torch.eye(rows, device=parents.device).expand(parents.shape[0], rows, rows)
+    if rows > 1:
+        columns = torch.arange(rows, device=parents.device)
+        seen = seen + (parents[:, :, None] == columns)
+        # Squaring doubles how far up a row sees: 64 rows need six squarings.
+        for _ in range((rows - 1).bit_length()):
+            seen = (seen @ seen).clamp(max=1)
+    return seen > 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBuffers:
+    keys: Tensor  # [pages, page, KV, D], after norm and rope
+    values: Tensor  # [pages, page, KV, D]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBuffers:
+    """The committed state of a Gated DeltaNet layer, and what the last tree's rows left behind."""
+
+    state: Tensor  # [slots, value heads, d, d] float32, row = key index
+    window: Tensor  # [slots, conv width - 1, channels]: the newest inputs of the convolution, oldest first
+    tree_inputs: Tensor  # [slots, rows, channels]: convolution inputs of the rows
+    tree_keys: Tensor  # [slots, rows, key heads, d]
+    tree_writes: Tensor  # [slots, rows, value heads, d]: u of the delta rule
+    tree_decay: Tensor  # [slots, rows, value heads]: log decay from the committed state to the row
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Accepted rows that the delta layers have yet to fold into their states, per slot."""
+
+    row: Tensor  # [slots] int64 the last accepted row; -1 = none
+    ancestors: Tensor  # [slots] int64 its ancestor bits
+    inputs: Tensor  # [slots, conv width - 1] int64: the new window, as indices into [old window, tree rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    layers: tuple[AttentionBuffers | DeltaBuffers, ...]
+    page_table: Tensor  # [slots, pages a slot] int64
+    lengths: Tensor  # [slots] int64 committed tokens
+    pending: Pending

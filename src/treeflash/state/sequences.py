@@ -1,0 +1,168 @@
+"""Every mutable tensor of the conversations in flight: paged keys and values, recurrent states, lengths.
+
+A slot holds one conversation. A tree step leaves its rows behind the committed ones; `commit` keeps an accepted path
+and forgets the rest. Nothing committed is ever overwritten, so there is nothing to roll back. Does not know tokens.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from treeflash.errors import ResourceError
+from treeflash.kernels.causal_conv import conv_index
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
+from treeflash.state.pages import PageAllocator
+
+PAGE = 64  # tokens
+
+
+class SequenceStates:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        max_ctx: int,
+        slots: int = 1,
+        max_rows: int = 1,
+        device: torch.device | str = "cpu",
+        kv_dtype: torch.dtype = torch.float32,
+    ):
+        self._spec = spec
+        self._device = torch.device(device)
+        self._kv_dtype = kv_dtype
+        self._max_rows = max_rows
+        self.max_ctx = max_ctx
+        self.lengths = [0] * slots  # the host's copy of buffers.lengths
+        self._free_slots = list(range(slots))
+        self._pages = PageAllocator(slots)
+        kv_shape = (spec.attention_layers, 0, PAGE, spec.kv_heads, spec.head_dim)
+        self._keys, self._values = (torch.zeros(kv_shape, dtype=kv_dtype, device=self._device),) * 2
+        window = spec.delta.conv_width - 1 if spec.delta else 0
+        self.buffers = Buffers(
+            layers=tuple(
+                self._attention(0) if kind == "attention" else self._delta(slots) for kind in spec.layers
+            ),
+            page_table=self._zeros(slots, -(-(max_ctx + max_rows) // PAGE), dtype=torch.int64),
+            lengths=self._zeros(slots, dtype=torch.int64),
+            pending=Pending(
+                row=self._zeros(slots, dtype=torch.int64) - 1,
+                ancestors=self._zeros(slots, dtype=torch.int64),
+                inputs=self._zeros(slots, window, dtype=torch.int64),
+            ),
+        )
+
+    def open(self) -> int:
+        """A free slot, empty."""
+        if not self._free_slots:
+            raise ResourceError(f"all {len(self.lengths)} sequence slots are in use")
+        slot = self._free_slots.pop(0)
+        self.lengths[slot] = 0
+        self.buffers.lengths[slot] = 0
+        self.buffers.pending.row[slot] = -1
+        for layer in self.buffers.layers:
+            if isinstance(layer, DeltaBuffers):
+                layer.state[slot] = 0
+                layer.window[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> None:
+        self._pages.release(slot)
+        self._free_slots.append(slot)
+
+    def reserve(self, slot: int, rows: int) -> None:
+        """Makes room for `rows` rows behind the slot's committed tokens."""
+        pages = -(-(self.lengths[slot] + rows) // PAGE)
+        missing = self._pages.missing(slot, pages)
+        if missing:
+            self._grow(max(self._pages.capacity + missing, 2 * self._pages.capacity))
+        start = len(self._pages.owned[slot])
+        new = self._pages.take(slot, pages)
+        if new:
+            self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
+
+    def advance(self, step: Step) -> None:
+        """After a chunk: its rows are committed text."""
+        assert step.is_chunk
+        self.buffers.lengths[step.slots] += step.rows
+        for slot in step.slots.tolist():
+            self.lengths[slot] += step.rows
+
+    def commit(self, step: Step, last: Tensor) -> None:
+        """After a tree: keeps row `last` [B] of each slot and its ancestors; -1 keeps nothing.
+
+        Keys and values move into place now; the recurrent states follow at the start of the next forward pass.
+        """
+        assert step.ancestors is not None and step.parents is not None
+        slots, rows, pending = step.slots, step.rows, self.buffers.pending
+        kept = last.clamp(min=0)[:, None]
+        bits = torch.where(last >= 0, step.ancestors.gather(1, kept)[:, 0], 0)
+        pending.row[slots] = last
+        pending.ancestors[slots] = bits
+        if self._spec.delta is not None:
+            inputs = conv_index(step.parents, self._spec.delta.conv_width)[:, :, 1:]
+            pending.inputs[slots] = inputs.gather(1, kept[..., None].expand(-1, 1, inputs.shape[2]))[:, 0]
+        columns = torch.arange(rows, device=self._device)
+        accepted = (bits[:, None] >> columns) & 1
+        counts = accepted.sum(1)
+        self._compact(slots, accepted, counts, columns)
+        self.buffers.lengths[slots] += counts
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self.lengths[slot] += count
+
+    def _compact(self, slots: Tensor, accepted: Tensor, counts: Tensor, columns: Tensor) -> None:
+        """Moves the accepted rows' keys and values to the front of the rows."""
+        order = (1 - accepted).argsort(dim=1, stable=True)
+        source = torch.where(columns < counts[:, None], order, columns)
+        if self._spec.attention_layers == 0 or bool((source == columns).all()):
+            return
+        lengths, table = self.buffers.lengths[slots][:, None], self.buffers.page_table[slots]
+        here, there = (
+            (table.gather(1, index // PAGE) * PAGE + index % PAGE).flatten()
+            for index in (lengths + source, lengths + columns)
+        )
+        for pool in (self._keys, self._values):
+            flat = pool.flatten(1, 2)
+            flat[:, there] = flat[:, here]
+
+    def _grow(self, capacity: int) -> None:
+        shape = (self._spec.attention_layers, capacity, *self._keys.shape[2:])
+        grown = [self._zeros(*shape, dtype=self._kv_dtype) for _ in range(2)]
+        for new, old in zip(grown, (self._keys, self._values), strict=True):
+            new[:, : old.shape[1]] = old
+        self._keys, self._values = grown
+        self._pages.grow(capacity)
+        attention = iter(range(self._spec.attention_layers))
+        self.buffers = replace(
+            self.buffers,
+            layers=tuple(
+                self._attention(next(attention)) if isinstance(layer, AttentionBuffers) else layer
+                for layer in self.buffers.layers
+            ),
+        )
+
+    def _attention(self, index: int) -> AttentionBuffers:
+        return AttentionBuffers(self._keys[index], self._values[index])
+
+    def _delta(self, slots: int) -> DeltaBuffers:
+        delta, rows = self._spec.delta, self._max_rows
+        assert delta is not None
+        return DeltaBuffers(
+            state=self._zeros(slots, delta.value_heads, delta.head_dim, delta.head_dim),
+            window=self._zeros(slots, delta.conv_width - 1, delta.channels),
+            tree_inputs=self._zeros(slots, rows, delta.channels),
+            tree_keys=self._zeros(slots, rows, delta.key_heads, delta.head_dim),
+            tree_writes=self._zeros(slots, rows, delta.value_heads, delta.head_dim),
+            tree_decay=self._zeros(slots, rows, delta.value_heads),
+        )
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        except (RuntimeError, MemoryError) as error:
+            size = dtype.itemsize * torch.Size(shape).numel()
+            raise ResourceError(
+                f"no memory for {size / 2**30:.2f} GiB of sequence state on {self._device}",
+                "lower --max-ctx or close other programs",
+            ) from error

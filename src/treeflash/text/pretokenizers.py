@@ -1,0 +1,61 @@
+"""The named ways of cutting text into words before byte-level BPE; knows no vocabulary and no file."""
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class WordRule:
+    """How one `tokenizer.ggml.pre` cuts words, and what its models assume beside the pattern."""
+
+    pattern: str
+    # The files do not record it: these models were trained on text in Unicode's composed form.
+    composes: bool = False
+    # A word that is itself a token is taken whole, even where the merges would not lead to it.
+    whole_words: bool = False
+    # What an absent tokenizer.ggml.add_bos_token means.
+    adds_bos: bool = False
+
+    def pre_tokenizer(self) -> PreTokenizer:
+        split = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([split, as_bytes])
+
+    def normalizer(self) -> Normalizer | None:
+        return normalizers.NFC() if self.composes else None
+
+
+_QWEN2 = WordRule(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}",
+    composes=True,
+)
+_QWEN35 = WordRule(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_WHITESPACE}",
+    composes=True,
+)
+_LLAMA3 = WordRule(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WHITESPACE}",
+    whole_words=True,
+    adds_bos=True,
+)
+_GPT2 = WordRule(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+WORD_RULES: dict[str, WordRule] = {
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "gpt-2": _GPT2,
+    "gpt2": _GPT2,
+    "default": _GPT2,
+}

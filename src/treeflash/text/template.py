@@ -1,0 +1,279 @@
+"""ChatTemplate: a conversation to prompt text with the model's own Jinja template; knows no token ids."""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from treeflash.errors import BadGGUF, TemplateFailed, UsageError
+from treeflash.text.messages import Message, merge_neighbours, normalise
+from treeflash.text.tokenizer import KEY, TokenType
+
+FALLBACK = """\
+{%- if tools %}{{- raise_exception('the model has no chat template that could describe tools') }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+RAW_HINT = "--raw sends the prompt without a chat template"
+# Far above what a conversation of any length needs, and about a second of work.
+MAX_ITERATIONS = 1_000_000
+MAX_CHARACTERS = 64_000_000
+MAX_NESTING = 100
+# Turn ends looked for, from the last one back; each costs one rendering.
+BOUNDARY_TURNS = 8
+# Unicode reserves these for a program's own use: they enclose control tokens that the conversation spells.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# Not a name that a template can write.
+COUNTER = "iteration counter"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Prompt text, with character offsets into it."""
+
+    text: str
+    # Where a shorter or differently continued conversation still has the same text; ascending.
+    boundaries: list[int]
+    # Spans where the conversation itself spells a control token; `Tokenizer.encode` keeps them plain text.
+    literals: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """One template, compiled on first use; `controls` are the token strings that user text must not forge."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        controls: Sequence[str] = (),
+        is_fallback: bool = False,
+    ):
+        self.source = source
+        self.is_fallback = is_fallback
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        longest_first = sorted(filter(None, controls), key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], *, source: str = "") -> "ChatTemplate":
+        """The template in `tokenizer.chat_template`, or plain ChatML where the file has none."""
+        text = metadata.get("tokenizer.chat_template")
+        if text is not None and not isinstance(text, str):
+            name = source or "the metadata"
+            raise BadGGUF(f"{name}: tokenizer.chat_template is of type {type(text).__name__}; needs a string")
+        tokens = metadata.get(f"{KEY}tokens", [])
+        types = metadata.get(f"{KEY}token_type", [])
+
+        def spelling(key: str) -> str:
+            id = metadata.get(KEY + key)
+            return tokens[id] if id is not None and 0 <= id < len(tokens) else ""
+
+        return cls(
+            text or FALLBACK,
+            bos=spelling("bos_token_id"),
+            eos=spelling("eos_token_id"),
+            controls=[t for t, type in zip(tokens, types, strict=False) if type == TokenType.CONTROL],
+            is_fallback=not text,
+        )
+
+    @property
+    def supports_thinking(self) -> bool:
+        """Whether the template asks if the model should think."""
+        return "enable_thinking" in self.source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        thinking: bool | None = None,
+        keep_reasoning: bool = False,
+        boundaries: bool = False,
+        **extra: Any,
+    ) -> Rendered:
+        """The prompt for a conversation as clients send it; `thinking` None leaves the template's default."""
+        if own := {"messages", COUNTER, *self._tokens} & extra.keys():
+            raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
+        conversation: list[Message] = self._guard(normalise(messages, keep_reasoning=keep_reasoning))
+        variables = self._guard(extra) | self._tokens | {"tools": self._guard(_checked_tools(tools))}
+        if thinking is not None:
+            variables["enable_thinking"] = thinking
+
+        def run(turns: list[Message], prompt: bool) -> str:
+            return self._run({**variables, "messages": turns, "add_generation_prompt": prompt})
+
+        try:
+            marked = run(conversation, add_generation_prompt)
+        except TemplateFailed:
+            merged = merge_neighbours(conversation)
+            if len(merged) == len(conversation):
+                raise
+            conversation = merged
+            marked = run(conversation, add_generation_prompt)
+        text, literals = _without_marks(marked)
+        return Rendered(text, self._turn_ends(text, conversation, run) if boundaries else [], literals)
+
+    def _turn_ends(
+        self, text: str, conversation: list[Message], run: Callable[[list[Message], bool], str]
+    ) -> list[int]:
+        """Where the head (system message and tools) ends, then ends of messages; ascending."""
+
+        def attempt(turns: list[Message]) -> str:
+            try:
+                return _without_marks(run(turns, False))[0]
+            except TemplateFailed:
+                return ""
+
+        # Some templates refuse a system message alone, so the head is what any other opening has in common
+        # with the text, back to the control token that begins the turn.
+        leading = 1 if conversation[0]["role"] == "system" else 0
+        opening = attempt([*conversation[:leading], {"role": "user", "content": "\x00"}])
+        common = _common_length(text, opening)
+        head = max((match.start() for match in self._controls.finditer(text, 0, common)), default=common)
+        first = max(1, len(conversation) - BOUNDARY_TURNS + 1)
+        shorter = [attempt(conversation[:count]) for count in range(first, len(conversation) + 1)]
+        return sorted({head, *(len(turns) for turns in shorter if text.startswith(turns))} - {0})
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        try:
+            tree = environment.parse(self.source)
+            _count_repetitions(tree)
+            return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
+        except Exception as error:  # whatever the file's text provokes in the compiler
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise TemplateFailed(f"the chat template cannot be compiled: {error}{line}", RAW_HINT) from error
+
+    def _run(self, variables: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        written = 0
+        template = self._template
+        try:
+            for piece in template.generate({**variables, COUNTER: _counter()}):
+                pieces.append(piece)
+                written += len(piece)
+                if written > MAX_CHARACTERS:
+                    raise TemplateFailed(
+                        f"the chat template writes over {MAX_CHARACTERS} characters", RAW_HINT
+                    )
+        except TemplateFailed:
+            raise
+        except Exception as error:  # the template is a program from the file and raises what it likes
+            reason = f"{type(error).__name__}: {error}"
+            raise TemplateFailed(f"the chat template failed: {reason}", RAW_HINT) from error
+        return "".join(pieces)
+
+    def _guard(self, value: Any, depth: int = 0) -> Any:
+        """`value` with every control token in its strings enclosed in marks."""
+        if depth > MAX_NESTING:
+            raise UsageError(f"the conversation nests objects deeper than {MAX_NESTING} levels")
+        if isinstance(value, str):
+            plain = value.replace(OPEN, "").replace(CLOSE, "")
+            return self._controls.sub(lambda match: f"{OPEN}{match[0]}{CLOSE}", plain)
+        if isinstance(value, Mapping):
+            return {self._guard(name): self._guard(item, depth + 1) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guard(item, depth + 1) for item in value]
+        return value
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the model's own words for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (the library declares it for instances)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _refuse(message: object) -> NoReturn:
+    raise TemplateFailed(f"the chat template refused the conversation: {message}")
+
+
+def _count_repetitions(tree: nodes.Template) -> None:
+    """Calls the counter at the head of every loop and macro, the two ways to repeat in a template."""
+    for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        counter = nodes.Getitem(nodes.ContextReference(), nodes.Const(COUNTER), "load")
+        block.body.insert(0, nodes.ExprStmt(nodes.Call(counter, [], [], None, None)))
+
+
+def _counter() -> Callable[[], None]:
+    left = MAX_ITERATIONS
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TemplateFailed(f"the chat template repeats over {MAX_ITERATIONS} times", RAW_HINT)
+
+    return count
+
+
+def _checked_tools(tools: Any) -> list[Any] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"tools is of type {type(tools).__name__}; needs a list of tool descriptions")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise UsageError(f"tools[{i}] is of type {type(tool).__name__}; needs an object")
+    return list(tools)
+
+
+def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks, and the spans they enclosed."""
+    pieces: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length, start = 0, None
+    for piece in re.split(f"([{OPEN}{CLOSE}])", marked):
+        if piece == OPEN:
+            start = length
+        elif piece == CLOSE:
+            if start is not None:
+                spans.append((start, length))
+            start = None
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return "".join(pieces), spans
+
+
+def _common_length(a: str, b: str) -> int:
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])

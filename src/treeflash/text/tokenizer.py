@@ -1,0 +1,293 @@
+"""Tokenizer: text to ids and back, built from GGUF metadata; knows no chat format and no tensors."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import tokenizers
+from tokenizers.models import BPE
+
+from treeflash.errors import BadGGUF, UnsupportedModel, UsageError
+from treeflash.text.pretokenizers import WORD_RULES, WordRule
+from treeflash.text.stream import TextStream
+
+KEY = "tokenizer.ggml."
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Files name one end token; models end with any of these they have as control tokens.
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Never written by the model as text, never made from words.
+UNSPOKEN = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte of each symbol of byte-level BPE: a printable byte is its own symbol, the rest start at U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+# C0, C1 and F5 to FF occur in no UTF-8 text, so a vocabulary may lack them.
+NEEDED_SYMBOLS = [symbol for symbol, byte in BYTE_OF.items() if byte < 0xC0 or 0xC2 <= byte <= 0xF4]
+
+
+class Tokenizer:
+    """Byte-level BPE with special tokens."""
+
+    vocab_size: int
+    stop_ids: frozenset[int]
+    # None unless the file asks for a BOS before every prompt.
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], *, source: str = "") -> "Tokenizer":
+        """The tokenizer that `tokenizer.ggml.*` describes; `source` names the file in errors."""
+        return cls(_Reader(metadata, source or "the metadata"))
+
+    def __init__(self, reader: "_Reader"):
+        rule = reader.rule()
+        self._tokens = reader.tokens()
+        self._types = reader.types(len(self._tokens))
+        self._ids = reader.ids(self._tokens, self._types)
+        special = [
+            (token, id) for id, token in enumerate(self._tokens) if self._types[id] != TokenType.NORMAL
+        ]
+        control = [token for token, id in special if token and self._types[id] in UNSPOKEN]
+        user_defined = [token for token, id in special if token and self._types[id] == TokenType.USER_DEFINED]
+        self._user_defined_pattern = _any_of(user_defined)
+        self._special_pattern = _any_of(control + user_defined)
+
+        vocabulary = self._ids.copy()
+        for token in control:
+            del vocabulary[token]
+        self._words = tokenizers.Tokenizer(reader.model(vocabulary, rule))
+        self._words.pre_tokenizer = rule.pre_tokenizer()
+        if normalizer := rule.normalizer():
+            self._words.normalizer = normalizer
+
+        self.vocab_size = len(self._tokens)
+        self.bos_id = reader.id("bos_token_id", self.vocab_size) if reader.adds_bos(rule) else None
+        self.eos_id = reader.id("eos_token_id", self.vocab_size)
+        self.pad_id = reader.id("padding_token_id", self.vocab_size)
+        known_ends = {self._ids[token] for token in END_TOKENS if token in control}
+        self.stop_ids = reader.stop_ids(self.vocab_size) | known_ends
+
+    def encode(
+        self, text: str, *, special: bool = True, literals: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        """Ids of `text`, no BOS added.
+
+        Strings of user-defined tokens always become their ids, strings of control tokens only with `special`
+        and outside the character spans `literals` (see `Rendered.literals`).
+        """
+        text = _encodable(text)
+        ids: list[int] = []
+        position = 0
+        for start, end in _matches(
+            self._special_pattern if special else self._user_defined_pattern, text, literals
+        ):
+            ids += self._encode_words(text[position:start])
+            ids.append(self._ids[text[start:end]])
+            position = end
+        return ids + self._encode_words(text[position:])
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`, bytes that are no UTF-8 as U+FFFD; `skip_special` leaves out control tokens only."""
+        piece = self._visible_bytes if skip_special else self.token_bytes
+        return b"".join(map(piece, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """Raw bytes of one token: its name for control tokens, nothing for unused ones."""
+        if not 0 <= id < self.vocab_size:
+            raise UsageError(
+                f"token id {id} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+            )
+        token, type = self._tokens[id], self._types[id]
+        if type == TokenType.NORMAL:
+            try:
+                return bytes(map(BYTE_OF.__getitem__, token))
+            except KeyError:
+                return token.encode()
+        if type == TokenType.UNUSED:
+            return b""
+        if type == TokenType.BYTE and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.encode()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of the token spelled so in the file (byte-level for ordinary ones), None if there is none."""
+        return self._ids.get(token)
+
+    def stream(self, *, skip_special: bool = True) -> TextStream:
+        """A new incremental detokeniser."""
+        return TextStream(self._visible_bytes if skip_special else self.token_bytes)
+
+    def _visible_bytes(self, id: int) -> bytes:
+        data = self.token_bytes(id)
+        return b"" if self._types[id] in UNSPOKEN else data
+
+    def _encode_words(self, text: str) -> list[int]:
+        return self._words.encode(text, add_special_tokens=False).ids if text else []
+
+
+class _Reader:
+    """What one file says about its tokenizer, checked value by value."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: str):
+        self.metadata = metadata
+        self.source = source
+
+    def rule(self) -> WordRule:
+        model = self._value("model")
+        if model != "gpt2":
+            raise UnsupportedModel(
+                f"{self.source}: {KEY}model is {model!r}; only 'gpt2' (byte-level BPE) is supported"
+            )
+        pre = self._value("pre")
+        if not isinstance(pre, str) or pre not in WORD_RULES:
+            raise UnsupportedModel(
+                f"{self.source}: {KEY}pre is {pre!r}; supported are {', '.join(sorted(WORD_RULES))}"
+            )
+        return WORD_RULES[pre]
+
+    def tokens(self) -> list[str]:
+        return self._strings("tokens")
+
+    def types(self, size: int) -> list[int]:
+        types = self._integers("token_type")
+        if len(types) != size:
+            raise self._bad("token_type", f"has {len(types)} entries; needs {size}, as many as {KEY}tokens")
+        known = set(TokenType)
+        if unknown := set(types) - known:
+            seen = min(unknown)
+            raise self._bad("token_type", f"is {seen} for token {types.index(seen)}; needs 1 to {max(known)}")
+        return types
+
+    def ids(self, tokens: list[str], types: list[int]) -> dict[str, int]:
+        """Id of every token that text can hold; only unused and empty fillers may repeat a string."""
+        used = [id for id, type in enumerate(types) if type != TokenType.UNUSED and tokens[id]]
+        ids = {tokens[id]: id for id in used}
+        if len(ids) < len(used):
+            second = next(id for id in used if ids[tokens[id]] != id)
+            token = tokens[second]
+            raise self._bad("tokens", f"has {token!r} as both {second} and {ids[token]}; needs it once")
+        return ids
+
+    def model(self, vocabulary: dict[str, int], rule: WordRule) -> BPE:
+        # The library drops text it has no symbol for without a word.
+        missing = [symbol for symbol in NEEDED_SYMBOLS if symbol not in vocabulary]
+        if missing:
+            raise self._bad(
+                "tokens",
+                f"lacks {len(missing)} of the {len(NEEDED_SYMBOLS)} symbols that stand for single bytes,"
+                f" among them {missing[0]!r}; byte-level BPE needs each as a normal token",
+            )
+        parts = (merge.partition(" ") for merge in self._strings("merges"))
+        merges = [(left, right) for left, _, right in parts]
+        try:
+            return BPE(vocabulary, merges, ignore_merges=rule.whole_words)
+        except Exception as error:  # the library raises its own Exception without a class or an index
+            for index, merge in enumerate(merges):
+                if not {*merge, "".join(merge)} <= vocabulary.keys():
+                    raise self._bad(
+                        "merges",
+                        f"has {' '.join(merge)!r} at index {index}; needs 'LEFT RIGHT', both and their"
+                        f" concatenation being normal tokens in {KEY}tokens",
+                    ) from error
+            raise
+
+    def adds_bos(self, rule: WordRule) -> bool:
+        return bool(self.metadata.get(f"{KEY}add_bos_token", rule.adds_bos))
+
+    def stop_ids(self, size: int) -> frozenset[int]:
+        stops = {id for name in END_KEYS if (id := self.id(name, size)) is not None}
+        if f"{KEY}eos_token_ids" in self.metadata:
+            listed = self._integers("eos_token_ids")
+            stops.update(self._checked_id("eos_token_ids", id, size) for id in listed)
+        return frozenset(stops)
+
+    def id(self, name: str, size: int) -> int | None:
+        value = self.metadata.get(KEY + name)
+        return None if value is None else self._checked_id(name, value, size)
+
+    def _checked_id(self, name: str, value: Any, size: int) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < size:
+            raise self._bad(name, f"is {value!r}; needs a token id from 0 to {size - 1}")
+        return int(value)
+
+    def _strings(self, name: str) -> list[str]:
+        values = self._list(name)
+        if not all(isinstance(value, str) for value in values):
+            raise self._bad(name, "holds values that are not strings; needs an array of strings")
+        return values
+
+    def _integers(self, name: str) -> list[int]:
+        values = self._list(name)
+        if not all(isinstance(value, int) for value in values):
+            raise self._bad(name, "holds values that are not integers; needs an array of integers")
+        return values
+
+    def _list(self, name: str) -> list[Any]:
+        value = self._value(name)
+        # A numpy array of numbers becomes plain integers.
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(value, list | tuple):
+            raise self._bad(name, f"is of type {type(value).__name__}; needs an array")
+        return list(value)
+
+    def _value(self, name: str) -> Any:
+        if KEY + name not in self.metadata:
+            raise BadGGUF(f"{self.source}: key {KEY}{name} is missing; a tokenizer needs it")
+        return self.metadata[KEY + name]
+
+    def _bad(self, name: str, what: str) -> BadGGUF:
+        return BadGGUF(f"{self.source}: {KEY}{name} {what}")
+
+
+def _any_of(tokens: list[str]) -> re.Pattern[str] | None:
+    """Matches the longest of `tokens`; None where there are none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+
+
+def _matches(
+    pattern: re.Pattern[str] | None, text: str, literals: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Leftmost matches of `pattern` that touch none of the spans `literals`, which are in order."""
+    position = 0
+    upcoming = iter(literals)
+    literal = next(upcoming, None)
+    while pattern is not None and (match := pattern.search(text, position)):
+        start, end = match.span()
+        while literal is not None and literal[1] <= start:
+            literal = next(upcoming, None)
+        if literal is not None and literal[0] < end:
+            position = start + 1
+        else:
+            yield start, end
+            position = end
+
+
+def _encodable(text: str) -> str:
+    """`text` with each lone surrogate, which JSON can spell and UTF-8 cannot, as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return SURROGATE.sub("\ufffd", text)
+    return text

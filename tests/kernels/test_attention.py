@@ -1,0 +1,43 @@
+"""Paged attention against attention written out over the gathered keys."""
+
+import pytest
+import torch
+
+from treeflash.kernels.attention import paged_attention
+from treeflash.models.step import visibility
+
+PAGE = 4
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """q [H, D], k and v [L, KV, D], seen [L] bool: one row, head by head."""
+    group = q.shape[0] // k.shape[1]
+    rows = []
+    for head, query in enumerate(q):
+        keys, values = k[seen, head // group], v[seen, head // group]
+        rows.append((keys @ query / query.shape[0] ** 0.5).softmax(0) @ values)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, consecutive: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    keys, values = torch.randn(2, 40, PAGE, 2, 8, generator=generator)
+    table = torch.arange(20).view(2, 10) if consecutive else torch.randperm(40, generator=generator)[:20].view(2, 10)
+    lengths = torch.tensor([0, 13])
+    q = torch.randn(2, rows, 6, 8, generator=generator)
+    parents = torch.tensor([[-1] + [max(0, row - 2) for row in range(1, rows)]] * 2)
+    visible = visibility(parents) if tree else None
+    out = paged_attention(q, keys, values, table, lengths, visible)
+    for item, length in enumerate(lengths.tolist()):
+        k, v = (pool[table[item]].flatten(0, 1) for pool in (keys, values))
+        for row in range(rows):
+            seen = torch.zeros(len(k), dtype=torch.bool)
+            seen[:length] = True
+            if visible is None:
+                seen[length : length + row + 1] = True
+            else:
+                seen[length : length + rows] = visible[item, row]
+            assert torch.allclose(out[item, row], plain(q[item, row], k, v, seen), atol=1e-5)

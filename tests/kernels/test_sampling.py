@@ -1,0 +1,109 @@
+"""The noise, the filters and the draw."""
+
+import math
+
+import pytest
+import torch
+
+from treeflash.kernels.sampling import draw, filtered, gumbel, philox
+
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def test_philox_known_answers() -> None:
+    """Published for counter and key of zeros; the others from a scalar version below."""
+    assert int(philox(0, torch.tensor(0), torch.tensor(0))) == 0x6627E8D5
+    for seed, token, position in [(1, 2, 3), (2**64 - 1, 248_319, 262_143), (0xDEADBEEF12345678, 7, 2**31)]:
+        assert int(philox(seed, torch.tensor(token), torch.tensor(position))) == scalar(seed, token, position)
+
+
+def scalar(seed: int, token: int, position: int) -> int:
+    counter, key = [token, position, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            (b >> 32) ^ counter[1] ^ key[0],
+            b & 0xFFFFFFFF,
+            (a >> 32) ^ counter[3] ^ key[1],
+            a & 0xFFFFFFFF,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return counter[0]
+
+
+def test_gumbel_is_finite_and_has_the_right_mean_and_spread() -> None:
+    noise = gumbel(3, torch.arange(200_000), torch.tensor(5)).double()
+    assert bool(noise.isfinite().all())
+    # Euler's constant and pi^2 / 6; five standard errors.
+    assert abs(float(noise.mean()) - 0.5772) < 5 * 1.2825 / math.sqrt(200_000)
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.04
+
+
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    whole = gumbel(9, torch.arange(50)[None], torch.arange(4)[:, None])
+    assert torch.equal(whole[2, 17], gumbel(9, torch.tensor(17), torch.tensor(2)))
+    assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(whole, gumbel(10, torch.arange(50)[None], torch.arange(4)[:, None]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_draws_follow_the_filtered_distribution(options: dict) -> None:
+    """Chi-square over 40,000 positions at a fixed seed; the limit is the 1e-4 quantile for the cells at hand."""
+    settings = {**PLAIN, **options}
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.3, 0.0, -0.5, -1.0, -3.0])
+    expected = reference(logits, **settings)
+    count = 40_000
+    tokens = draw(logits.expand(count, -1), torch.arange(count), seed=1234, **settings)
+    seen = torch.bincount(tokens, minlength=8).double()
+    assert bool((seen[expected == 0] == 0).all())
+    cells = expected > 0
+    statistic = float(((seen - count * expected)[cells] ** 2 / (count * expected)[cells]).sum())
+    limit = {2: 15.2, 3: 18.5, 4: 21.2, 5: 23.6, 6: 25.8, 7: 27.9, 8: 29.9}[int(cells.sum())]
+    assert statistic < limit
+
+
+def reference(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The distribution after all filters, one token at a time."""
+    probability = (logits.double() / temperature).softmax(0)
+    order = sorted(range(len(logits)), key=lambda token: -float(probability[token]))
+    kept = order[: top_k or len(order)]
+    mass = sum(float(probability[token]) for token in kept)
+    best = float(probability[order[0]])
+    chosen, total = [], 0.0
+    for token in kept:
+        share = float(probability[token])
+        if chosen and (total / mass >= top_p or share < min_p * best):
+            break
+        chosen.append(token)
+        total += share
+    out = torch.zeros_like(probability)
+    out[chosen] = probability[chosen] / total
+    return out
+
+
+def test_filters_keep_at_least_one_token() -> None:
+    scores, ids = filtered(torch.tensor([[0.0, 5.0, 1.0]]), temperature=1.0, top_k=0, top_p=1e-9, min_p=1.0)
+    assert ids[0, scores[0] > -torch.inf].tolist() == [1]
+
+
+def test_temperature_zero_is_the_likeliest_token() -> None:
+    logits = torch.randn(5, 40)
+    settings = {**PLAIN, "temperature": 0.0}
+    assert torch.equal(draw(logits, torch.arange(5), seed=1, **settings), logits.argmax(-1))
+
+
+def test_a_negative_control_fails_the_same_chi_square() -> None:
+    """Noise that ignores the position would give one token forever: the test above must be able to see it."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.3]).expand(1000, -1)
+    tokens = draw(logits, torch.zeros(1000, dtype=torch.int64), seed=5, **PLAIN)
+    assert len(tokens.unique()) == 1

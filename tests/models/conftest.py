@@ -1,0 +1,42 @@
+"""One random Hugging Face model of every family, and the GGUF our converter makes of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools.hf_models import build_hf, save_hf
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder
+from treeflash.tools.convert import convert
+
+CASES = ["qwen35", "qwen35-tied", "qwen35-mtp", "qwen35moe", "qwen3-tied", "qwen2", "llama", "llama3"]
+
+
+@dataclass
+class Pair:
+    """The same function twice: transformers' model and ours, read from the converted file."""
+
+    name: str
+    hf: Any
+    ours: Decoder
+    path: Path
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """transformers' logits [T, V] of one sequence."""
+        with torch.no_grad():
+            return self.hf(ids[None], use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, _, variant = request.param.partition("-")
+    folder = tmp_path_factory.mktemp(request.param)
+    model, config = build_hf(family, seed=11, tie=variant == "tied")
+    save_hf(model, config, folder / "hf", mtp=variant == "mtp")
+    path = folder / "model.gguf"
+    convert(folder / "hf", path, mix="f32")
+    with GGUFFile.open(path) as file:
+        return Pair(request.param, model, Decoder.load(file), path)
