@@ -9,7 +9,9 @@ from typing import Literal
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     max_ctx: int | None = None  # None: what the model was made for, as far as memory allows
-    prefill_chunk: int = 512  # tokens; cuts fall on multiples of it, so that they are a function of the prompt
+    prefill_chunk: int = (
+        512  # tokens; cuts fall on multiples of it, so that they are a function of the prompt
+    )
     weights: Literal["auto", "expanded", "packed"] = "auto"
 
 
@@ -22,6 +24,7 @@ class Environment:
     offline: bool
     hub_token: bool
     no_color: bool
+    debug: bool
 
 
 def environment() -> Environment:
@@ -34,4 +37,5 @@ def environment() -> Environment:
         offline=switch("HF_HUB_OFFLINE"),
         hub_token=bool(os.environ.get("HF_TOKEN")),
         no_color=bool(os.environ.get("NO_COLOR")),
+        debug=switch("TREEFLASH_DEBUG"),
     )

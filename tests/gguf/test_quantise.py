@@ -173,6 +173,15 @@ def test_constant_blocks(type: QuantType, value: float) -> None:
     assert relative_error(weights, round_trip(weights, type)) < 5e-3
 
 
+@pytest.mark.parametrize("noise", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("type", [Q4_K, Q5_K, Q6_K], ids=name)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nearly_constant_blocks(type: QuantType, noise: float, sign: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    weights = sign * (1 + noise * torch.randn(64, 256, generator=generator))
+    assert relative_error(weights, round_trip(weights, type)) < 2e-3 + noise
+
+
 @pytest.mark.parametrize("size", [1e2, 1e5])
 @pytest.mark.parametrize("type", OFFERED, ids=name)
 def test_error_does_not_depend_on_the_unit(type: QuantType, size: float) -> None:
@@ -197,6 +206,21 @@ def test_weights_too_small_for_any_scale_are_no_worse_than_zeros(type: QuantType
 
 
 @pytest.mark.parametrize("type", BLOCK_TYPES, ids=name)
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.floats(-5e5, 5e5, width=32, allow_nan=False), min_size=1, max_size=12),
+    seed=st.integers(0, 2**32),
+)
+def test_any_mixture_of_magnitudes_stays_within_the_block(
+    type: QuantType, values: list[float], seed: int
+) -> None:
+    choice = torch.randint(len(values), (512,), generator=torch.Generator().manual_seed(seed))
+    blocks = torch.tensor(values)[choice].view(-1, type.block_elements)
+    worst = (round_trip(blocks, type) - blocks).abs().amax(1)
+    assert torch.all(worst <= 0.2 * blocks.abs().amax(1) + 2**-24)
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES, ids=name)
 def test_rows_are_independent_of_each_other_and_of_slices(
     type: QuantType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +241,10 @@ def test_shapes_and_memory_layouts(type: QuantType) -> None:
     assert torch.equal(quantise(weights.view(3, 4, 1024), type), encoded.view(3, 4, -1))
     assert torch.equal(quantise(weights.t().contiguous().t(), type), encoded)
     assert torch.equal(quantise(weights[::3], type), encoded[::3])
+    assert torch.equal(quantise(weights.repeat_interleave(2, dim=1)[:, ::2], type), encoded)
+    assert torch.equal(quantise(weights[5].repeat_interleave(2)[::2], type), encoded[5])
+    if type.block_elements == 1:
+        assert torch.equal(quantise(weights[5, :2][::2], type), encoded[5, : type.block_bytes])
     assert torch.equal(quantise(weights.double(), type), encoded)
     assert quantise(weights[:0], type).shape == (0, encoded.shape[1])
     assert torch.equal(weights, before)
@@ -250,6 +278,8 @@ def test_weights_beyond_the_largest_scale_are_refused(type: QuantType, sign: int
     weights = torch.ones(2, 256)
     weights[1, 40] = sign * LIMITS[type]
     assert round_trip(weights, type)[1, 40].item() == pytest.approx(sign * LIMITS[type], rel=0.01)
+    everywhere = LIMITS[type] * torch.linspace(-1, 1, 512).view(2, 256)
+    assert relative_error(everywhere, round_trip(everywhere, type)) < 0.1
     weights[1, 40] *= 1.01
     with pytest.raises(
         UnsupportedQuant, match=rf"weight \[1, 40\] .* magnitude .*{type.name} holds at most"

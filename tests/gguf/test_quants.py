@@ -129,7 +129,8 @@ def test_layout_of_the_input_in_memory_does_not_matter(type: QuantType) -> None:
     odd_start = torch.zeros(data.numel() + 1, dtype=torch.uint8)[1:].view(data.shape).copy_(data)
     padded = torch.zeros(6, data.shape[1] + 5, dtype=torch.uint8)[:, 3:-2].copy_(data)
     transposed = data.t().contiguous().t()
-    for variant in (odd_start, padded, transposed):
+    strided = data.repeat_interleave(2, dim=1)[:, ::2]
+    for variant in (odd_start, padded, transposed, strided):
         assert_same_bits(dequantise(variant, type), expected)
     assert_same_bits(dequantise(odd_start[:1, : type.block_bytes], type), expected[:1, : type.block_elements])
     assert_same_bits(dequantise(data[::2], type), expected[::2])

@@ -25,7 +25,11 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor)
 def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, consecutive: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     keys, values = torch.randn(2, 40, PAGE, 2, 8, generator=generator)
-    table = torch.arange(20).view(2, 10) if consecutive else torch.randperm(40, generator=generator)[:20].view(2, 10)
+    table = (
+        torch.arange(20).view(2, 10)
+        if consecutive
+        else torch.randperm(40, generator=generator)[:20].view(2, 10)
+    )
     lengths = torch.tensor([0, 13])
     q = torch.randn(2, rows, 6, 8, generator=generator)
     parents = torch.tensor([[-1] + [max(0, row - 2) for row in range(1, rows)]] * 2)

@@ -13,7 +13,9 @@ from treeflash.models.step import visibility
 TOLERANCE = 1e-10  # float64: what is left is rounding
 
 
-def make(batch: int, rows: int, *, key_heads: int = 2, value_heads: int = 6, dim: int = 8, seed: int = 0) -> dict:
+def make(
+    batch: int, rows: int, *, key_heads: int = 2, value_heads: int = 6, dim: int = 8, seed: int = 0
+) -> dict:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

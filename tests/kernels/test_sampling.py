@@ -58,7 +58,7 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
     ],
 )
 def test_draws_follow_the_filtered_distribution(options: dict) -> None:
-    """Chi-square over 40,000 positions at a fixed seed; the limit is the 1e-4 quantile for the cells at hand."""
+    """Chi-square over 40,000 positions at a fixed seed; the limits are 1e-4 quantiles by number of cells."""
     settings = {**PLAIN, **options}
     logits = torch.tensor([2.0, 1.5, 1.0, 0.3, 0.0, -0.5, -1.0, -3.0])
     expected = reference(logits, **settings)
@@ -72,7 +72,9 @@ def test_draws_follow_the_filtered_distribution(options: dict) -> None:
     assert statistic < limit
 
 
-def reference(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def reference(
+    logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
     """The distribution after all filters, one token at a time."""
     probability = (logits.double() / temperature).softmax(0)
     order = sorted(range(len(logits)), key=lambda token: -float(probability[token]))

@@ -21,7 +21,9 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def ids_of(pair: Pair, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, pair.ours.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, pair.ours.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def states_of(pair: Pair, **options) -> SequenceStates:
@@ -148,9 +150,7 @@ def test_many_sequences_in_one_step(pair: Pair) -> None:
                 path = torch.cat([texts[slot], tokens[place, path_to(parents[place], row)]])
                 assert error(logits[place, row], pair.logits(path)[-1]) <= TOLERANCE, (turn, slot, row)
             if last[place] >= 0:
-                texts[slot] = torch.cat(
-                    [texts[slot], tokens[place, path_to(parents[place], last[place])]]
-                )
+                texts[slot] = torch.cat([texts[slot], tokens[place, path_to(parents[place], last[place])]])
         states.commit(step, torch.tensor(last))
     assert [states.lengths[slot] for slot in slots] == [len(text) for text in texts]
 
@@ -161,5 +161,7 @@ def test_packed_weights_compute_the_same(pair: Pair) -> None:
         packed = Decoder.load(file, expand=False)
     slots = torch.tensor([states.open()])
     states.reserve(0, 20)
-    hidden = packed.forward(Step.chunk(slots, ids[None], states.buffers.lengths[slots]), states.buffers).hidden
+    hidden = packed.forward(
+        Step.chunk(slots, ids[None], states.buffers.lengths[slots]), states.buffers
+    ).hidden
     assert error(packed.logits(hidden[0]), pair.logits(ids)) <= TOLERANCE

@@ -1,5 +1,7 @@
 """The walk against a plain search for the longest matching path."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,9 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(trees())
-def test_walk_is_the_longest_path_of_the_targets_choices(tree: tuple[list[int], list[int], list[int]]) -> None:
+def test_walk_is_the_longest_path_of_the_targets_choices(
+    tree: tuple[list[int], list[int], list[int]],
+) -> None:
     tokens, parents, chosen = tree
     result = walk(tokens, parents, chosen)
     # Depth of every row whose whole path agrees with the choices above it.
@@ -30,5 +34,5 @@ def test_walk_is_the_longest_path_of_the_targets_choices(tree: tuple[list[int], 
             agreeing[row] = agreeing[parents[row]] + 1
     assert len(result.rows) == max(agreeing.values())
     assert agreeing[result.rows[-1]] == len(result.rows)
-    assert all(parents[child] == parent for parent, child in zip(result.rows, result.rows[1:], strict=False))
+    assert all(parents[child] == parent for parent, child in itertools.pairwise(result.rows))
     assert result.next_token == chosen[result.rows[-1]]

@@ -1,6 +1,6 @@
-"""The loop: prefill a prompt, then propose, verify, walk, commit until done. Knows no text, no threads, no I/O."""
+"""The loop: prefill a prompt, then propose, verify, walk, commit. Knows no text, no threads, no I/O."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,7 +71,7 @@ class Engine:
         self._max_rows = max_rows
         self.states = SequenceStates(target.spec, max_ctx=max_ctx, max_rows=max_rows, device=target.device)
 
-    def generate(self, request: Request) -> Iterator[Event]:
+    def generate(self, request: Request) -> Generator[Event]:
         """Progress while the prompt is read, Tokens as they are committed, and Done at the end.
 
         Closing the iterator early, or an error, frees the sequence's memory like any other end.
@@ -95,14 +95,17 @@ class Engine:
             raise PromptTooLong(len(request.prompt), self.max_ctx)
         outside = [token for token in request.prompt if not 0 <= token < vocabulary]
         if outside:
-            raise UsageError(f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {vocabulary - 1}")
+            raise UsageError(
+                f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {vocabulary - 1}"
+            )
 
     @torch.inference_mode()
     def _run(
         self, request: Request, sampling: SamplingParams, stats: RequestStats, slot: int
     ) -> Iterator[Event]:
         hidden = None
-        for hidden, done in self._prefill(request, slot):
+        for last, done in self._prefill(request, slot):
+            hidden = last
             yield Progress(done, len(request.prompt))
         if hidden is None or request.cancelled():
             yield Done("cancelled", stats)
@@ -128,7 +131,7 @@ class Engine:
             stats.step_tokens += len(fresh)
 
     def _prefill(self, request: Request, slot: int) -> Iterator[tuple[torch.Tensor | None, int]]:
-        """Yields the last row's hidden state [1, width] and the tokens done, chunk by chunk; None when cancelled."""
+        """After each chunk, the last row's hidden state [1, width] and the tokens done; None when cancelled."""
         device = self.target.device
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
@@ -144,7 +147,7 @@ class Engine:
             yield output.hidden[:, -1], start + tokens.shape[1]
 
     def _step(self, slot: int, anchor: int, sampling: SamplingParams) -> list[int]:
-        """Propose, verify, walk, commit: the tokens behind the anchor that this step decides, at least one."""
+        """Propose, verify, walk, commit: the tokens behind the anchor that it decides, at least one."""
         device, position = self.target.device, self.states.lengths[slot]
         tree = self._drafter.propose(anchor, position, min(self._max_rows, self.max_ctx - position))
         slots = torch.tensor([slot], device=device)
@@ -157,9 +160,7 @@ class Engine:
         return [int(tree.tokens[row]) for row in path.rows[1:]] + [path.next_token]
 
 
-def _cut(
-    fresh: list[int], request: Request, room: int
-) -> tuple[list[int], Literal["stop", "length"] | None]:
+def _cut(fresh: list[int], request: Request, room: int) -> tuple[list[int], Literal["stop", "length"] | None]:
     """The tokens that plain decoding would have delivered, and why it would have ended there."""
     kept = fresh[:room]
     reason: Literal["stop", "length"] | None = "length" if len(fresh) >= room else None

@@ -9,7 +9,8 @@ from treeflash.errors import ResourceError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
 
-# A context larger than this is taken only when asked for: most prompts are far shorter, and on a CPU prefill is slow.
+# A context larger than this is taken only when asked for: most prompts are far shorter, and on a CPU
+# prefill is slow.
 DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
 
 
@@ -59,7 +60,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    file: GGUFFile, spec: ModelSpec, device: torch.device, *, dtype: torch.dtype, max_ctx: int | None, weights: str
+    file: GGUFFile,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    max_ctx: int | None,
+    weights: str,
 ) -> MemoryPlan:
     available = available_memory(device)
     packed = sum(info.nbytes for info in file.tensors.values())

@@ -12,7 +12,9 @@ class RequestStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
-    step_tokens: int = 0  # tokens committed by steps; the first token comes from prefill and is not among them
+    step_tokens: int = (
+        0  # tokens committed by steps; the first token comes from prefill and is not among them
+    )
     seed: int = 0
     _start: float = field(default_factory=time.perf_counter)
     _first: float | None = None

@@ -21,6 +21,8 @@ _SLICE_CPU = 1 << 19
 _SLICE_DEVICE = 1 << 24
 
 _HALF_MAX = 65504.0
+# Above float32 noise, below the 3e-5 of a sub-block whose integers are all 31 but one.
+_SINGULAR = 4e-6
 
 # Candidate scales spread a sub-block over this many levels more or fewer than the format has.
 _CANDIDATES = tuple(step / 5 for step in range(-5, 6))
@@ -70,7 +72,10 @@ def _check_range(part: Tensor, type: QuantType, *, limit: float, first: int, sha
             hint="keep this tensor in F32",
         )
     value = flat[broken][0].item()
-    raise ModelFileError(f"{where} is {value}, {type.name} needs finite weights")
+    raise ModelFileError(
+        f"{where} is {value}, {type.name} needs finite weights",
+        hint="the source weights are damaged: fetch them again",
+    )
 
 
 def _inverse(values: Tensor) -> Tensor:
@@ -85,7 +90,8 @@ def _half_bytes(values: Tensor) -> Tensor:
 
 
 def _float_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.to(dtype).view(torch.uint8)
+    # a fresh copy, because a view as bytes needs adjacent elements
+    return lambda x: x.to(dtype, copy=True, memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _q8_0(x: Tensor) -> Tensor:
@@ -166,7 +172,10 @@ def _fit_affine(blocks: _Blocks) -> tuple[Tensor, Tensor]:
         sum_q = product.sum(-1, keepdim=True)
         sum_qq = product.mul_(q).sum(-1, keepdim=True)
         sum_xq = q.mul_(weighted).sum(-1, keepdim=True)
-        slope = (sum_w * sum_xq - sum_x * sum_q) * _inverse(sum_w * sum_qq - sum_q * sum_q)
+        # with all integers equal this is rounding noise, and a slope from it would be anything
+        determinant = sum_w * sum_qq - sum_q * sum_q
+        determinant = torch.where(determinant > _SINGULAR * sum_w * sum_qq, determinant, 0)
+        slope = (sum_w * sum_xq - sum_x * sum_q) * _inverse(determinant)
         base = (sum_x - slope * sum_q) / sum_w
         # a minimum can only be subtracted: without one the line goes through zero
         slope = torch.where(base > 0, sum_xq * _inverse(sum_qq), slope).clamp_(min=0)
@@ -196,14 +205,15 @@ def _fit_symmetric(blocks: _Blocks) -> Tensor:
     return scale
 
 
-def _super_scale(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _super_scale(scales: Tensor, top: int, codes: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """A float16 value, in float32, that `top` times reaches the largest sub-block scale; the codes of all."""
     largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))
     half = (largest / top).clamp_(-_HALF_MAX, _HALF_MAX).half()
     # near the smallest float16 the nearest value may be far too small, even zero
     short = half.float().abs() * (abs(top) + 0.5) < largest.abs()
-    half = torch.where(short, (half.view(torch.int16) + 1).view(torch.float16), half).float()
-    return half, (scales * _inverse(half)).round_()
+    half = torch.where(short, (half.view(torch.int16) + 1).view(torch.float16), half)
+    scale = half.float().clamp_(-_HALF_MAX, _HALF_MAX)
+    return scale, (scales * _inverse(scale)).round_().clamp_(*codes)
 
 
 def _step_codes(blocks: _Blocks, fit: _Fit, moves: tuple[tuple[int, int], ...]) -> _Fit:
@@ -259,8 +269,8 @@ def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
     x = x.unflatten(1, (8, 32))
     blocks = _Blocks(x, _importance(x), levels=(0, top), codes=(0, 63))
     scales, minima = _fit_affine(blocks)
-    scale, scale_codes = _super_scale(scales, 63)
-    minimum, minimum_codes = _super_scale(minima, 63)
+    scale, scale_codes = _super_scale(scales, 63, blocks.codes)
+    minimum, minimum_codes = _super_scale(minima, 63, blocks.codes)
     fit = _refined(blocks, _Fit(scale, minimum, scale_codes, minimum_codes), _AFFINE_MOVES)
     s, m = fit.scale_codes.to(torch.uint8).flatten(1), fit.minimum_codes.to(torch.uint8).flatten(1)
     header = (
@@ -298,10 +308,9 @@ def _q5_k(x: Tensor) -> Tensor:
 def _q6_k(x: Tensor) -> Tensor:
     x = x.unflatten(1, (16, 16))
     blocks = _Blocks(x, _importance(x), levels=(-32, 31), codes=(-128, 127))
-    scale, codes = _super_scale(_fit_symmetric(blocks), -128)
-    nothing = torch.zeros_like(scale)
-    fit = _Fit(scale, nothing, codes.clamp_(*blocks.codes), torch.zeros_like(codes))
-    fit = _refined(blocks, fit, _SYMMETRIC_MOVES)
+    scale, codes = _super_scale(_fit_symmetric(blocks), -128, blocks.codes)
+    no_minimum = _Fit(scale, torch.zeros_like(scale), codes, torch.zeros_like(codes))
+    fit = _refined(blocks, no_minimum, _SYMMETRIC_MOVES)
     # [blocks, halves, quarters of 32, 32]
     q = (fit.integers(blocks) + 32).to(torch.uint8).view(-1, 2, 4, 32)
     low = (q[:, :, :2] & 15) | (q[:, :, 2:] << 4)

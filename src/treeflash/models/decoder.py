@@ -1,4 +1,4 @@
-"""The target model: embeddings, blocks, head, built from a GGUF file's metadata. Owns weights; knows no sampling."""
+"""The target model, built from a GGUF file's metadata. Owns weights; knows no sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,13 +66,14 @@ class Decoder:
         expand: bool = True,
         progress: Progress | None = None,
     ) -> "Decoder":
-        """Reads all weights. `expand` holds them as `dtype`; without it they stay packed and every use unpacks them."""
+        """Reads all weights and holds them as `dtype`, or, without `expand`, packed: every use unpacks them."""
         device = torch.device(device)
         loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
         return cls(ModelSpec.from_gguf(file), loader, device)
 
     def forward(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> Output:
-        """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows behind.
+        """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows
+        behind.
 
         Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer.
         """
@@ -122,7 +123,9 @@ class Decoder:
 def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
     outside = [tap for tap in taps if not 0 <= tap < len(spec.layers)]
     if outside:
-        raise UnsupportedModel(f"tap at layer {outside[0]}, the target has layers 0 to {len(spec.layers) - 1}")
+        raise UnsupportedModel(
+            f"tap at layer {outside[0]}, the target has layers 0 to {len(spec.layers) - 1}"
+        )
 
 
 def _pending(buffers: Buffers, slots: Tensor) -> tuple[Pending | None, Tensor | None]:

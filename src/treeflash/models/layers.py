@@ -1,4 +1,4 @@
-"""The parts of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own weights, never state."""
+"""The parts of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,10 @@ from treeflash.kernels.gated_delta import chunk_delta, fold, tree_delta
 from treeflash.kernels.norm_rope import l2_norm, rms_norm, rope
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
-from treeflash.models.weights import Matrix, Projections, WeightLoader
+from treeflash.models.weights import Matrix, WeightLoader
 
-# The l2 norm of queries and keys has its own constant in the trained models, whatever the file's rms epsilon is.
+# The l2 norm of queries and keys has its own constant in the trained models, whatever the file's rms
+# epsilon is.
 L2_EPS = 1e-6
 
 
@@ -61,9 +62,7 @@ class Attention:
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
         if self._norms is not None:
             q, k = (rms_norm(part, norm, spec.eps) for part, norm in zip((q, k), self._norms, strict=True))
-        q, k = (
-            rope(part, frame.cos, frame.sin, interleaved=spec.family.rope_interleaved) for part in (q, k)
-        )
+        q, k = (rope(part, frame.cos, frame.sin, interleaved=spec.family.rope_interleaved) for part in (q, k))
         # Rows are read back through the cache, so that a node and a committed token look alike.
         for pool, rows in ((buffers.keys, k), (buffers.values, v)):
             pool.flatten(0, 1).index_copy_(0, frame.cache_rows, rows.flatten(0, 1).to(pool.dtype))
@@ -132,9 +131,7 @@ class GatedDelta:
             return state, window
         assert frame.accepted is not None
         rows = frame.accepted.shape[1]
-        stash = (
-            part[slots, :rows] for part in (buffers.tree_keys, buffers.tree_writes, buffers.tree_decay)
-        )
+        stash = (part[slots, :rows] for part in (buffers.tree_keys, buffers.tree_writes, buffers.tree_decay))
         fold(state, *stash, row=pending.row, accepted=frame.accepted)
         series = torch.cat([window, buffers.tree_inputs[slots, :rows]], 1)
         window = series.gather(1, pending.inputs[..., None].expand(-1, -1, series.shape[2]))

@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model: shapes, layer kinds, rope, experts. Knows no tensors' values and no torch."""
+"""What a GGUF file says about its model: shapes, layer kinds, rope, experts. Knows no values and no torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,8 @@
 """The rows of one forward pass and the buffers they read and write; plain tensors, no model and no policy.
 
-A step holds the same number of rows for each of its sequence slots. A *tree* step's rows hang below the slot's
-committed text by their parents and change nothing until a commit; a *chunk* is prompt text, each row following the
-one before it, committed at once.
+A step holds the same number of rows for each of its sequence slots. A *tree* step's rows hang below the
+slot's committed text by their parents and change nothing until a commit; a *chunk* is prompt text, each row
+following the one before it, committed at once.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reads a GGUF file's tensors onto a device as the layers want them; knows names and shapes, not what they mean."""
+"""Reads a GGUF file's tensors onto a device as the layers want them; knows names and shapes, not meanings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Several matrices that read the same input, with optional biases; one product where they are expanded."""
+    """Several matrices that read the same input, with biases; one product where they are expanded."""
 
     matrices: tuple[Matrix, ...]
     sizes: tuple[int, ...]
@@ -91,7 +91,7 @@ class WeightLoader:
         return self.projections([name], [rows], columns).matrices[0]
 
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
-        """Matrices `name` [size, columns]; `name` without .weight but with .bias is its bias where the file has one."""
+        """Matrices [size, columns] by name; a tensor with .bias for .weight is added where the file has one."""
         types = [
             self._file.require_tensor(name, (rows, columns)).type
             for name, rows in zip(names, sizes, strict=True)

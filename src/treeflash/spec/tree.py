@@ -1,7 +1,7 @@
 """The tree of tokens that one step verifies: plain integers, no models.
 
-Row 0 is the root, the last decided token. A child's row comes after its parent's. A chain is a tree without branches;
-plain decoding is the tree that has only its root.
+Row 0 is the root, the last decided token. A child's row comes after its parent's. A chain is a tree without
+branches; plain decoding is the tree that has only its root.
 """
 
 from dataclasses import dataclass

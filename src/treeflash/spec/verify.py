@@ -12,8 +12,8 @@ class Walk:
 def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> Walk:
     """Follows the target's own choices from the root as long as the tree has them.
 
-    chosen[i] is the token the target draws behind row i. The path depends on those draws alone, never on how the
-    tree came about, so the text is the text of plain decoding.
+    chosen[i] is the token the target draws behind row i. The path depends on those draws alone, never on how
+    the tree came about, so the text is the text of plain decoding.
     """
     children = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     rows = [0]

@@ -1,7 +1,8 @@
 """Every mutable tensor of the conversations in flight: paged keys and values, recurrent states, lengths.
 
-A slot holds one conversation. A tree step leaves its rows behind the committed ones; `commit` keeps an accepted path
-and forgets the rest. Nothing committed is ever overwritten, so there is nothing to roll back. Does not know tokens.
+A slot holds one conversation. A tree step leaves its rows behind the committed ones; `commit` keeps an
+accepted path and forgets the rest. Nothing committed is ever overwritten, so there is nothing to roll back.
+Does not know what tokens mean.
 """
 
 from dataclasses import replace
@@ -92,7 +93,8 @@ class SequenceStates:
     def commit(self, step: Step, last: Tensor) -> None:
         """After a tree: keeps row `last` [B] of each slot and its ancestors; -1 keeps nothing.
 
-        Keys and values move into place now; the recurrent states follow at the start of the next forward pass.
+        Keys and values move into place now; the recurrent states follow at the start of the next forward
+        pass.
         """
         assert step.ancestors is not None and step.parents is not None
         slots, rows, pending = step.slots, step.rows, self.buffers.pending

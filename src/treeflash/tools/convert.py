@@ -1,4 +1,4 @@
-"""Turns a Hugging Face model folder into one GGUF file, a tensor at a time. Knows no terminal, no model code."""
+"""Turns a Hugging Face model folder into one GGUF file, a tensor at a time. Knows no terminal, no engine."""
 
 import re
 from collections import Counter
@@ -204,7 +204,7 @@ def _check_tensors(rules: list[Rule], checkpoint: Checkpoint, *, sizes: Sizes, f
         seen = checkpoint.shapes[unknown[0]]
         raise UnsupportedModel(
             f"{checkpoint.where(unknown[0])} of shape {list(seen)} has no place in a "
-            f"{sizes.family.architecture} file ({len(unknown)} such tensors), needed: only tensors the conversion knows"
+            f"{sizes.family.architecture} file ({len(unknown)} such tensors), needed: only known ones"
         )
     return redundant
 

@@ -22,7 +22,9 @@ def paged_attention(
         pages = page_table[b, : -(-total // page)]
         k, v = (_gather(pool, pages, total).transpose(0, 1).to(q.dtype) for pool in (keys, values))
         # The query heads of a KV head become rows of one product: [KV, group * T, D].
-        packed = q[b].view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
+        packed = (
+            q[b].view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
+        )
         mask = None
         if rows > 1:
             mask = torch.ones(rows, total, dtype=torch.bool, device=q.device)

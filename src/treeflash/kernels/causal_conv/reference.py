@@ -1,7 +1,7 @@
 """Depthwise causal convolution with SiLU over a chunk or over a tree, in plain torch.
 
-weight [C, K]: tap K-1 multiplies the row itself, tap 0 the row K-1 above it. window [B, K-1, C] holds the newest
-inputs before the step, oldest first.
+weight [C, K]: tap K-1 multiplies the row itself, tap 0 the row K-1 above it. window [B, K-1, C] holds the
+newest inputs before the step, oldest first.
 """
 
 import torch
@@ -13,8 +13,8 @@ def chunk_conv(inputs: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, 
     """inputs [B, T, C], each row after the one before: outputs [B, T, C] and the new window."""
     rows, width = inputs.shape[1], weight.shape[1]
     series = torch.cat([window, inputs], 1)
-    out = sum(series[:, tap : tap + rows] * weight[:, tap] for tap in range(width))
-    return silu(out), series[:, rows:]
+    taps = torch.stack([series[:, tap : tap + rows] for tap in range(width)], -1)
+    return silu((taps * weight).sum(-1)), series[:, rows:]
 
 
 def tree_conv(inputs: Tensor, window: Tensor, weight: Tensor, index: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from torch import Tensor
 CHUNK = 64
 
 
-def chunk_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, Hv, D] of a run of tokens and the state behind it."""
-    batch, tokens, _, dim = q.shape
+    tokens = q.shape[1]
     size = min(CHUNK, tokens)
     chunks, pad = -(-tokens // size), -tokens % size
     # Zero rows leave the state as it is: beta = 0 writes nothing, g = 0 does not decay.
@@ -47,7 +49,8 @@ def chunk_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
 def tree_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [B, T, Hv, D], writes u [B, T, Hv, D] and log decay [B, T, Hv] of a tree's rows; state is only read.
+    """Outputs [B, T, Hv, D], writes u [B, T, Hv, D] and log decay [B, T, Hv] of a tree's rows; state is only
+    read.
 
     visible [B, T, T]: row i itself and its ancestors.
     """
@@ -72,9 +75,7 @@ def tree_delta(
     return out.transpose(1, 2), writes.transpose(1, 2), total.transpose(1, 2)
 
 
-def fold(
-    state: Tensor, keys: Tensor, writes: Tensor, decay: Tensor, row: Tensor, accepted: Tensor
-) -> None:
+def fold(state: Tensor, keys: Tensor, writes: Tensor, decay: Tensor, row: Tensor, accepted: Tensor) -> None:
     """Carries the accepted rows of a tree into `state` [B, Hv, D, D], in place.
 
     keys [B, N, Hk, D], writes [B, N, Hv, D], decay [B, N, Hv]; row [B] the last accepted row, -1 = none;

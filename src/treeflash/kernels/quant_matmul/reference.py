@@ -1,4 +1,4 @@
-"""The product with a weight matrix that stays quantised, in plain torch: dequantise some rows, multiply, go on."""
+"""The product with a weight matrix that stays quantised, in plain torch, a slice of rows at a time."""
 
 import torch
 from torch import Tensor

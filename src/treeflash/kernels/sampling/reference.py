@@ -1,7 +1,7 @@
 """Drawing tokens: filters, and Gumbel noise that depends on (seed, position, token) alone, in plain torch.
 
-The noise is Philox4x32-10 with the seed as key and (token, position, 0, 0) as counter, first output word. A token
-is argmax(log p + noise), an exact draw from p that comes out the same however the text was cut into steps.
+The noise is Philox4x32-10 with the seed as key and (token, position, 0, 0) as counter, first output word. A
+token is argmax(log p + noise), an exact draw from p, the same however the text was cut into steps.
 """
 
 import torch
@@ -57,7 +57,14 @@ def filtered(
 
 
 def draw(
-    logits: Tensor, positions: Tensor, *, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> Tensor:
     """One token [R] for each row of logits [R, V]; positions [R] are where the tokens will stand."""
     if temperature == 0:

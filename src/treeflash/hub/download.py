@@ -1,0 +1,262 @@
+"""Fetches a model from the Hugging Face hub into its shared cache; resumes what was broken off.
+
+The hub's own client starts a file again from nothing when a run ends early. So the bytes are fetched here, into a
+file beside the cache's blobs that survives, and handed to the client's cache once they are whole.
+"""
+
+import contextlib
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError, TreeFlashError
+from treeflash.hub.failures import explained
+from treeflash.hub.names import RepoName, choose, group
+
+CHUNK = 1 << 20
+TRIES = 5  # without a new byte
+TIMEOUT_S = 15
+# Beyond it the site serves files only to its own client.
+MAX_FILE = 50_000_000_000
+
+
+class FetchProgress(Protocol):
+    """Told how far a download is; bytes."""
+
+    def downloading(self, name: str, done: int, total: int) -> None: ...
+
+    def checking(self, name: str, done: int, total: int) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+
+class Silent:
+    """Progress that nobody watches."""
+
+    def downloading(self, name: str, done: int, total: int) -> None:
+        pass
+
+    def checking(self, name: str, done: int, total: int) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file on the hub and its place in the cache."""
+
+    name: str
+    url: str
+    size: int
+    etag: str
+    blob: Path
+
+    @property
+    def partial(self) -> Path:
+        return self.blob.with_name(f"{self.etag}.treeflash.incomplete")
+
+    @property
+    def present(self) -> int:
+        """Bytes that need not be fetched."""
+        if self.blob.exists():
+            return self.size
+        return self.partial.stat().st_size if self.partial.exists() else 0
+
+
+def fetch(
+    name: RepoName,
+    *,
+    offline: bool = False,
+    progress: FetchProgress | None = None,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """Path of the model's (first) file in the cache; `endpoint` and `cache` default to the hub's settings."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    progress = progress or Silent()
+    cache = cache or Path(constants.HF_HUB_CACHE)
+    if offline or constants.HF_HUB_OFFLINE:
+        return _cached(name, cache)
+    site = endpoint or constants.ENDPOINT
+    try:
+        with explained(name, site):
+            info = HfApi(endpoint=endpoint).model_info(name.repo, files_metadata=True, timeout=TIMEOUT_S)
+    except DownloadFailed as error:
+        # Without a network a copy from earlier will do; without that, the reason matters.
+        with contextlib.suppress(TreeFlashError):
+            found = _cached(name, cache)
+            progress.notice(f"{error.message}: using the copy in the cache")
+            return found
+        raise
+    sets = group((each.rfilename, each.size or 0) for each in info.siblings or [])
+    files = choose([each for each in sets if each.complete], name).files
+    paths = {
+        file: try_to_load_from_cache(name.repo, file, cache_dir=cache, revision=info.sha) for file in files
+    }
+    if missing := [file for file, path in paths.items() if not isinstance(path, str)]:
+        with explained(name, site):
+            paths |= _download(name.repo, missing, endpoint=endpoint, cache=cache, progress=progress)
+    return Path(str(paths[files[0]]))
+
+
+def _download(
+    repo: str, files: list[str], *, endpoint: str | None, cache: Path, progress: FetchProgress
+) -> dict[str, str]:
+    """Paths of the files in the cache, by name."""
+    from huggingface_hub import hf_hub_download
+
+    described = [_describe(repo, file, endpoint=endpoint, cache=cache) for file in files]
+    _check_room(described, cache)
+    total = sum(file.size for file in described)
+    before, paths = 0, {}
+    for file in described:
+        _complete(file, _Share(progress, file.name, before, total))
+        before += file.size
+        # Finds the blob in place and adds the names by which the cache knows it.
+        paths[file.name] = hf_hub_download(repo, file.name, cache_dir=cache, endpoint=endpoint)
+    return paths
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One file's part of the whole download, for the progress."""
+
+    progress: FetchProgress
+    name: str
+    before: int
+    total: int
+
+    def downloading(self, done: int) -> None:
+        self.progress.downloading(self.name, self.before + done, self.total)
+
+    def checking(self, done: int, size: int) -> None:
+        self.progress.checking(self.name, done, size)
+
+
+def _describe(repo: str, file: str, *, endpoint: str | None, cache: Path) -> _File:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import repo_folder_name
+
+    url = hf_hub_url(repo, file, endpoint=endpoint)
+    metadata = get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=endpoint)
+    if metadata.etag is None or metadata.size is None:
+        raise DownloadFailed(f"{url} came without a size or an ETag, needed to fetch it safely")
+    if metadata.size > MAX_FILE:
+        raise DownloadFailed(
+            f"{file} has {metadata.size / 1e9:.1f} GB, more than the {MAX_FILE / 1e9:.0f} GB served in one piece",
+            f"hf download {repo} {file}   and then this again: the cache is shared",
+        )
+    blobs = cache / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
+    return _File(file, url, metadata.size, metadata.etag, blobs / metadata.etag)
+
+
+def _check_room(files: list[_File], cache: Path) -> None:
+    needed = sum(file.size - min(file.present, file.size) for file in files)
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ResourceError(
+            f"the download needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {cache}",
+            "make room, or set HF_HOME to a folder on a larger disk",
+        )
+
+
+def _complete(file: _File, share: _Share) -> None:
+    """Fetches what is missing of a file, and puts it in its place once it is whole."""
+    from huggingface_hub.utils import WeakFileLock
+
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
+    locks = file.blob.parents[2] / ".locks" / file.blob.parents[1].name
+    locks.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(locks / f"{file.etag}.lock"):
+        if file.blob.exists():
+            return
+        if file.present > file.size:
+            file.partial.unlink()
+        with open(file.partial, "ab") as out:
+            _receive(file, out, share)
+        _check(file, share)
+        file.partial.replace(file.blob)
+
+
+def _receive(file: _File, out: IO[bytes], share: _Share) -> None:
+    from huggingface_hub.errors import HTTPError
+
+    failures = 0
+    while (start := out.tell()) < file.size:
+        share.downloading(start)
+        try:
+            for chunk in _stream(file.url, out):
+                out.write(chunk)
+                share.downloading(out.tell())
+        except HTTPError as error:
+            failures = 1 if out.tell() > start else failures + 1
+            status = getattr(getattr(error, "response", None), "status_code", 503)
+            if failures == TRIES or not (status == 429 or status >= 500):
+                raise
+            time.sleep(0.5 * 2**failures)
+
+
+def _stream(url: str, out: IO[bytes]) -> Iterator[bytes]:
+    """The bytes behind those that `out` has; empties it where the server sends them all."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={out.tell()}-"}
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+        hf_raise_for_status(response)
+        if response.status_code != 206:
+            out.seek(0)
+            out.truncate()
+        yield from response.iter_bytes(CHUNK)
+
+
+def _check(file: _File, share: _Share) -> None:
+    """Large files are named by their SHA-256: one that has another does not get into the cache."""
+    size = file.partial.stat().st_size
+    problem = f"has {size} bytes, needed {file.size}" if size != file.size else ""
+    if not problem and re.fullmatch("[0-9a-f]{64}", file.etag):
+        digest = hashlib.sha256()
+        with open(file.partial, "rb") as data:
+            while chunk := data.read(16 * CHUNK):
+                digest.update(chunk)
+                share.checking(data.tell(), size)
+        if digest.hexdigest() != file.etag:
+            problem = f"has SHA-256 {digest.hexdigest()[:12]}..., needed {file.etag[:12]}..."
+    if problem:
+        file.partial.unlink()
+        raise DownloadFailed(f"{file.name} arrived damaged: it {problem}", "run the same command again")
+
+
+def _cached(name: RepoName, cache: Path) -> Path:
+    """The model in the cache: of the branch's last known commit, or of the newest one that has it.
+
+    A name without a quantisation means the only one there is.
+    """
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = cache / repo_folder_name(repo_id=name.repo, repo_type="model")
+    snapshots = sorted(folder.glob("snapshots/*"), key=lambda each: each.stat().st_mtime, reverse=True)
+    with contextlib.suppress(OSError):
+        current = (folder / "refs" / "main").read_text().strip()
+        snapshots.sort(key=lambda each: each.name != current)
+    problem = None
+    for snapshot in snapshots:
+        files = [each for each in snapshot.rglob("*.gguf") if each.is_file()]
+        sets = group((each.relative_to(snapshot).as_posix(), each.stat().st_size) for each in files)
+        try:
+            return snapshot / choose([each for each in sets if each.complete], name).files[0]
+        except ModelNotFound as error:
+            problem = problem or (error if sets else None)
+    what = f" ({problem.message})" if problem else ""
+    raise ModelNotFound(
+        f"{name} is not in the cache at {cache}{what}",
+        f"fetch it while online: treeflash run {name}",
+    )

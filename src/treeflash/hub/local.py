@@ -1,0 +1,43 @@
+"""Model files on disk: a folder that holds one model, or a good answer where there is no such file."""
+
+import difflib
+from pathlib import Path
+
+from treeflash.errors import ModelNotFound
+from treeflash.hub.names import group, listing
+
+
+def model_in(folder: Path) -> Path:
+    """The one model of a folder: its file, or the first of its split files."""
+    sets = group((each.name, each.stat().st_size) for each in folder.iterdir() if each.is_file())
+    if len(sets) == 1:
+        return folder / sets[0].files[0]
+    if sets:
+        raise ModelNotFound(
+            f"{folder} holds {len(sets)} models: {listing(sets, by_file=True)}",
+            f"name one: {folder / sets[0].files[0]}",
+        )
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+        raise ModelNotFound(
+            f"{folder} holds a Hugging Face model, needed: a .gguf file", f"treeflash convert {folder}"
+        )
+    raise ModelNotFound(f"{folder} holds no .gguf file")
+
+
+def no_such_file(name: str) -> ModelNotFound:
+    """What to say about a name that is neither there nor a repository's."""
+    if any(character.isspace() for character in name) and not name.lower().endswith(".gguf"):
+        return ModelNotFound(
+            f"{name[:80]!r} is no model: neither a file nor USER/REPO[:QUANT]",
+            "a prompt goes behind the model or after --prompt",
+        )
+    path = Path(name).expanduser()
+    if not path.parent.is_dir():
+        return ModelNotFound(f"{name}: no such file, and no folder {path.parent}")
+    here = [each.name for each in path.parent.iterdir() if each.suffix == ".gguf" or each.is_dir()]
+    close = difflib.get_close_matches(path.name, here, n=3)
+    if close:
+        hint = f"did you mean {' or '.join(str(path.with_name(each)) for each in close)}?"
+    else:
+        hint = "" if "/" in name or path.suffix else "models on huggingface.co are named USER/REPO[:QUANT]"
+    return ModelNotFound(f"{name}: no such file", hint)

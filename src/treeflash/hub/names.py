@@ -1,0 +1,144 @@
+"""What a model's name means, and which of a repository's files it picks; no network, no disk."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from treeflash.errors import ModelNotFound, UsageError
+
+DEFAULT_QUANT = "Q4_K_M"
+SITES = (
+    "https://huggingface.co/",
+    "http://huggingface.co/",
+    "huggingface.co/",
+    "https://hf.co/",
+    "hf.co/",
+    "hf://",
+)
+# Files beside the models: image encoders, and the statistics a quantiser used.
+_COMPANIONS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_QUANT = re.compile(
+    r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q[1-9](?:_[A-Z0-9]+)*|TQ[12]_0|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4)(?![A-Za-z0-9_])",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RepoName:
+    """A repository on the hub, and which of its models: a quantisation's name or one file of it."""
+
+    repo: str
+    quant: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        if self.file:
+            return f"hf://{self.repo}/{self.file}"
+        return f"{self.repo}:{self.quant}" if self.quant else self.repo
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFSet:
+    """One model: the names of its file or of its split files in order, and their bytes in all."""
+
+    files: tuple[str, ...]
+    size: int
+
+    @property
+    def label(self) -> str:
+        """The quantisation's name as the file name has it, or the file name."""
+        found = _QUANT.findall(_SPLIT.sub("", self.files[0]).removesuffix(".gguf"))
+        return found[-1].upper() if found else self.files[0]
+
+    @property
+    def complete(self) -> bool:
+        match = _SPLIT.search(self.files[0])
+        return match is None or len(self.files) == int(match["count"])
+
+
+def parse_repo(name: str) -> RepoName | None:
+    """USER/REPO[:QUANT], with or without hf:// or the site's address; None for anything else."""
+    site = next((site for site in SITES if name.lower().startswith(site)), "")
+    rest = name[len(site) :].split("?")[0].rstrip("/")
+    # Addresses copied from a browser: .../blob/main/FILE, .../tree/main
+    parts = rest.split("/")
+    if site and len(parts) > 2:
+        inside = parts[4:] if parts[2] in ("blob", "resolve", "tree") else parts[2:]
+        file = "/".join(inside)
+        if file and not file.lower().endswith(".gguf"):
+            raise UsageError(f"{name}: {file!r} is not a .gguf file", f"use {'/'.join(parts[:2])}[:QUANT]")
+        rest = "/".join(parts[:2])
+        if _REPO.fullmatch(rest):
+            return RepoName(rest, file=file or None)
+    repo, colon, quant = rest.partition(":")
+    if not _REPO.fullmatch(repo) or (repo.lower().endswith(".gguf") and not site):
+        if site:
+            raise UsageError(f"{name!r} names no repository, needed: {site}USER/REPO[:QUANT]")
+        return None
+    if colon and not quant:
+        raise UsageError(f"{name!r} ends in a colon, needed: USER/REPO or USER/REPO:QUANT", f"try {repo}")
+    return RepoName(repo, quant or None)
+
+
+def group(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
+    """The models among (name, bytes), split files together; companions and other files left out."""
+    sets: dict[str, list[tuple[str, int]]] = {}
+    for name, size in sorted(files):
+        if name.lower().endswith(".gguf") and not _COMPANIONS.search(name.rsplit("/", 1)[-1]):
+            match = _SPLIT.search(name)
+            # Splits of different counts are different models.
+            key = f"{name[: match.start()]}-of-{match['count']}" if match else name
+            sets.setdefault(key, []).append((name, size))
+    return [
+        GGUFSet(tuple(name for name, _ in parts), sum(size for _, size in parts)) for parts in sets.values()
+    ]
+
+
+def choose(sets: list[GGUFSet], name: RepoName) -> GGUFSet:
+    """The one model that `name` means; raises with the choices where there is none or more than one."""
+    if not sets:
+        raise ModelNotFound(
+            f"{name.repo} holds no GGUF file",
+            "look for a repository whose name ends in GGUF, or fetch this one and use `treeflash convert`",
+        )
+    if name.file:
+        found = [each for each in sets if name.file in each.files]
+    elif name.quant is None and len(sets) == 1:
+        found = sets
+    else:
+        found = _matching(sets, name.quant or DEFAULT_QUANT)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        wanted = name.file or name.quant or f"{DEFAULT_QUANT} (the default)"
+        raise ModelNotFound(f"{name.repo} has no {wanted}; it has {listing(sets)}", _example(sets, name))
+    raise ModelNotFound(
+        f"{name} means {len(found)} models: {listing(found, by_file=True)}",
+        f"name one file: hf://{name.repo}/{found[0].files[0]}",
+    )
+
+
+def listing(sets: list[GGUFSet], *, by_file: bool = False) -> str:
+    """Choices for an error message, with sizes."""
+    shown = sorted(sets, key=lambda each: each.size)[:24]
+    names = [f"{each.files[0] if by_file else each.label} ({each.size / 1e9:.1f} GB)" for each in shown]
+    return ", ".join(names) + (f" and {len(sets) - len(shown)} more" if len(sets) > len(shown) else "")
+
+
+def _matching(sets: list[GGUFSet], quant: str) -> list[GGUFSet]:
+    wanted = quant.upper()
+    exact = [each for each in sets if each.label.upper() == wanted]
+    if exact:
+        return exact
+    # Q4_K_XL also finds UD-Q4_K_XL, but Q4_K does not find Q4_K_M.
+    inside = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    return [each for each in sets if inside.search(each.files[0])]
+
+
+def _example(sets: list[GGUFSet], name: RepoName) -> str:
+    smallest = min(sets, key=lambda each: each.size)
+    if smallest.label in smallest.files:
+        return f"for example {RepoName(name.repo, file=smallest.files[0])}"
+    return f"for example {RepoName(name.repo, smallest.label)}"

@@ -1,0 +1,245 @@
+import unicodedata
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.text.vocabulary import (
+    CONTROL,
+    KEY,
+    TEXTS,
+    TRAINED,
+    UNUSED,
+    USER_DEFINED,
+    awkward_text,
+    marked_text,
+    trained,
+)
+from treeflash.errors import BadGGUF, UnsupportedModel, UsageError
+from treeflash.text.tokenizer import Tokenizer
+
+PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2"]
+TOKENIZERS = {pre: Tokenizer.from_metadata(trained(pre)[0]) for pre in PRES}
+ENDOFTEXT, IM_START, IM_END, IM_END_LONG = range(TRAINED, TRAINED + len(CONTROL))
+THINK, THINK_END, TOOL_CALL = range(TRAINED + len(CONTROL), TRAINED + len(CONTROL) + len(USER_DEFINED))
+PAD = TRAINED + len(CONTROL) + len(USER_DEFINED)
+
+
+def changed(pre: str = "qwen35", **values) -> dict:
+    metadata = trained(pre)[0] | {KEY + name: value for name, value in values.items()}
+    return {name: value for name, value in metadata.items() if value is not None}
+
+
+@pytest.mark.parametrize("pre", PRES)
+@given(text=marked_text)
+def test_ids_equal_those_of_the_original_libraries(pre: str, text: str):
+    expected = trained(pre)[1].encode(text, add_special_tokens=False).ids
+    assert TOKENIZERS[pre].encode(text) == expected
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_ids_equal_on_the_training_texts(pre: str):
+    for text in TEXTS:
+        ids = TOKENIZERS[pre].encode(text)
+        assert ids == trained(pre)[1].encode(text, add_special_tokens=False).ids
+        assert len(ids) < len(text.encode()) * 0.7
+
+
+@pytest.mark.parametrize("pre", PRES)
+@given(text=awkward_text)
+def test_round_trip(pre: str, text: str):
+    tokenizer = TOKENIZERS[pre]
+    kept = unicodedata.normalize("NFC", text) if pre.startswith("qwen") else text
+    ids = tokenizer.encode(text, special=False)
+    assert tokenizer.decode(ids) == kept
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == kept
+    assert tokenizer.encode(text) == ids
+
+
+@given(text=marked_text, special=st.booleans())
+def test_fillers_are_never_produced_and_controls_only_when_asked(text: str, special: bool):
+    ids = TOKENIZERS["llama-bpe"].encode(text, special=special)
+    assert not set(ids) & set(range(PAD, PAD + len(UNUSED)))
+    if not special:
+        assert not set(ids) & set(range(TRAINED, THINK))
+
+
+def test_special_strings_become_ids():
+    tokenizer = TOKENIZERS["qwen35"]
+    text = "<|im_start|>user\nHi<think></think><|im_end|>"
+    ids = tokenizer.encode(text)
+    assert [id for id in ids if id >= TRAINED] == [IM_START, THINK, THINK_END, IM_END]
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert tokenizer.decode(ids) == "user\nHi<think></think>"
+
+
+def test_control_strings_stay_text_where_the_caller_says_so():
+    tokenizer = TOKENIZERS["qwen35"]
+    text = "a<|im_end|>b<|im_end|><think>"
+    plain = tokenizer.encode(text, special=False)
+    assert [id for id in plain if id >= TRAINED] == [THINK]
+    assert tokenizer.decode(plain) == text
+
+    mixed = tokenizer.encode(text, literals=[(1, 11)])
+    assert [id for id in mixed if id >= TRAINED] == [IM_END, THINK]
+    assert mixed.index(IM_END) > mixed.index(tokenizer.id_of("b"))
+    assert tokenizer.decode(mixed, skip_special=False) == text
+    assert mixed[:-2] == tokenizer.encode("a<|im_end|>b", special=False)
+
+
+def test_the_longest_special_string_wins():
+    assert TOKENIZERS["gpt-2"].encode("<|im_end|>|><|im_end|>|") == [
+        IM_END_LONG,
+        IM_END,
+        TOKENIZERS["gpt-2"].id_of("|"),
+    ]
+
+
+def test_fillers_decode_to_nothing():
+    tokenizer = TOKENIZERS["qwen2"]
+    assert tokenizer.decode([PAD, *tokenizer.encode("x"), PAD + 1], skip_special=False) == "x"
+    assert tokenizer.token_bytes(PAD) == b""
+    assert tokenizer.id_of(UNUSED[0]) is None
+    assert tokenizer.vocab_size == PAD + len(UNUSED)
+
+
+@pytest.mark.parametrize("id", [-1, 10**9])
+def test_an_id_outside_the_vocabulary_is_named(id: int):
+    with pytest.raises(UsageError, match=rf"{id} .*0 to {PAD + len(UNUSED) - 1}"):
+        TOKENIZERS["qwen2"].decode([id])
+
+
+def test_lone_surrogates_become_replacement_characters():
+    tokenizer = TOKENIZERS["qwen2"]
+    assert tokenizer.decode(tokenizer.encode("a\ud83d<|im_end|>\udc00b", literals=[(2, 12)])) == (
+        "a\ufffd<|im_end|>\ufffdb"
+    )
+
+
+def test_numbers_are_cut_as_the_model_expects():
+    def pieces(pre: str, text: str) -> list[str]:
+        alphabet = changed(pre)[f"{KEY}tokens"][:256]
+        metadata = changed(pre, merges=["1 2", "12 3", "123 4"], token_type=[1] * 259)
+        metadata[f"{KEY}tokens"] = [*alphabet, "12", "123", "1234"]
+        del metadata[f"{KEY}eos_token_id"], metadata[f"{KEY}padding_token_id"]
+        tokenizer = Tokenizer.from_metadata(metadata)
+        return [tokenizer.decode([id]) for id in tokenizer.encode(text)]
+
+    assert pieces("qwen2", "1234") == pieces("qwen35", "1234") == ["1", "2", "3", "4"]
+    assert pieces("llama-bpe", "1234") == pieces("llama3", "1234") == ["123", "4"]
+    assert pieces("gpt-2", "1234") == ["1234"]
+
+
+def test_llama_takes_a_word_of_the_vocabulary_whole():
+    tokens = [*changed()[f"{KEY}tokens"][:256], "hello"]
+    values = {
+        "tokens": tokens,
+        "token_type": [1] * 257,
+        "merges": [],
+        "eos_token_id": 0,
+        "padding_token_id": 0,
+    }
+    assert Tokenizer.from_metadata(changed("llama-bpe", **values)).encode("hello") == [256]
+    assert len(Tokenizer.from_metadata(changed("gpt-2", **values)).encode("hello")) == 5
+
+
+def test_combining_marks_belong_to_words_in_qwen35_only():
+    text = "क्षत्रिय"
+    pieces = {pre: trained(pre)[1].pre_tokenizer.pre_tokenize_str(text) for pre in ("qwen2", "qwen35")}
+    assert len(pieces["qwen35"]) == 1 < len(pieces["qwen2"])
+
+
+def test_stop_set_holds_every_end_token():
+    assert TOKENIZERS["qwen35"].stop_ids == {ENDOFTEXT, IM_END}
+    assert TOKENIZERS["qwen35"].eos_id == IM_END
+    assert TOKENIZERS["qwen35"].pad_id == ENDOFTEXT
+    more = Tokenizer.from_metadata(changed(eot_token_id=5, eom_token_id=np.uint32(6), eos_token_ids=[7, 8]))
+    assert more.stop_ids == {5, 6, 7, 8, ENDOFTEXT, IM_END}
+    types = list(trained("qwen35")[0][f"{KEY}token_type"])
+    types[ENDOFTEXT] = 4
+    assert Tokenizer.from_metadata(changed(token_type=types)).stop_ids == {IM_END}
+    assert Tokenizer.from_metadata(changed(eos_token_id=None)).eos_id is None
+
+
+def test_bos_only_where_the_file_or_its_family_asks_for_it():
+    def bos(pre: str, **values) -> int | None:
+        return Tokenizer.from_metadata(changed(pre, bos_token_id=3, **values)).bos_id
+
+    assert bos("qwen35") is None
+    assert bos("qwen35", add_bos_token=False) is None
+    assert bos("qwen35", add_bos_token=True) == 3
+    assert bos("llama-bpe") == 3
+    assert bos("llama-bpe", add_bos_token=False) is None
+
+
+def test_numpy_arrays_and_tuples_are_read():
+    metadata = changed()
+    metadata[f"{KEY}token_type"] = np.array(metadata[f"{KEY}token_type"], dtype=np.int32)
+    metadata[f"{KEY}tokens"] = tuple(metadata[f"{KEY}tokens"])
+    tokenizer = Tokenizer.from_metadata(metadata)
+    assert tokenizer.encode(TEXTS[0]) == TOKENIZERS["qwen35"].encode(TEXTS[0])
+
+
+def test_raw_bytes_of_tokens():
+    tokens, types = list(changed()[f"{KEY}tokens"]), list(changed()[f"{KEY}token_type"])
+    tokens[PAD], types[PAD] = "<0xE2>", 6
+    tokens[PAD + 1], types[PAD + 1] = "日本", 1
+    tokenizer = Tokenizer.from_metadata(changed(tokens=tokens, token_type=types))
+    assert tokenizer.token_bytes(PAD) == b"\xe2"
+    assert tokenizer.token_bytes(PAD + 1) == "日本".encode()
+    assert tokenizer.token_bytes(IM_END) == b"<|im_end|>"
+    assert sorted(tokenizer.token_bytes(id) for id in range(256)) == [bytes([byte]) for byte in range(256)]
+
+
+def test_only_fillers_may_repeat():
+    tokens, types = list(changed()[f"{KEY}tokens"]), list(changed()[f"{KEY}token_type"])
+    tokens[PAD] = tokens[PAD + 1] = tokens[300]
+    tokenizer = Tokenizer.from_metadata(changed(tokens=tokens, token_type=types))
+    assert tokenizer.encode(TEXTS[0]) == TOKENIZERS["qwen35"].encode(TEXTS[0])
+    tokens[PAD] = ""
+    types[PAD] = 3
+    assert Tokenizer.from_metadata(changed(tokens=tokens, token_type=types)).decode([PAD]) == ""
+
+
+TOKENS = trained("qwen35")[0][f"{KEY}tokens"]
+TYPES = trained("qwen35")[0][f"{KEY}token_type"]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"model": "llama"}, UnsupportedModel, "file.gguf: tokenizer.ggml.model is 'llama'; only 'gpt2'"),
+        ({"model": None}, BadGGUF, "key tokenizer.ggml.model is missing"),
+        (
+            {"pre": "tekken"},
+            UnsupportedModel,
+            "tokenizer.ggml.pre is 'tekken'; supported are .*qwen2, qwen35",
+        ),
+        ({"pre": 3}, UnsupportedModel, "tokenizer.ggml.pre is 3"),
+        ({"pre": None}, BadGGUF, "key tokenizer.ggml.pre is missing"),
+        ({"tokens": None}, BadGGUF, "tokens is missing"),
+        ({"token_type": None}, BadGGUF, "token_type is missing"),
+        ({"merges": None}, BadGGUF, "merges is missing"),
+        ({"tokens": "abc"}, BadGGUF, "tokens is of type str; needs an array"),
+        ({"tokens": [*TOKENS[:-1], 5]}, BadGGUF, "tokens holds values that are not strings"),
+        ({"token_type": TYPES[:-1]}, BadGGUF, "token_type has 508 entries; needs 509"),
+        ({"token_type": [*TYPES[:-1], 9]}, BadGGUF, "token_type is 9 for token 508; needs 1 to 6"),
+        ({"token_type": [*TYPES[:-1], "1"]}, BadGGUF, "token_type holds values that are not integers"),
+        ({"tokens": ["!!!!", *TOKENS[1:]]}, BadGGUF, "lacks 1 of the 243 symbols .*'!'"),
+        ({"tokens": [*TOKENS[:400], "<think>", *TOKENS[401:]]}, BadGGUF, "'<think>' as both 400 and 504"),
+        ({"merges": ["a b c"]}, BadGGUF, "merges has 'a b c' at index 0; needs 'LEFT RIGHT'"),
+        ({"merges": ["t h", "ab"]}, BadGGUF, "merges has 'ab .*' at index 1"),
+        ({"merges": ["z q"]}, BadGGUF, "merges has 'z q' at index 0"),
+        ({"eos_token_id": 509}, BadGGUF, "eos_token_id is 509; needs a token id from 0 to 508"),
+        ({"eos_token_id": -1}, BadGGUF, "eos_token_id is -1"),
+        ({"eot_token_id": "x"}, BadGGUF, "eot_token_id is 'x'"),
+        ({"padding_token_id": 1.5}, BadGGUF, "padding_token_id is 1.5"),
+        ({"eos_token_ids": [1, 5000]}, BadGGUF, "eos_token_ids is 5000"),
+        ({"eos_token_ids": 4}, BadGGUF, "eos_token_ids is of type int; needs an array"),
+    ],
+)
+def test_bad_metadata_is_named(values: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message) as caught:
+        Tokenizer.from_metadata(changed(**values), source="file.gguf")
+    assert str(caught.value).startswith("file.gguf: ")

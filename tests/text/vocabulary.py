@@ -1,0 +1,103 @@
+"""Small vocabularies trained here, as GGUF metadata and as the tokenizer others would build from them."""
+
+import json
+from functools import cache
+from typing import Any
+
+import tokenizers
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import Qwen2Tokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+KEY = "tokenizer.ggml."
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_end|>|>"]
+USER_DEFINED = ["<think>", "</think>", "<tool_call>"]
+UNUSED = ["[PAD507]", "[PAD508]"]
+TRAINED = 500
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. It's what they'll do, we've seen it 1234 times in 2025!",
+    "def add(left, right):\n    return left + right\n\n\nclass Thing:\r\n\tpass\r\n  \t x = 12345 + 678",
+    "Größe, naïve café, Ωμέγα, Привет мир, नमस्ते दुनिया, สวัสดีชาวโลก, 한국어, 日本語のテキスト, שלום עולם",
+    "🙂🙃 👩‍👩‍👧‍👦 e\u0301 a\u0308 \u1112\u1161\u11ab ½ Ⅷ ٣٤٥ ... !!! --> <|> <think </thing> '''",
+]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@cache
+def trained(pre: str) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
+    """GGUF metadata with the word rule `pre`, and the tokenizer it should equal."""
+    pupil = _tokenizer(pre, {}, [])
+    pupil.model = BPE()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=TRAINED, initial_alphabet=alphabet, show_progress=False)
+    pupil.train_from_iterator(TEXTS, trainer)
+    model = json.loads(pupil.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    expected = _tokenizer(pre, model["vocab"], merges)
+    expected.add_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    expected.add_tokens([AddedToken(token, special=False, normalized=False) for token in USER_DEFINED])
+    vocabulary = expected.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__) + UNUSED
+    types = [1] * TRAINED + [3] * len(CONTROL) + [4] * len(USER_DEFINED) + [5] * len(UNUSED)
+    assert tokens[TRAINED:] == [*CONTROL, *USER_DEFINED, *UNUSED]
+    metadata = {
+        f"{KEY}model": "gpt2",
+        f"{KEY}pre": pre,
+        f"{KEY}tokens": tokens,
+        f"{KEY}token_type": types,
+        f"{KEY}merges": [" ".join(merge) for merge in merges],
+        f"{KEY}eos_token_id": vocabulary["<|im_end|>"],
+        f"{KEY}padding_token_id": vocabulary["<|endoftext|>"],
+    }
+    return metadata, expected
+
+
+def _tokenizer(pre: str, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    match pre:
+        case "qwen2":
+            return Qwen2Tokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
+        case "qwen35":
+            return Qwen3_5Tokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
+    tokenizer = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "gpt-2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        split = pre_tokenizers.Split(Regex(LLAMA3), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    return tokenizer
+
+
+# Code points that Python's Unicode tables do not know yet may combine in newer ones.
+plain_text = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=60)
+awkward = st.sampled_from(
+    [
+        "\r\n",
+        "\x00",
+        "  ",
+        "\t\n ",
+        "e\u0301",
+        "\u0301",
+        "👩‍👩‍👧‍👦",
+        "नि",
+        "12345",
+        "'LL",
+        "ﬁ",
+        "\ufeff",
+        "한",
+        "가\u11a8",
+    ]
+)
+awkward_text = (
+    st.lists(st.one_of(plain_text, awkward), max_size=8)
+    .map("".join)
+    .filter(lambda text: not any(token in text for token in (*CONTROL, *USER_DEFINED)))
+)
+special = st.sampled_from([*CONTROL, *USER_DEFINED, *UNUSED, "<|im_", "end|>", "|>"])
+marked_text = st.lists(st.one_of(plain_text, awkward, special), max_size=10).map("".join)
