@@ -12,6 +12,8 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.tools.convert import convert
 
+# Where there is a GPU the same tests run on it as well, in float32.
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CASES = ["qwen35", "qwen35-tied", "qwen35-mtp", "qwen35moe", "qwen3-tied", "qwen2", "llama", "llama3"]
 
 
@@ -23,6 +25,7 @@ class Pair:
     hf: Any
     ours: Decoder
     path: Path
+    device: str
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """transformers' logits [T, V] of one sequence."""
@@ -30,13 +33,14 @@ class Pair:
             return self.hf(ids[None], use_cache=False).logits[0]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[f"{case}@{device}" for device in DEVICES for case in CASES])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    family, _, variant = request.param.partition("-")
-    folder = tmp_path_factory.mktemp(request.param)
+    case, _, device = request.param.partition("@")
+    family, _, variant = case.partition("-")
+    folder = tmp_path_factory.mktemp(case)
     model, config = build_hf(family, seed=11, tie=variant == "tied")
     save_hf(model, config, folder / "hf", mtp=variant == "mtp")
     path = folder / "model.gguf"
     convert(folder / "hf", path, mix="f32")
     with GGUFFile.open(path) as file:
-        return Pair(request.param, model, Decoder.load(file), path)
+        return Pair(case, model, Decoder.load(file, device=device), path, device)

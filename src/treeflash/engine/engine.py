@@ -131,7 +131,7 @@ class Engine:
             stats.step_tokens += len(fresh)
 
     def _prefill(self, request: Request, slot: int) -> Iterator[tuple[torch.Tensor | None, int]]:
-        """After each chunk, the last row's hidden state [1, width] and the tokens done; None when cancelled."""
+        """After each chunk, the last row's hidden state [1, width] and the tokens done; None: cancelled."""
         device = self.target.device
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)

@@ -71,7 +71,7 @@ class Session:
         with GGUFFile.open(path) as file:
             spec = ModelSpec.from_gguf(file)
             tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
-            template = ChatTemplate.from_metadata(file.metadata)
+            template = ChatTemplate.from_metadata(file.metadata, source=str(path))
             if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
                 raise UsageError(
                     f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
@@ -89,7 +89,8 @@ class Session:
             raise UsageError("give either messages or a raw prompt")
         if request.messages is not None:
             rendered = self.template.render(request.messages, thinking=request.thinking)
-            return self.tokenizer.encode(rendered.text)
+            # What a message merely spells like a control token stays text.
+            return self.tokenizer.encode(rendered.text, literals=rendered.literals)
         ids = self.tokenizer.encode(request.prompt or "")
         return ids if self.tokenizer.bos_id is None else [self.tokenizer.bos_id, *ids]
 

@@ -66,7 +66,7 @@ class Decoder:
         expand: bool = True,
         progress: Progress | None = None,
     ) -> "Decoder":
-        """Reads all weights and holds them as `dtype`, or, without `expand`, packed: every use unpacks them."""
+        """Reads all weights and holds them as `dtype`; without `expand` they stay packed."""
         device = torch.device(device)
         loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
         return cls(ModelSpec.from_gguf(file), loader, device)

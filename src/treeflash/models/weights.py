@@ -91,7 +91,7 @@ class WeightLoader:
         return self.projections([name], [rows], columns).matrices[0]
 
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
-        """Matrices [size, columns] by name; a tensor with .bias for .weight is added where the file has one."""
+        """Matrices [size, columns] by name; where the file has a .bias beside a .weight, it is added."""
         types = [
             self._file.require_tensor(name, (rows, columns)).type
             for name, rows in zip(names, sizes, strict=True)

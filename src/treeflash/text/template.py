@@ -27,7 +27,7 @@ FALLBACK = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 RAW_HINT = "--raw sends the prompt without a chat template"
-# Far above what a conversation of any length needs, and about a second of work.
+# Far above what a conversation of any length needs, and a few seconds of work at most.
 MAX_ITERATIONS = 1_000_000
 MAX_CHARACTERS = 64_000_000
 MAX_NESTING = 100

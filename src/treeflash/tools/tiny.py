@@ -25,7 +25,7 @@ _LOGIT_SPREAD = 4.0
 # Common pairs of English text, in the order in which they merge.
 _MERGES = (
     "t h,h e,i n,e r,a n,r e,o n,a t,e n,n d,o r,e s,i s,i t,a r,o u,l l,a l,s t,Ġ t,Ġ a,Ġ i,Ġ o,Ġ w,Ġ s,Ġ b,"
-    "th e,Ġt he,Ġa nd,in g,Ġo f,Ġt o,Ġi s,Ġi n,on e,Ġ c,ou r,e d,Ġ =,( )"
+    "th e,Ġ the,an d,Ġ and,in g,Ġo f,Ġt o,Ġ is,Ġ in,on e,Ġ c,ou r,e d,Ġ =,( )"
 )
 _CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _WORDS = ("<think>", "</think>")

@@ -1,0 +1,60 @@
+"""The `treeflash` program: its commands and what holds for all of them. Heavy imports wait for the command."""
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+import treeflash
+from treeflash.cli import view
+from treeflash.cli.command import Command
+from treeflash.cli.convert import convert
+from treeflash.cli.doctor import doctor
+from treeflash.cli.run import run
+from treeflash.cli.show import show
+
+app = typer.Typer(
+    name="treeflash",
+    help="Fast, exact tree-speculative decoding of GGUF language models on one GPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="A MODEL is a .gguf file, a folder that holds one, or USER/REPO[:QUANT] on huggingface.co.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        view.plain(f"treeflash {treeflash.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show Python's traceback when something fails.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("run", cls=Command, rich_help_panel="Use a model")(run)
+app.command("show", cls=Command, rich_help_panel="Use a model")(show)
+app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
+app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that lacks a character shows a question mark instead of ending the program.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")
+    app()
+
+
+if __name__ == "__main__":
+    main()

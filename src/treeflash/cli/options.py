@@ -1,0 +1,28 @@
+"""Values that users write in their own way: sizes with a suffix, text with escapes."""
+
+import re
+
+import typer
+
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "e": "\x1b", "\\": "\\"}
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|([nrt0e\\]))")
+
+
+def size(text: str | int) -> int:
+    """8192, 8k, 32K or 1m; k is 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", str(text).strip())
+    number = float(match[1]) * _SUFFIXES[match[2].lower()] if match else 0.5
+    if number < 1 or number != int(number):
+        raise typer.BadParameter(f"{str(text)!r} is not a number of tokens like 8192, 8k or 1m")
+    return int(number)
+
+
+def unescape(text: str) -> str:
+    r"""\n, \t, \\, \x1b and \u2028 as the characters they stand for; any other backslash stays."""
+
+    def character(match: re.Match[str]) -> str:
+        code = match[1] or match[2]
+        return chr(int(code, 16)) if code else _ESCAPES[match[3]]
+
+    return _ESCAPE.sub(character, text)

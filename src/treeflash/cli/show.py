@@ -1,0 +1,207 @@
+"""`treeflash show`: what a model file holds and needs, without loading it. Torch stays out."""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from treeflash.cli import view
+from treeflash.config import environment
+from treeflash.errors import ModelFileError, UsageError
+from treeflash.gguf.reader import GGUFFile
+from treeflash.hub.resolve import resolve
+from treeflash.models.spec import ModelSpec
+
+CONTEXTS = (4096, 32768, 131072)
+
+
+def show(
+    model: Annotated[
+        str | None, typer.Argument(help="A .gguf file, a folder that holds one, or a downloaded USER/REPO[:QUANT].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a model is and how much memory it needs.
+
+    Nothing is downloaded: `treeflash run` does that.
+    """
+    name = model or environment().target
+    if name is None:
+        raise UsageError("no model given", "treeflash show PATH|USER/REPO[:QUANT], or set DFLASH_TARGET")
+    with GGUFFile.open(resolve(name, offline=True)) as file:
+        facts = describe(file)
+    if as_json:
+        view.print_json(facts)
+    else:
+        _print(facts)
+
+
+def describe(file: GGUFFile) -> dict[str, Any]:
+    """All there is to say about a file, as JSON takes it; `model` is null for architectures we do not run."""
+    facts: dict[str, Any] = {
+        "path": str(file.path),
+        "size_bytes": file.size_bytes,
+        "architecture": file.architecture,
+        "name": file.get("general.name", str, "") or file.path.stem,
+        "supported": True,
+        "problems": [],
+        "types": _types(file),
+        "model": None,
+        "memory": [],
+    }
+    try:
+        spec = ModelSpec.from_gguf(file)
+        facts["model"] = _model(spec) | {"parameters": _parameters(file, spec)}
+        facts["memory"] = _memory(file, spec)
+    except ModelFileError as error:
+        facts["problems"].append(error.message)
+    try:
+        facts["text"] = _text(file)
+    except ModelFileError as error:
+        facts["text"] = None
+        facts["problems"].append(error.message)
+    facts["supported"] = not facts["problems"]
+    return facts
+
+
+def _types(file: GGUFFile) -> list[dict[str, Any]]:
+    """Largest first."""
+    kinds = sorted({info.type for info in file.tensors.values()})
+    rows = []
+    for kind in kinds:
+        tensors = [info for info in file.tensors.values() if info.type is kind]
+        weights, size = sum(info.elements for info in tensors), sum(info.nbytes for info in tensors)
+        rows.append({"type": kind.name, "tensors": len(tensors), "weights": weights, "bytes": size})
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _model(spec: ModelSpec) -> dict[str, Any]:
+    shapes = asdict(spec)
+    for key in ("architecture", "name", "family", "layers", "mtp_layers"):
+        del shapes[key]
+    layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp_unused": spec.mtp_layers}
+    return {"layers": layers, **shapes}
+
+
+def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
+    """total: without prediction (MTP) blocks; active: what one token passes through."""
+    total = active = mtp = 0
+    for name, info in file.tensors.items():
+        if name.startswith("blk.") and int(name.split(".")[1]) >= len(spec.layers):
+            mtp += info.elements
+            continue
+        total += info.elements
+        routed = spec.experts is not None and "_exps." in name
+        active += info.elements * spec.experts.used // spec.experts.count if routed else info.elements
+    return {"total": total, "active": active, "mtp_unused": mtp}
+
+
+def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, int]]:
+    """Bytes at several contexts: weights as stored, one sequence's state, keys and values at 16 bits."""
+    weights, recurrent = sum(info.nbytes for info in file.tensors.values()), spec.recurrent_bytes()
+    contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
+    rows = []
+    for context in contexts:
+        cache = spec.kv_bytes_per_token(16) * context
+        total = weights + recurrent + cache
+        rows.append({"context": context, "weights": weights, "recurrent": recurrent, "kv": cache, "total": total})
+    return rows
+
+
+def _text(file: GGUFFile) -> dict[str, Any]:
+    from treeflash.text.template import ChatTemplate
+    from treeflash.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_metadata(file.metadata, source=str(file.path))
+    template = ChatTemplate.from_metadata(file.metadata, source=str(file.path))
+    stops = [{"id": id, "token": tokenizer.token_bytes(id).decode(errors="replace")} for id in sorted(tokenizer.stop_ids)]
+    return {
+        "tokenizer": file.metadata.get("tokenizer.ggml.pre"),
+        "tokens": tokenizer.vocab_size,
+        "stop_tokens": stops,
+        "adds_bos": tokenizer.bos_id is not None,
+        "chat_template": not template.is_fallback,
+        "thinking": template.supports_thinking,
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    parts: dict[str, list[tuple[str, str]]] = {"File": _file_rows(facts)}
+    if facts["model"]:
+        parts["Model"] = _model_rows(facts["model"])
+    if facts["text"]:
+        parts["Text"] = _text_rows(facts["text"])
+    parts["Cannot be run"] = [("reason", problem) for problem in facts["problems"]]
+    view.sections(facts["name"], parts)
+    weights, size = (sum(row[key] for row in facts["types"]) for key in ("weights", "bytes"))
+    view.table(
+        "Weights by type",
+        ["type", "tensors", "of weights", "of bytes", "size"],
+        [
+            [
+                row["type"],
+                str(row["tensors"]),
+                f"{100 * row['weights'] / weights:.1f}%",
+                f"{100 * row['bytes'] / size:.1f}%",
+                view.amount(row["bytes"]),
+            ]
+            for row in facts["types"]
+        ],
+    )
+    if facts["memory"]:
+        columns = ["context", "weights", "recurrent", "kv", "total"]
+        rows = [[f"{row['context']:,}", *(view.amount(row[key]) for key in columns[1:])] for row in facts["memory"]]
+        view.table("Memory needed (weights as stored, KV cache at 16 bits)", [*columns[:3], "KV cache", "total"], rows)
+
+
+def _file_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("path", facts["path"]),
+        ("size", view.amount(facts["size_bytes"])),
+        ("architecture", facts["architecture"]),
+    ]
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    parameters, layers, delta, experts = (model[key] for key in ("parameters", "layers", "delta", "experts"))
+    count = view.count(parameters["total"])
+    if parameters["active"] != parameters["total"]:
+        count += f", {view.count(parameters['active'])} of them active for a token"
+    kinds = [f"{layers['attention']} attention", f"{layers['delta']} Gated DeltaNet" if layers["delta"] else ""]
+    depth = layers["attention"] + layers["delta"]
+    rows = [
+        ("parameters", count),
+        ("layers", f"{depth}: {' + '.join(filter(None, kinds))}"),
+        ("width", f"{model['width']}" + (f", feed-forward {model['feed_forward']}" if model["feed_forward"] else "")),
+        ("attention", f"{model['heads']} query heads, {model['kv_heads']} KV heads of {model['head_dim']}"),
+    ]
+    if delta:
+        rows.append(
+            (
+                "delta",
+                f"{delta['key_heads']} key heads, {delta['value_heads']} value heads of {delta['head_dim']}, "
+                f"convolution over {delta['conv_width']}",
+            )
+        )
+    if experts:
+        rows.append(("experts", f"{experts['used']} of {experts['count']}, width {experts['width']}"))
+    scaled = f", positions divided by {model['rope_factor']:g}" if model["rope_factor"] != 1 else ""
+    rows += [
+        ("rope", f"{model['rope_dim']} of {model['head_dim']} dims, base {model['rope_theta']:g}{scaled}"),
+        ("vocabulary", f"{model['vocab_size']:,}, head {'tied' if model['tied_head'] else 'separate'}"),
+        ("context", f"{model['context_length']:,} tokens"),
+    ]
+    if layers["mtp_unused"]:
+        share = view.count(parameters["mtp_unused"])
+        rows.append(("prediction", f"{layers['mtp_unused']} MTP block ({share} parameters), present but unused"))
+    return rows
+
+
+def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
+    stops = ", ".join(f"{stop['token']} ({stop['id']})" for stop in text["stop_tokens"])
+    return [
+        ("tokenizer", f"{text['tokenizer']}, {text['tokens']:,} tokens" + (", BOS first" if text["adds_bos"] else "")),
+        ("ends with", stops or "nothing: it writes until --n-gen"),
+        ("chat template", "yes" if text["chat_template"] else "none in the file, plain ChatML is used"),
+        ("thinking", "can be switched: --think, --no-think" if text["thinking"] else "no switch"),
+    ]

@@ -1,0 +1,277 @@
+"""Everything that is drawn on a terminal or printed; knows no models and decides nothing.
+
+Answers, tables and JSON go to standard output, the rest to standard error. Progress is shown only on a terminal,
+only for work that takes a while, and leaves no trace.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from treeflash.config import environment
+from treeflash.errors import TreeFlashError
+
+PATIENCE_S = 0.5  # work that is done sooner shows no progress
+PIPE_WIDTH = 120
+GREY = "bright_black"
+MARKS = {"ok": ("✓", "green"), "note": ("·", GREY), "warn": ("!", "yellow"), "fail": ("✗", "red")}
+
+
+def _console(stream: IO[str]) -> Console:
+    # Made anew each time: streams are replaced in tests, and terminals change their width.
+    return Console(
+        file=stream,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        no_color=environment().no_color or None,
+        width=None if stream.isatty() else PIPE_WIDTH,
+    )
+
+
+def plain(text: str) -> None:
+    """One line on standard output."""
+    sys.stdout.write(guarded(text, sys.stdout) + "\n")
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    plain(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def flush() -> None:
+    """Makes a reader that went away known while it can still be handled."""
+    sys.stdout.flush()
+
+
+def abandon_output() -> None:
+    """The reader of standard output went away: whatever is still buffered goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def failure(error: TreeFlashError, *, as_json: bool) -> None:
+    """Two lines on standard error: what is wrong and what helps; or one JSON object on standard output."""
+    if as_json:
+        name = type(error).__name__.lstrip("_")
+        print_json({"error": {"type": name, "message": error.message, "hint": error.hint}})
+        flush()
+        return
+    console = _console(sys.stderr)
+    for label, text, style in (("error", error.message, "bold red"), ("hint", error.hint, "bold cyan")):
+        if text:
+            line = Text.assemble((f"{label}:", style), " ", guarded(text, sys.stderr))
+            console.print(line, soft_wrap=True)
+
+
+def guarded(text: str, stream: IO[str]) -> str:
+    """The text as it is, but on a terminal without characters that would steer it."""
+    return text.translate(_STEERING) if stream.isatty() else text
+
+
+# ESC becomes the symbol ␛ and so on; the second block of control characters has no symbols.
+_STEERING = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_STEERING |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+class Answer:
+    """Text that appears on standard output piece by piece; `text` is all of it."""
+
+    def __init__(self, *, shown: bool):
+        self.text = ""
+        self._shown = shown
+        self._held = ""
+
+    def write(self, piece: str) -> None:
+        self.text += piece
+        if self._shown:
+            # Files written on Windows end their lines in two characters, which may come in two pieces.
+            piece = (self._held + piece).replace("\r\n", "\n") if sys.stdout.isatty() else piece
+            self._held = "\r" if piece.endswith("\r") and sys.stdout.isatty() else ""
+            sys.stdout.write(guarded(piece.removesuffix(self._held), sys.stdout))
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        """Ends the last line."""
+        if self._shown and not self.text.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+class Bar:
+    """One line of progress on standard error that appears after PATIENCE_S and vanishes at the end."""
+
+    def __init__(self, label: str, columns: Sequence[ProgressColumn], *, shown: bool):
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False), *columns, console=_console(sys.stderr), transient=True
+        )
+        self._task = self._progress.add_task(shorten(label), total=None)
+        self._shown = shown
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(PATIENCE_S, self._start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        if self._shown:
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def update(self, done: int, total: int, *, label: str | None = None) -> None:
+        description = None if label is None else shorten(label)
+        self._progress.update(self._task, completed=done, total=total, description=description)
+
+    def stop(self) -> None:
+        """May be called more than once."""
+        with self._lock:
+            self._timer.cancel()
+            self._shown = False
+            self._progress.stop()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._shown:
+                self._progress.start()
+
+
+class DownloadBar(Bar):
+    """What the hub reports, on one bar."""
+
+    def downloading(self, name: str, done: int, total: int) -> None:
+        self.update(done, total, label=f"Downloading {name}")
+
+    def checking(self, name: str, done: int, total: int) -> None:
+        self.update(done, total, label=f"Checking {name}")
+
+    def notice(self, text: str) -> None:
+        self._progress.console.print(Text(text, style="yellow"), soft_wrap=True)
+
+
+class _Tokens(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        rate = f"  {task.speed:,.0f} tok/s" if task.speed else ""
+        return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f} tokens{rate}", style="progress.download")
+
+
+class _Tensors(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} tensors", style="progress.download")
+
+
+class Screen:
+    """Progress, notices and statistics on standard error; nothing of it when `quiet`."""
+
+    def __init__(self, *, quiet: bool = False):
+        self._quiet = quiet
+        self._progress = not quiet and sys.stderr.isatty()
+
+    def notice(self, text: str) -> None:
+        if not self._quiet:
+            _console(sys.stderr).print(Text(text, style="yellow"), soft_wrap=True)
+
+    def statistics(self, line: str) -> None:
+        if not self._quiet:
+            _console(sys.stderr).print(Text(line, style=GREY), soft_wrap=True)
+
+    def waiting(self, label: str) -> Bar:
+        """For work whose end cannot be foreseen."""
+        return Bar(label, [SpinnerColumn()], shown=self._progress)
+
+    def loading(self, label: str) -> Bar:
+        return Bar(label, [BarColumn(), DownloadColumn(), TransferSpeedColumn()], shown=self._progress)
+
+    def reading(self, label: str) -> Bar:
+        return Bar(label, [BarColumn(), _Tokens()], shown=self._progress)
+
+    def converting(self, label: str) -> Bar:
+        return Bar(label, [BarColumn(), _Tensors()], shown=self._progress)
+
+    def downloading(self) -> DownloadBar:
+        columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)]
+        return DownloadBar("Asking the hub", columns, shown=self._progress)
+
+
+def shorten(text: str, limit: int = 44) -> str:
+    """A long name without its middle."""
+    half = (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+
+
+def amount(size: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def count(number: float) -> str:
+    """Parameters in the unit that suits them."""
+    for unit, power in (("B", 9), ("M", 6), ("K", 3)):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def sections(title: str, parts: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    """Labelled values under headings, on standard output."""
+    console = _console(sys.stdout)
+    console.print(Text(title, style="bold"))
+    for heading, rows in parts.items():
+        if rows:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(style=GREY, no_wrap=True, min_width=14)
+            grid.add_column(overflow="fold")
+            for label, value in rows:
+                grid.add_row(Text(f"  {label}"), Text(guarded(value, sys.stdout)))
+            console.print(Text(f"\n{heading}", style="cyan"))
+            console.print(grid)
+
+
+def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Numbers in columns under a heading; the first column holds names."""
+    console = _console(sys.stdout)
+    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY)
+    for index, column in enumerate(columns):
+        grid.add_column(column if index else f"  {column}", justify="right" if index else "left", no_wrap=True)
+    for first, *rest in rows:
+        grid.add_row(f"  {first}", *rest)
+    console.print(Text(f"\n{heading}", style="cyan"))
+    console.print(grid)
+
+
+def checks(rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """One line for each (status, name, detail, hint), with the hint below it."""
+    console = _console(sys.stdout)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=1)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for status, name, detail, hint in rows:
+        mark, style = MARKS[status]
+        grid.add_row(Text(mark, style=style), Text(name), Text(detail, style=style if status == "fail" else ""))
+        if hint:
+            grid.add_row("", "", Text(f"hint: {hint}", style="cyan"))
+    console.print(grid)
