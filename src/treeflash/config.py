@@ -22,7 +22,6 @@ class Environment:
     target: str | None
     draft: str | None
     offline: bool
-    hub_token: bool
     no_color: bool
     debug: bool
 
@@ -35,7 +34,6 @@ def environment() -> Environment:
         target=os.environ.get("DFLASH_TARGET") or None,
         draft=os.environ.get("DFLASH_DRAFT") or None,
         offline=switch("HF_HUB_OFFLINE"),
-        hub_token=bool(os.environ.get("HF_TOKEN")),
         no_color=bool(os.environ.get("NO_COLOR")),
         debug=switch("TREEFLASH_DEBUG"),
     )

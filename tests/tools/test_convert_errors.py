@@ -96,8 +96,12 @@ def test_a_known_model_type_is_enough(folder: Path):
             UnsupportedModel,
             "rope type yarn for qwen3, needed: default",
         ),
+        ({"rope_parameters": {"rope_theta": "big"}}, ModelFileError, 'rope_theta is "big"'),
+        ({"rope_parameters": [1]}, UnsupportedModel, "rope parameters [1], needed: an object"),
+        ({"num_key_value_heads": 3}, UnsupportedModel, "4 attention heads, needed: a multiple of 3"),
+        ({"head_dim": 31}, UnsupportedModel, "rope on 1.0 of 31"),
         ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, "weights quantised as awq"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial_rotary_factor 0.5, needed: 1.0"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "rope on 0.5 of 32, needed: on 1.0 of it"),
     ],
 )
 def test_configurations_we_cannot_convert(

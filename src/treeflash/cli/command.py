@@ -46,7 +46,11 @@ def _in_our_words(error: Exception) -> TreeFlashError:
         return error
     message = str(error).strip()
     # Torch's own class, known by name so that no command has to import torch for it; on a CPU a RuntimeError.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in message:
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate" in message
+    ):
         first = message.splitlines()[0] if message else "an allocation failed"
         return ResourceError(
             f"memory ran out: {first}",
@@ -57,5 +61,5 @@ def _in_our_words(error: Exception) -> TreeFlashError:
     where = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return _Unexpected(
         f"this should not have happened: {where}",
-        "please report it with the output of `treeflash doctor` and of the same command after `treeflash --debug`",
+        "please report it with what `treeflash doctor` says and what `treeflash --debug ...` adds to this",
     )

@@ -43,7 +43,10 @@ def convert(
         )
     rows = [
         ("file", str(report.output)),
-        ("size", f"{report.bytes / 1e9:.3f} GB, {report.bytes * 8 / max(1, report.parameters):.2f} bits a weight"),
+        (
+            "size",
+            f"{report.bytes / 1e9:.3f} GB, {report.bytes * 8 / max(1, report.parameters):.2f} bits a weight",
+        ),
         ("architecture", report.architecture),
         ("parameters", f"{report.parameters:,} in {report.tensors} tensors"),
         ("types", ", ".join(f"{count} {kind.name}" for kind, count in sorted(report.types.items()))),

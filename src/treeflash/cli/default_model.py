@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from treeflash.errors import ModelFileError
+from treeflash.errors import ModelFileError, ModelNotFound
 from treeflash.gguf.reader import GGUFFile
 
 NOTICE = (
@@ -27,7 +27,7 @@ def default_model() -> Path:
 def _sound(path: Path) -> bool:
     try:
         GGUFFile.open(path).close()
-    except (ModelFileError, OSError):
+    except (ModelNotFound, ModelFileError):
         return False
     return True
 

@@ -10,7 +10,7 @@ PATIENCE_S = 1.0  # what the engine gets to finish its step and count it
 
 
 class Interrupt:
-    """While entered, Ctrl-C sets `requested`; a second one, or no end within PATIENCE_S, raises KeyboardInterrupt."""
+    """While entered, Ctrl-C sets `requested`; a second one, or PATIENCE_S later, it raises as usual."""
 
     def __init__(self) -> None:
         self.requested = False

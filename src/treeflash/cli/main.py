@@ -1,6 +1,6 @@
-"""The `treeflash` program: its commands and what holds for all of them. Heavy imports wait for the command."""
+"""The `treeflash` program: its commands, and what holds for all. Heavy imports wait for the command."""
 
-import contextlib
+import io
 import sys
 from typing import Annotated
 
@@ -51,9 +51,9 @@ app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that lacks a character shows a question mark instead of ending the program.
-        with contextlib.suppress(AttributeError, ValueError):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    app(prog_name="treeflash")
 
 
 if __name__ == "__main__":

@@ -32,50 +32,109 @@ class Device(StrEnum):
 def run(
     model: Annotated[
         str | None,
-        typer.Argument(help="A .gguf file, a folder that holds one, or USER/REPO[:QUANT]; else DFLASH_TARGET."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A .gguf file, a folder that holds one, or USER/REPO[:QUANT]; else DFLASH_TARGET.",
+        ),
     ] = None,
     text: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The same as --prompt.", show_default=False)
+        str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False)
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="What to answer. Standard input, if piped in, is added to it.", rich_help_panel=PROMPT),
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="What to answer. Standard input, if piped in, is added to it.",
+            rich_help_panel=PROMPT,
+        ),
     ] = None,
     system: Annotated[
-        str | None, typer.Option("--system", "-s", help="Instructions that come before the prompt.", rich_help_panel=PROMPT)
+        str | None,
+        typer.Option(
+            "--system", "-s", help="Instructions that come before the prompt.", rich_help_panel=PROMPT
+        ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.", rich_help_panel=PROMPT)
+        bool,
+        typer.Option(
+            "--raw", help="Continue the prompt as it is, without the chat template.", rich_help_panel=PROMPT
+        ),
     ] = False,
     think: Annotated[
         bool | None,
-        typer.Option("--think/--no-think", help="Reason before answering; else as the model's template decides.", show_default=False, rich_help_panel=PROMPT),
+        typer.Option(
+            "--think/--no-think",
+            help="Reason before answering; else as the model's template decides.",
+            show_default=False,
+            rich_help_panel=PROMPT,
+        ),
     ] = None,
     n_gen: Annotated[
-        int, typer.Option("--n-gen", "-n", min=1, help="Most tokens to write.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            "--n-gen", "-n", min=1, metavar="N", help="Most tokens to write.", rich_help_panel=SAMPLING
+        ),
     ] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", min=0, max=100, help="0 takes the likeliest token each time.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            "--temperature",
+            "-t",
+            min=0,
+            max=100,
+            metavar="X",
+            help="0 takes the likeliest token each time.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that add up to this.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="X",
+            help="Draw from the likeliest tokens that add up to this.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Draw from this many tokens; 0: all.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Draw from this many tokens; 0: all.", rich_help_panel=SAMPLING
+        ),
     ] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the likeliest.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="X",
+            help="Leave out tokens below this share of the likeliest.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Same seed, same text. Random and shown when absent.", rich_help_panel=SAMPLING)
+        int | None,
+        typer.Option(
+            min=0, help="Same seed, same text. Random and shown when absent.", rich_help_panel=SAMPLING
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help=r"End before this text; may be given several times; \n is a new line.", rich_help_panel=SAMPLING),
+        typer.Option(
+            help=r"End before this text; may be given several times; \n is a new line.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
     max_ctx: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="TOKENS", help="Prompt and answer together: 8192, 8k, 1m. Default: as memory allows.", rich_help_panel=ENGINE),
+        typer.Option(
+            parser=size,
+            metavar="TOKENS",
+            help="Prompt and answer together: 8192, 8k, 1m. Default: as memory allows.",
+            rich_help_panel=ENGINE,
+        ),
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to compute.", rich_help_panel=ENGINE)] = Device.auto,
     offline: Annotated[
@@ -85,7 +144,8 @@ def run(
         bool, typer.Option("--json", help="Print one JSON object, for errors too.", rich_help_panel=OUTPUT)
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, notices or statistics.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option("--quiet", "-q", help="No progress, notices or statistics.", rich_help_panel=OUTPUT),
     ] = False,
 ) -> None:
     """Answer one prompt.
@@ -97,12 +157,16 @@ def run(
     git diff | treeflash run model.gguf -p "Write a commit message for this."
     """
     if top_p == 0:
-        raise UsageError("--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token")
+        raise UsageError(
+            "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
+        )
     if raw and (system is not None or think is not None):
         flag = "--system" if system is not None else "--think and --no-think"
         raise UsageError(f"{flag} and --raw exclude each other: without a chat template there are no roles")
+    if text is not None and prompt is not None:
+        raise UsageError("a prompt was given both behind the model and with --prompt, needed once")
     screen = view.Screen(quiet=quiet)
-    asked = _prompt(text, prompt, raw=raw, screen=screen)
+    asked = _prompt(text if text is not None else prompt, raw=raw, screen=screen)
     path = _find(model, offline=offline, screen=screen)
     if think is not None:
         _check_thinking(path)
@@ -137,11 +201,8 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-def _prompt(text: str | None, prompt: str | None, *, raw: bool, screen: view.Screen) -> str:
+def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
     """The prompt from the command line, from standard input, or the one followed by the other."""
-    if text is not None and prompt is not None:
-        raise UsageError("a prompt was given both behind the model and with --prompt, needed once")
-    given = text if text is not None else prompt
     piped = ""
     if sys.stdin is not None and not sys.stdin.isatty():
         with screen.waiting("Reading standard input"):
@@ -152,7 +213,7 @@ def _prompt(text: str | None, prompt: str | None, *, raw: bool, screen: view.Scr
     if not any(part.strip() for part in parts):
         raise UsageError(
             "there is no prompt" if given is None else "the prompt is empty",
-            "give one with --prompt TEXT or on standard input",
+            "treeflash run MODEL TEXT, or --prompt TEXT, or text on standard input",
         )
     return "\n\n".join(parts)
 
@@ -176,7 +237,8 @@ def _check_thinking(path: Path) -> None:
     with GGUFFile.open(path) as file:
         if not ChatTemplate.from_metadata(file.metadata).supports_thinking:
             raise UsageError(
-                f"{path.name} has no switch for thinking in its chat template", "leave out --think and --no-think"
+                f"{path.name} has no switch for thinking in its chat template",
+                "leave out --think and --no-think",
             )
 
 
@@ -222,7 +284,8 @@ def _statistics(finished: "Finished | None", *, sampled: bool, interrupted: bool
             f"{stats.generated_tokens} tok",
             f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
             f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
-            f"prompt {stats.prompt_tokens}" + (f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""),
+            f"prompt {stats.prompt_tokens}"
+            + (f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""),
             f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
             f"seed {stats.seed}" if sampled else "",
             "length limit" if finished.reason == "length" else "",

@@ -17,7 +17,8 @@ CONTEXTS = (4096, 32768, 131072)
 
 def show(
     model: Annotated[
-        str | None, typer.Argument(help="A .gguf file, a folder that holds one, or a downloaded USER/REPO[:QUANT].")
+        str | None,
+        typer.Argument(help="A .gguf file, a folder that holds one, or a downloaded USER/REPO[:QUANT]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -104,7 +105,9 @@ def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, int]]:
     for context in contexts:
         cache = spec.kv_bytes_per_token(16) * context
         total = weights + recurrent + cache
-        rows.append({"context": context, "weights": weights, "recurrent": recurrent, "kv": cache, "total": total})
+        rows.append(
+            {"context": context, "weights": weights, "recurrent": recurrent, "kv": cache, "total": total}
+        )
     return rows
 
 
@@ -114,7 +117,10 @@ def _text(file: GGUFFile) -> dict[str, Any]:
 
     tokenizer = Tokenizer.from_metadata(file.metadata, source=str(file.path))
     template = ChatTemplate.from_metadata(file.metadata, source=str(file.path))
-    stops = [{"id": id, "token": tokenizer.token_bytes(id).decode(errors="replace")} for id in sorted(tokenizer.stop_ids)]
+    stops = [
+        {"id": id, "token": tokenizer.token_bytes(id).decode(errors="replace")}
+        for id in sorted(tokenizer.stop_ids)
+    ]
     return {
         "tokenizer": file.metadata.get("tokenizer.ggml.pre"),
         "tokens": tokenizer.vocab_size,
@@ -150,8 +156,15 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["memory"]:
         columns = ["context", "weights", "recurrent", "kv", "total"]
-        rows = [[f"{row['context']:,}", *(view.amount(row[key]) for key in columns[1:])] for row in facts["memory"]]
-        view.table("Memory needed (weights as stored, KV cache at 16 bits)", [*columns[:3], "KV cache", "total"], rows)
+        rows = [
+            [f"{row['context']:,}", *(view.amount(row[key]) for key in columns[1:])]
+            for row in facts["memory"]
+        ]
+        view.table(
+            "Memory needed (weights as stored, KV cache at 16 bits)",
+            [*columns[:3], "KV cache", "total"],
+            rows,
+        )
 
 
 def _file_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -167,12 +180,19 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     count = view.count(parameters["total"])
     if parameters["active"] != parameters["total"]:
         count += f", {view.count(parameters['active'])} of them active for a token"
-    kinds = [f"{layers['attention']} attention", f"{layers['delta']} Gated DeltaNet" if layers["delta"] else ""]
+    kinds = [
+        f"{layers['attention']} attention",
+        f"{layers['delta']} Gated DeltaNet" if layers["delta"] else "",
+    ]
     depth = layers["attention"] + layers["delta"]
     rows = [
         ("parameters", count),
         ("layers", f"{depth}: {' + '.join(filter(None, kinds))}"),
-        ("width", f"{model['width']}" + (f", feed-forward {model['feed_forward']}" if model["feed_forward"] else "")),
+        (
+            "width",
+            f"{model['width']}"
+            + (f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""),
+        ),
         ("attention", f"{model['heads']} query heads, {model['kv_heads']} KV heads of {model['head_dim']}"),
     ]
     if delta:
@@ -193,14 +213,19 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if layers["mtp_unused"]:
         share = view.count(parameters["mtp_unused"])
-        rows.append(("prediction", f"{layers['mtp_unused']} MTP block ({share} parameters), present but unused"))
+        rows.append(
+            ("prediction", f"{layers['mtp_unused']} MTP block ({share} parameters), present but unused")
+        )
     return rows
 
 
 def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
     stops = ", ".join(f"{stop['token']} ({stop['id']})" for stop in text["stop_tokens"])
     return [
-        ("tokenizer", f"{text['tokenizer']}, {text['tokens']:,} tokens" + (", BOS first" if text["adds_bos"] else "")),
+        (
+            "tokenizer",
+            f"{text['tokenizer']}, {text['tokens']:,} tokens" + (", BOS first" if text["adds_bos"] else ""),
+        ),
         ("ends with", stops or "nothing: it writes until --n-gen"),
         ("chat template", "yes" if text["chat_template"] else "none in the file, plain ChatML is used"),
         ("thinking", "can be switched: --think, --no-think" if text["thinking"] else "no switch"),

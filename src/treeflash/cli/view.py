@@ -1,7 +1,7 @@
 """Everything that is drawn on a terminal or printed; knows no models and decides nothing.
 
-Answers, tables and JSON go to standard output, the rest to standard error. Progress is shown only on a terminal,
-only for work that takes a while, and leaves no trace.
+Answers, tables and JSON go to standard output, the rest to standard error. Progress is shown only on a
+terminal, only for work that takes a while, and leaves no trace.
 """
 
 import contextlib
@@ -123,7 +123,10 @@ class Bar:
 
     def __init__(self, label: str, columns: Sequence[ProgressColumn], *, shown: bool):
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False), *columns, console=_console(sys.stderr), transient=True
+            TextColumn("{task.description}", markup=False),
+            *columns,
+            console=_console(sys.stderr),
+            transient=True,
         )
         self._task = self._progress.add_task(shorten(label), total=None)
         self._shown = shown
@@ -148,7 +151,8 @@ class Bar:
         with self._lock:
             self._timer.cancel()
             self._shown = False
-            self._progress.stop()
+            if self._progress.live.is_started:
+                self._progress.stop()
 
     def _start(self) -> None:
         with self._lock:
@@ -255,7 +259,9 @@ def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
     console = _console(sys.stdout)
     grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY)
     for index, column in enumerate(columns):
-        grid.add_column(column if index else f"  {column}", justify="right" if index else "left", no_wrap=True)
+        grid.add_column(
+            column if index else f"  {column}", justify="right" if index else "left", no_wrap=True
+        )
     for first, *rest in rows:
         grid.add_row(f"  {first}", *rest)
     console.print(Text(f"\n{heading}", style="cyan"))
@@ -271,7 +277,9 @@ def checks(rows: Sequence[tuple[str, str, str, str]]) -> None:
     grid.add_column(overflow="fold")
     for status, name, detail, hint in rows:
         mark, style = MARKS[status]
-        grid.add_row(Text(mark, style=style), Text(name), Text(detail, style=style if status == "fail" else ""))
+        grid.add_row(
+            Text(mark, style=style), Text(name), Text(detail, style=style if status == "fail" else "")
+        )
         if hint:
             grid.add_row("", "", Text(f"hint: {hint}", style="cyan"))
     console.print(grid)

@@ -1,7 +1,7 @@
 """Fetches a model from the Hugging Face hub into its shared cache; resumes what was broken off.
 
-The hub's own client starts a file again from nothing when a run ends early. So the bytes are fetched here, into a
-file beside the cache's blobs that survives, and handed to the client's cache once they are whole.
+The hub's own client starts a file again from nothing when a run ends early. So the bytes are fetched here,
+into a file beside the cache's blobs that survives, and handed to the client's cache once they are whole.
 """
 
 import contextlib
@@ -147,15 +147,16 @@ def _describe(repo: str, file: str, *, endpoint: str | None, cache: Path) -> _Fi
 
     url = hf_hub_url(repo, file, endpoint=endpoint)
     metadata = get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=endpoint)
-    if metadata.etag is None or metadata.size is None:
-        raise DownloadFailed(f"{url} came without a size or an ETag, needed to fetch it safely")
-    if metadata.size > MAX_FILE:
+    size, etag = metadata.size, metadata.etag or ""
+    if size is None or not re.fullmatch(r"[\w-]+", etag):
+        raise DownloadFailed(f"{url} has size {size} and ETag {etag!r}, needed both")
+    if size > MAX_FILE:
         raise DownloadFailed(
-            f"{file} has {metadata.size / 1e9:.1f} GB, more than the {MAX_FILE / 1e9:.0f} GB served in one piece",
+            f"{file} has {size / 1e9:.1f} GB, the hub serves up to {MAX_FILE / 1e9:.0f} GB in one piece",
             f"hf download {repo} {file}   and then this again: the cache is shared",
         )
     blobs = cache / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
-    return _File(file, url, metadata.size, metadata.etag, blobs / metadata.etag)
+    return _File(file, url, size, etag, blobs / etag)
 
 
 def _check_room(files: list[_File], cache: Path) -> None:

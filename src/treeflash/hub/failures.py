@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError, TreeFlashError
 from treeflash.hub.names import RepoName
@@ -11,7 +11,7 @@ LOG_IN = "set HF_TOKEN to a token of yours, or run: hf auth login"
 
 
 @contextlib.contextmanager
-def explained(name: RepoName, site: str) -> Iterator[None]:
+def explained(name: RepoName, site: str) -> Generator[None]:
     """Turns whatever the client raises about the repository into one of our errors."""
     from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
 

@@ -27,8 +27,10 @@ class HFConfig:
     def __init__(self, values: dict[str, Any], source: str):
         text = values.get("text_config")
         self.values = {**values, **text} if isinstance(text, dict) else dict(values)
-        # the outer names decide which class the checkpoint was saved from
-        self.values["architectures"] = values.get("architectures") or self.values.get("architectures")
+        # these two are properties of the whole checkpoint
+        for key in ("architectures", "tie_word_embeddings"):
+            if values.get(key) is not None:
+                self.values[key] = values[key]
         self.source = source
 
     def get(self, key: str, default: Any = None) -> Any:

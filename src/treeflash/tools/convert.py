@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from treeflash.errors import ModelFileError, TreeFlashError, UnsupportedModel
@@ -63,11 +64,12 @@ def convert(
     *,
     mix: str = "q4_k_m",
     progress: Progress | None = None,
+    device: str = "cpu",
     vocabulary: bool = True,
 ) -> ConversionReport:
     """Writes the model in `folder` to the GGUF file `output`, which appears only when it is complete.
 
-    vocabulary=False leaves the tokenizer out, for folders that have none.
+    device: where the quantisers compute; vocabulary=False leaves the tokenizer out, for folders without one.
     """
     folder, output = Path(folder), Path(output)
     check_mix(mix)
@@ -94,8 +96,9 @@ def convert(
         name=model_name(folder),
         entries=entries,
         mix=mix,
-        progress=progress,
         rules=rules,
+        progress=progress,
+        device=device,
         dropped=dropped,
     )
 
@@ -110,6 +113,7 @@ def write_model(
     mix: str,
     rules: Iterable[Rule],
     progress: Progress | None = None,
+    device: str = "cpu",
     dropped: Iterable[str] = (),
 ) -> ConversionReport:
     """Writes the tensors that `rules` make of `checkpoint`, with `entries` as further metadata."""
@@ -141,7 +145,7 @@ def write_model(
             writer.add_tensor(rule.name, rule.shape, types[rule.name])
         writer.write_header()
         for done, rule in enumerate(rules, 1):
-            writer.write_tensor(rule.name, _encode(rule, checkpoint, types[rule.name]))
+            writer.write_tensor(rule.name, _encode(rule, checkpoint, types[rule.name], device))
             if progress is not None:
                 progress(rule.name, done, len(rules))
     return ConversionReport(
@@ -164,11 +168,11 @@ def model_name(folder: Path) -> str:
     return folder.name
 
 
-def _encode(rule: Rule, checkpoint: Checkpoint, kind: QuantType) -> Any:
+def _encode(rule: Rule, checkpoint: Checkpoint, kind: QuantType, device: str) -> np.ndarray:
     tensor = rule.build([checkpoint.load(name) for name, _ in rule.sources])
     assert tuple(tensor.shape) == rule.shape, (rule.name, tensor.shape, rule.shape)
     try:
-        return quantise(tensor, kind).numpy()
+        return quantise(tensor.to(device), kind).cpu().numpy()
     except TreeFlashError as error:
         origin = checkpoint.where(rule.sources[0][0]) if rule.sources else "config.json"
         raise type(error)(f"{origin}, for {rule.name}: {error.message}", error.hint) from error

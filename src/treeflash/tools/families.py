@@ -123,11 +123,14 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
         _refuse(config, f"{mtp_layers} prediction layers in {family.architecture}", "at most one, in Qwen3.5")
     width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", width // heads)
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        _refuse(config, f"{heads} attention heads", f"a multiple of {kv_heads}, the key and value heads")
     rope = _rope(config)
-    theta = float(rope.get("rope_theta", config.number("rope_theta", 10000.0)))
-    share = float(rope.get("partial_rotary_factor", config.number("partial_rotary_factor", _share(family))))
-    if share != _share(family):
-        _refuse(config, f"partial_rotary_factor {share}", f"{_share(family)} for {family.architecture}")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", _share(family)))
+    if share != _share(family) or head_dim * share % 2:
+        _refuse(config, f"rope on {share} of {head_dim}", f"on {_share(family)} of it, an even number")
     layers = config.integer("num_hidden_layers")
     return Sizes(
         family=family,
@@ -137,7 +140,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
         vocabulary=config.integer("vocab_size"),
         context=config.integer("max_position_embeddings"),
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=int(head_dim * share),
         rope_factors=_rope_factors(config, family, rope, head_dim=head_dim, theta=theta),
@@ -234,15 +237,15 @@ def _share(family: Family) -> float:
     return 0.25 if family.hybrid else 1.0
 
 
-def _rope(config: HFConfig) -> dict[str, Any]:
+def _rope(config: HFConfig) -> HFConfig:
     rope = config.get("rope_parameters", config.get("rope_scaling", {}))
     if not isinstance(rope, dict):
         _refuse(config, f"rope parameters {rope}", "an object")
-    return rope
+    return HFConfig(rope, config.source)
 
 
 def _rope_factors(
-    config: HFConfig, family: Family, rope: dict[str, Any], *, head_dim: int, theta: float
+    config: HFConfig, family: Family, rope: HFConfig, *, head_dim: int, theta: float
 ) -> tuple[float, ...]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -250,18 +253,17 @@ def _rope_factors(
     if kind != "llama3" or family is not _LLAMA:
         allowed = "default or llama3" if family is _LLAMA else "default"
         _refuse(config, f"rope type {kind} for {family.architecture}", allowed)
-    scaling = HFConfig(rope, config.source)
     return llama3_factors(
-        factor=scaling.number("factor"),
-        low=scaling.number("low_freq_factor"),
-        high=scaling.number("high_freq_factor"),
-        context=scaling.number("original_max_position_embeddings"),
+        factor=rope.number("factor"),
+        low=rope.number("low_freq_factor"),
+        high=rope.number("high_freq_factor"),
+        context=rope.number("original_max_position_embeddings"),
         dimensions=head_dim,
         theta=theta,
     )
 
 
-def _sections(config: HFConfig, rope: dict[str, Any]) -> tuple[int, ...]:
+def _sections(config: HFConfig, rope: HFConfig) -> tuple[int, ...]:
     # what every published Qwen3.5 uses; a text-only configuration may leave it out
     sections = rope.get("mrope_section", [11, 11, 10])
     if not isinstance(sections, list) or len(sections) > 4 or not all(isinstance(n, int) for n in sections):
@@ -271,7 +273,7 @@ def _sections(config: HFConfig, rope: dict[str, Any]) -> tuple[int, ...]:
 
 def _hybrid(config: HFConfig, layers: int) -> Hybrid:
     kinds = config.get("layer_types")
-    if not kinds:
+    if not isinstance(kinds, list):
         interval = config.integer("full_attention_interval", 4)
     else:
         interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1

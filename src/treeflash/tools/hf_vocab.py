@@ -108,19 +108,24 @@ def _tokens(path: Path, tokenizer: dict[str, Any], size: int) -> tuple[list[str]
     for token, index in vocabulary.items():
         _check_id(path, token, index, size)
         tokens[index], types[index] = token, NORMAL
-    for added in tokenizer.get("added_tokens") or ():
-        token, index = added.get("content"), added.get("id")
-        _check_id(path, token, index, size)
+    for added in _objects(tokenizer.get("added_tokens")):
+        token, index = _check_id(path, added.get("content"), added.get("id"), size)
         tokens[index] = token
         types[index] = CONTROL if added.get("special") or _looks_special(token) else USER_DEFINED
     return [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)], types
 
 
-def _check_id(path: Path, token: Any, index: Any, size: int) -> None:
-    if not isinstance(token, str) or not isinstance(index, int) or not 0 <= index < size:
-        raise ModelFileError(
-            f"{path}: token {token!r} has id {index}, needed: 0 to {size - 1}, the embedding's rows"
-        )
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, list):
+        yield from (entry for entry in value if isinstance(entry, dict))
+
+
+def _check_id(path: Path, token: Any, index: Any, size: int) -> tuple[str, int]:
+    if isinstance(token, str) and isinstance(index, int) and 0 <= index < size:
+        return token, index
+    raise ModelFileError(
+        f"{path}: token {token!r} has id {index}, needed: 0 to {size - 1}, the embedding's rows"
+    )
 
 
 def _looks_special(token: str) -> bool:
@@ -170,10 +175,11 @@ def _adds_bos(
     if isinstance(settings.get("add_bos_token"), bool):
         return settings["add_bos_token"]
     post = tokenizer.get("post_processor")
-    for step in post.get("processors", [post]) if isinstance(post, dict) else ():
-        if step.get("type") == "TemplateProcessing" and step.get("single"):
-            first = step["single"][0].get("SpecialToken", {}).get("id")
-            return first is not None and ids.get(first) == bos
+    for step in _objects(post.get("processors", [post]) if isinstance(post, dict) else None):
+        pieces = list(_objects(step.get("single")))
+        if step.get("type") == "TemplateProcessing" and pieces:
+            first = pieces[0].get("SpecialToken")
+            return bos is not None and isinstance(first, dict) and ids.get(str(first.get("id"))) == bos
     return None
 
 
@@ -186,6 +192,6 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             raise ModelFileError(f"{file} cannot be read: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in _objects(template)}
         template = named.get("default")
     return template if isinstance(template, str) else None

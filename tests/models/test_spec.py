@@ -1,0 +1,131 @@
+"""What the metadata of a file says, and what is refused, with the key and the value in the message."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from treeflash.errors import TreeFlashError, UnsupportedModel
+from treeflash.gguf.header import ValueType
+from treeflash.gguf.reader import GGUFFile
+from treeflash.gguf.types import QuantType
+from treeflash.gguf.writer import GGUFWriter
+from treeflash.models.decoder import Decoder
+from treeflash.models.spec import ModelSpec
+
+QWEN35 = {
+    "block_count": 8,
+    "context_length": 1024,
+    "embedding_length": 64,
+    "feed_forward_length": 128,
+    "attention.head_count": 6,
+    "attention.head_count_kv": 1,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.dimension_count": 8,
+    "rope.freq_base": 1e7,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 96,
+    "full_attention_interval": 4,
+}
+
+
+def spec_of(folder: Path, architecture: str = "qwen35", **changes) -> ModelSpec:
+    """A header with those keys; None leaves one out."""
+    path = folder / "model.gguf"
+    with GGUFWriter(path, architecture) as writer:
+        for key, value in {**QWEN35, **{k.replace("__", "."): v for k, v in changes.items()}}.items():
+            if value is not None:
+                kind = ValueType.BOOL if isinstance(value, list) and isinstance(value[0], bool) else None
+                writer.add(f"{architecture}.{key}", value, kind)
+        writer.add_tensor("token_embd.weight", (32, 64), QuantType.F32)
+        writer.write_header()
+        writer.write_tensor("token_embd.weight", bytes(32 * 64 * 4))
+    with GGUFFile.open(path) as file:
+        return ModelSpec.from_gguf(file)
+
+
+def test_hybrid_layers(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    assert spec.layers == ("delta", "delta", "delta", "attention") * 2
+    assert (spec.vocab_size, spec.tied_head, spec.mtp_layers) == (32, True, 0)
+    assert spec.delta is not None and spec.delta.channels == (2 * 2 + 6) * 16
+    # Per sequence and delta layer: six 16x16 matrices and three rows of 160 inputs, in float32.
+    assert spec.recurrent_bytes() == 6 * 4 * (6 * 16 * 16 + 3 * 160)
+    assert spec.kv_bytes_per_token(16) == 2 * 2 * 32 * 2
+
+
+def test_prediction_blocks_are_not_part_of_the_trunk(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, block_count=9, nextn_predict_layers=1)
+    assert len(spec.layers) == 8 and spec.mtp_layers == 1
+
+
+def test_recurrent_layers_override_the_interval(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, block_count=3, attention__recurrent_layers=[True, False, True])
+    assert spec.layers == ("delta", "attention", "delta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"attention__head_count_kv": [0, 0, 0, 1]},
+            "qwen35.attention.head_count_kv is .* needed a single number",
+        ),
+        (
+            {"attention__head_count_kv": 4},
+            "attention.head_count_kv is 4, needed a divisor of attention.head_count .6",
+        ),
+        (
+            {"attention__value_length": 64},
+            "attention.value_length is 64, needed the same as attention.key_length",
+        ),
+        ({"rope__dimension_count": 64}, "rope.dimension_count is 64, needed an even number up to"),
+        ({"rope__scaling.type": "yarn"}, "rope.scaling.type is yarn, needed none or linear"),
+        ({"ssm__inner_size": 95}, "ssm.inner_size is 95, needed time_step_rank times state_size .96"),
+        ({"ssm__time_step_rank": 5}, "ssm.time_step_rank is 5, needed a multiple of ssm.group_count"),
+        ({"ssm__v_head_reordered": False}, "ssm.v_head_reordered is False, needed true"),
+        ({"nextn_predict_layers": 8}, "nextn_predict_layers is 8, needed fewer than qwen35.block_count"),
+        ({"block_count": 100_000}, "block_count is 100000, needed at most 4096"),
+        ({"embedding_length": 0}, "embedding_length is 0, needed a positive number"),
+        ({"embedding_length": 96}, r"token_embd.weight has shape \[32, 64\], needed \[vocabulary, 96\]"),
+        ({"expert_count": 4}, "expert_count is 4, needed 0"),
+        (
+            {"attention__layer_norm_rms_epsilon": -1.0},
+            "layer_norm_rms_epsilon is -1.0, needed a positive number",
+        ),
+        ({"block_count": None}, "qwen35.block_count"),
+        ({"block_count": "eight"}, "qwen35.block_count"),
+    ],
+)
+def test_what_cannot_be_run_is_named(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(TreeFlashError, match=message) as caught:
+        spec_of(tmp_path, **changes)
+    assert "model.gguf" in caught.value.message
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"general.architecture is 'gemma3', supported are qwen35"):
+        spec_of(tmp_path, architecture="gemma3")
+
+
+def test_a_missing_tensor_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with GGUFFile.open(tiny_model()) as file, GGUFWriter(tmp_path / "broken.gguf", "qwen35") as writer:
+        for key, value in file.metadata.items():
+            if key.startswith("qwen35."):
+                writer.add(key, value)
+        kept = [info for info in file.tensors.values() if info.name != "blk.3.attn_q_norm.weight"]
+        for info in kept:
+            writer.add_tensor(info.name, info.shape, info.type)
+        writer.write_header()
+        for info in kept:
+            writer.write_tensor(info.name, file.raw(info.name))
+    with (
+        GGUFFile.open(tmp_path / "broken.gguf") as file,
+        pytest.raises(TreeFlashError, match=r"broken.gguf.*blk.3.attn_q_norm.weight"),
+    ):
+        Decoder.load(file)
