@@ -12,6 +12,7 @@ from treeflash.errors import PromptTooLong, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
+from treeflash.spec.draft import NoDrafter, Rank
 from treeflash.spec.tree import DraftTree
 from treeflash.state.sequences import SequenceStates
 
@@ -46,13 +47,14 @@ def plain_greedy(target: Decoder, count: int) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-class Oracle:
+class Oracle(NoDrafter):
     """Proposes the true continuation, wrong at every `period`-th place, with wrong siblings beside it."""
 
     def __init__(self, text: list[int], period: int, vocabulary: int):
+        super().__init__()
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
-    def propose(self, anchor: int, position: int, limit: int) -> DraftTree:
+    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
         tokens, parents, spine = [anchor], [-1], 0
         start = position - len(PROMPT) + 1
         for place in range(start, len(self._text)):

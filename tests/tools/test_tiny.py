@@ -8,7 +8,7 @@ import pytest
 from tokenizers import models, pre_tokenizers
 
 from tests.tools.gguf_package import read_keys, read_tensors, read_types
-from treeflash.errors import UnsupportedModel, UsageError
+from treeflash.errors import ModelFileError, UnsupportedModel, UsageError
 from treeflash.tools.tiny import CHAT_TEMPLATE, FAMILIES, VOCABULARY, make_tiny
 
 TENSORS = {"qwen35": 109, "qwen35moe": 76, "qwen3": 47, "qwen2": 51, "llama": 39}
@@ -95,6 +95,8 @@ def test_the_chat_template(thinking: dict[str, bool], tail: str):
 def test_what_cannot_be_made(tmp_path: Path):
     with pytest.raises(UsageError, match="family is 'gpt2', needed: one of qwen35, qwen35moe"):
         make_tiny(tmp_path / "tiny.gguf", family="gpt2")
+    with pytest.raises(ModelFileError, match="num_hidden_layers is 0"):
+        make_tiny(tmp_path / "tiny.gguf", layers=0)
     with pytest.raises(UsageError, match="mix is 'q3'"):
         make_tiny(tmp_path / "tiny.gguf", mix="q3")
     with pytest.raises(UnsupportedModel, match="1 prediction layers in llama"):

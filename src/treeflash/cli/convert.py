@@ -38,14 +38,12 @@ def convert(
     with screen.waiting("Starting PyTorch"):
         from treeflash.tools.convert import convert as write_gguf
     with screen.converting(f"Converting to {mix}") as bar:
-        report = write_gguf(
-            folder, target, mix=mix, progress=lambda name, done, total: bar.update(done, total, label=name)
-        )
+        report = write_gguf(folder, target, mix=mix, progress=lambda _, done, total: bar.update(done, total))
     rows = [
         ("file", str(report.output)),
         (
             "size",
-            f"{report.bytes / 1e9:.3f} GB, {report.bytes * 8 / max(1, report.parameters):.2f} bits a weight",
+            f"{view.amount(report.bytes)}, {report.bytes * 8 / max(1, report.parameters):.2f} bits a weight",
         ),
         ("architecture", report.architecture),
         ("parameters", f"{report.parameters:,} in {report.tensors} tensors"),

@@ -92,13 +92,21 @@ def _graphics(torch: Any) -> Iterator[Check]:
         hint = "install a PyTorch with CUDA: https://pytorch.org/get-started/locally"
         yield Check("gpu", "warn", f"not used: driver {driver} is there, but this PyTorch has no CUDA", hint)
     else:
-        try:
-            torch.cuda.init()
-            reason = "no device is visible; CUDA_VISIBLE_DEVICES may hide it"
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-        hint = f"the driver must support CUDA {torch.version.cuda}: update it, or install an older PyTorch"
-        yield Check("gpu", "fail", f"cannot be used (driver {driver}): {reason}", hint)
+        yield _no_card(torch, driver)
+
+
+def _no_card(torch: Any, driver: str) -> Check:
+    """Why a driver and a PyTorch for it do not come together."""
+    reason = "No CUDA GPUs are available"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    if "No CUDA GPUs" in reason:
+        hint = "is CUDA_VISIBLE_DEVICES set? It hides cards that are not in it"
+        return Check("gpu", "warn", f"none visible (driver {driver}): models run on the CPU, slowly", hint)
+    hint = f"the driver must support CUDA {torch.version.cuda}: update it, or install an older PyTorch"
+    return Check("gpu", "fail", f"cannot be used (driver {driver}): {reason}", hint)
 
 
 def _card(torch: Any, index: int, driver: str | None) -> Check:

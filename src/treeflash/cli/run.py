@@ -182,13 +182,13 @@ def run(
         messages=messages,
         prompt=asked if raw else None,
         max_tokens=n_gen,
-        sampling=SamplingParams(temperature, top_k, top_p, min_p, seed),
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
         stop=[unescape(each) for each in stop or ()],
         thinking=think,
         cancelled=lambda: interrupt.requested,
     )
     with screen.loading(f"Loading {path.name}") as bar:
-        session = Session.load(path, EngineConfig(device=device, max_ctx=max_ctx), progress=bar.update)
+        session = Session.load(path, EngineConfig(device=device.value, max_ctx=max_ctx), progress=bar.update)
     answer = view.Answer(shown=not as_json)
     with interrupt:
         finished = _generate(session, request, answer, screen)
@@ -226,7 +226,14 @@ def _find(model: str | None, *, offline: bool, screen: view.Screen) -> Path:
         with screen.waiting("Making the model"):
             return default_model()
     with screen.downloading() as bar:
-        return resolve(name, offline=offline or settings.offline, progress=bar)
+        try:
+            return resolve(name, offline=offline or settings.offline, progress=bar)
+        except KeyboardInterrupt:
+            if bar.began:
+                screen.notice(
+                    "Interrupted. What was downloaded is kept: the same command goes on from there."
+                )
+            raise
 
 
 def _check_thinking(path: Path) -> None:

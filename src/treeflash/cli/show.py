@@ -1,5 +1,6 @@
 """`treeflash show`: what a model file holds and needs, without loading it. Torch stays out."""
 
+import re
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
     """total: without prediction (MTP) blocks; active: what one token passes through."""
     total = active = mtp = 0
     for name, info in file.tensors.items():
-        if name.startswith("blk.") and int(name.split(".")[1]) >= len(spec.layers):
+        if _unused(name, spec):
             mtp += info.elements
             continue
         total += info.elements
@@ -97,9 +98,16 @@ def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
     return {"total": total, "active": active, "mtp_unused": mtp}
 
 
+def _unused(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to a prediction block behind the trunk."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return block is not None and int(block[1]) >= len(spec.layers)
+
+
 def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, int]]:
     """Bytes at several contexts: weights as stored, one sequence's state, keys and values at 16 bits."""
-    weights, recurrent = sum(info.nbytes for info in file.tensors.values()), spec.recurrent_bytes()
+    weights = sum(info.nbytes for name, info in file.tensors.items() if not _unused(name, spec))
+    recurrent = spec.recurrent_bytes()
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
     rows = []
     for context in contexts:
@@ -180,19 +188,17 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     count = view.count(parameters["total"])
     if parameters["active"] != parameters["total"]:
         count += f", {view.count(parameters['active'])} of them active for a token"
-    kinds = [
-        f"{layers['attention']} attention",
-        f"{layers['delta']} Gated DeltaNet" if layers["delta"] else "",
-    ]
     depth = layers["attention"] + layers["delta"]
+    kinds = (
+        f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
+        if delta
+        else ", all attention"
+    )
+    feed_forward = f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""
     rows = [
         ("parameters", count),
-        ("layers", f"{depth}: {' + '.join(filter(None, kinds))}"),
-        (
-            "width",
-            f"{model['width']}"
-            + (f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""),
-        ),
+        ("layers", f"{depth}{kinds}"),
+        ("width", f"{model['width']}{feed_forward}"),
         ("attention", f"{model['heads']} query heads, {model['kv_heads']} KV heads of {model['head_dim']}"),
     ]
     if delta:

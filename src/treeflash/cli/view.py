@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Self
 
 from rich.console import Console
@@ -54,7 +54,8 @@ def plain(text: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    plain(json.dumps(value, ensure_ascii=False, indent=2))
+    """One line, so that tools can read it as it comes."""
+    plain(json.dumps(value, ensure_ascii=False))
 
 
 def flush() -> None:
@@ -82,6 +83,13 @@ def failure(error: TreeFlashError, *, as_json: bool) -> None:
         if text:
             line = Text.assemble((f"{label}:", style), " ", guarded(text, sys.stderr))
             console.print(line, soft_wrap=True)
+
+
+def _say(text: str, style: str) -> None:
+    """One paragraph on standard error; a terminal breaks it between words."""
+    _console(sys.stderr).print(
+        Text(guarded(text, sys.stderr), style=style), soft_wrap=not sys.stderr.isatty()
+    )
 
 
 def guarded(text: str, stream: IO[str]) -> str:
@@ -113,7 +121,7 @@ class Answer:
 
     def end(self) -> None:
         """Ends the last line."""
-        if self._shown and not self.text.endswith("\n"):
+        if self._shown and self.text and not self.text.endswith("\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
 
@@ -128,7 +136,7 @@ class Bar:
             console=_console(sys.stderr),
             transient=True,
         )
-        self._task = self._progress.add_task(shorten(label), total=None)
+        self._task = self._progress.add_task(_label(label), total=None)
         self._shown = shown
         self._lock = threading.Lock()
         self._timer = threading.Timer(PATIENCE_S, self._start)
@@ -143,7 +151,7 @@ class Bar:
         self.stop()
 
     def update(self, done: int, total: int, *, label: str | None = None) -> None:
-        description = None if label is None else shorten(label)
+        description = None if label is None else _label(label)
         self._progress.update(self._task, completed=done, total=total, description=description)
 
     def stop(self) -> None:
@@ -163,25 +171,35 @@ class Bar:
 class DownloadBar(Bar):
     """What the hub reports, on one bar."""
 
+    def __init__(self, columns: Sequence[ProgressColumn], *, shown: bool, notice: Callable[[str], None]):
+        super().__init__("Asking the hub", columns, shown=shown)
+        self._notice = notice
+        self.began = False  # bytes have come
+
     def downloading(self, name: str, done: int, total: int) -> None:
+        self.began = True
         self.update(done, total, label=f"Downloading {name}")
 
     def checking(self, name: str, done: int, total: int) -> None:
         self.update(done, total, label=f"Checking {name}")
 
     def notice(self, text: str) -> None:
-        self._progress.console.print(Text(text, style="yellow"), soft_wrap=True)
+        self._notice(text)
 
 
 class _Tokens(ProgressColumn):
     def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text()
         rate = f"  {task.speed:,.0f} tok/s" if task.speed else ""
-        return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f} tokens{rate}", style="progress.download")
+        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{rate}", style="progress.download")
 
 
 class _Tensors(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} tensors", style="progress.download")
+        if task.total is None:
+            return Text()
+        return Text(f"{task.completed:.0f}/{task.total:.0f} tensors", style="progress.download")
 
 
 class Screen:
@@ -193,11 +211,11 @@ class Screen:
 
     def notice(self, text: str) -> None:
         if not self._quiet:
-            _console(sys.stderr).print(Text(text, style="yellow"), soft_wrap=True)
+            _say(text, "yellow")
 
     def statistics(self, line: str) -> None:
         if not self._quiet:
-            _console(sys.stderr).print(Text(line, style=GREY), soft_wrap=True)
+            _say(line, GREY)
 
     def waiting(self, label: str) -> Bar:
         """For work whose end cannot be foreseen."""
@@ -214,13 +232,13 @@ class Screen:
 
     def downloading(self) -> DownloadBar:
         columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)]
-        return DownloadBar("Asking the hub", columns, shown=self._progress)
+        return DownloadBar(columns, shown=self._progress, notice=self.notice)
 
 
-def shorten(text: str, limit: int = 44) -> str:
-    """A long name without its middle."""
-    half = (limit - 1) // 2
-    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+def _label(text: str) -> str:
+    """Leaves out the middle of long names."""
+    text = guarded(text, sys.stderr)
+    return text if len(text) <= 44 else f"{text[:21]}…{text[-22:]}"
 
 
 def amount(size: float) -> str:
@@ -242,7 +260,7 @@ def count(number: float) -> str:
 def sections(title: str, parts: Mapping[str, Sequence[tuple[str, str]]]) -> None:
     """Labelled values under headings, on standard output."""
     console = _console(sys.stdout)
-    console.print(Text(title, style="bold"))
+    console.print(Text(guarded(title, sys.stdout), style="bold"))
     for heading, rows in parts.items():
         if rows:
             grid = Table.grid(padding=(0, 2))

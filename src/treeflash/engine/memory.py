@@ -1,6 +1,7 @@
 """How much memory there is, and how much a model needs; no allocation."""
 
 import os
+import platform
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,12 @@ def pick_device(name: str) -> torch.device:
                 f"device {name!r} asked for, {count} CUDA devices found", "treeflash doctor shows why"
             )
     return device
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def available_memory(device: torch.device) -> int:

@@ -1,13 +1,21 @@
-"""What a request asks of the draw, checked once."""
+"""What a request asks of the draw, and the draw itself with what the request has seen so far."""
 
+import math
 import secrets
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import draw
+from treeflash.kernels.sampling import draw, filtered, gumbel, penalised
+
+# Of an unfiltered draft distribution only so many tokens get noise: fewer would miss some that it lifts.
+_DRAFT_POOL = 256
+# The noise is known, only the draft's error is not: perturbed scores are sharper than they claim.
+_DRAFT_SHARPNESS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +24,11 @@ class SamplingParams:
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # on tokens of the prompt and the answer; 1: none
+    presence_penalty: float = 0.0  # on tokens of the answer
+    frequency_penalty: float = 0.0  # the same for each time they occur
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to a token's logit
+    logprobs: int | None = None  # how many alternatives to report beside each token's own; None: nothing
     seed: int | None = None  # None: a fresh one, shown in the statistics
 
     def __post_init__(self) -> None:
@@ -23,6 +36,12 @@ class SamplingParams:
         self._check("top_k", self.top_k >= 0, "0 (all) or a positive number")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        self._check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100")
+        self._check("presence_penalty", -100 <= self.presence_penalty <= 100, "between -100 and 100")
+        self._check("frequency_penalty", -100 <= self.frequency_penalty <= 100, "between -100 and 100")
+        sound = all(not math.isnan(bias) and bias < math.inf for bias in self.logit_bias.values())
+        self._check("logit_bias", sound, "numbers below infinity")
+        self._check("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100")
         self._check("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2^64 - 1")
 
     def _check(self, name: str, sound: bool, needed: str) -> None:
@@ -32,15 +51,119 @@ class SamplingParams:
     def seeded(self) -> Self:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
-    def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """One token [R] for each row of logits [R, V]; positions [R] are where the tokens will stand."""
-        assert self.seed is not None
-        return draw(
-            logits,
-            positions,
-            seed=self.seed,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-        )
+    @property
+    def filters(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+        }
+
+    @property
+    def penalties(self) -> bool:
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of the target's own distribution, before temperature, filters and penalties."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Sampler:
+    """One request's draws."""
+
+    def __init__(self, params: SamplingParams, prompt: list[int], vocabulary: int, device: torch.device):
+        assert params.seed is not None
+        self.params, self._seed = params, params.seed
+        self._vocabulary, self._device = vocabulary, device
+        self._noise: dict[int, Tensor] = {}
+        if params.penalties:
+            self._prompt = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+            self._prompt[torch.tensor(prompt, device=device)] = True
+            self._counts = torch.zeros(vocabulary, device=device)
+        outside = [token for token in params.logit_bias if not 0 <= token < vocabulary]
+        if outside:
+            raise UsageError(
+                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}"
+            )
+        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(params.logit_bias.values()), device=device)
+
+    def draw(self, logits: Tensor, positions: Tensor, tokens: Tensor, visible: Tensor) -> Tensor:
+        """A token [R] behind each row: logits [R, V], positions [R] where the tokens will stand.
+
+        tokens [T] and visible [R, T]: undecided text above each row, itself included.
+        """
+        params = self.params
+        logits = self._adjusted(logits, tokens, visible)
+        noise = None
+        if params.temperature > 0 and params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
+            noise = self._noise_at(positions.tolist())
+        return draw(logits, positions, seed=self._seed, noise=noise, **params.filters)
+
+    def rank(self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """A draft's rows [K, V] as the request will draw: the `count` best ids and their log probabilities.
+
+        With the noise that verification will add, since it is known: what it lifts is what will be drawn.
+        """
+        params = self.params
+        logits = self._adjusted(logits, anchor, torch.ones(len(logits), 1, device=self._device))
+        if params.temperature == 0:
+            top = logits.topk(min(count, logits.shape[1]), -1)
+            return top.indices, top.values - logits.logsumexp(-1, keepdim=True)
+        filters = dict(params.filters)
+        filters["top_k"] = min(params.top_k or _DRAFT_POOL, _DRAFT_POOL)
+        scores, ids = filtered(logits, **filters)
+        scores = _DRAFT_SHARPNESS * (scores + gumbel(self._seed, ids, positions[:, None]))
+        top = scores.log_softmax(-1).topk(min(count, scores.shape[1]), -1)
+        return ids.gather(1, top.indices), top.values
+
+    def accept(self, tokens: list[int]) -> None:
+        """Tokens of the answer that are decided and no longer part of a tree."""
+        if self.params.penalties and tokens:
+            ids = torch.tensor(tokens, device=self._device)
+            self._counts.scatter_add_(0, ids, torch.ones(len(tokens), device=self._device))
+
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[TokenLogprob]:
+        """Of `tokens` behind rows of the target's logits [R, V]."""
+        assert self.params.logprobs is not None
+        table = logits.float().log_softmax(-1)
+        own = table.gather(1, torch.tensor(tokens, device=self._device)[:, None])[:, 0].tolist()
+        top = table.topk(min(self.params.logprobs, table.shape[1]), -1)
+        pairs = zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
+        return [
+            TokenLogprob(token, value, list(zip(ids, values, strict=True)))
+            for token, value, ids, values in pairs
+        ]
+
+    def _adjusted(self, logits: Tensor, tokens: Tensor, visible: Tensor) -> Tensor:
+        params = self.params
+        if params.penalties:
+            logits = penalised(
+                logits,
+                self._prompt,
+                self._counts,
+                tokens,
+                visible,
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+            )
+        if len(self._biased):
+            logits = logits.index_add(1, self._biased, self._bias.expand(len(logits), -1))
+        return logits
+
+    def _noise_at(self, positions: list[int]) -> Tensor:
+        """[R, V]; every position's is made once, though trees look at it several times."""
+        missing = sorted(set(positions) - self._noise.keys())
+        if missing:
+            ids = torch.arange(self._vocabulary, device=self._device)
+            fresh = gumbel(self._seed, ids, torch.tensor(missing, device=self._device)[:, None])
+            self._noise = {at: row for at, row in self._noise.items() if at >= min(positions)}
+            self._noise.update(zip(missing, fresh, strict=True))
+        return torch.stack([self._noise[at] for at in positions])

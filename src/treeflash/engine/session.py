@@ -12,15 +12,23 @@ from typing import Any, Literal
 import torch
 
 from treeflash.config import EngineConfig
+from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
-from treeflash.engine.memory import MemoryPlan, pick_device, plan_memory
+from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
+from treeflash.gguf.types import QuantType
 from treeflash.models.decoder import Decoder
+from treeflash.models.dflash import DFlashDraft
 from treeflash.models.spec import ModelSpec
+from treeflash.models.step import MAX_ROWS
 from treeflash.models.weights import Progress as LoadProgress
+from treeflash.spec.controller import Costs
+from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import draft_buffers
 from treeflash.text.stops import StopStrings
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
@@ -54,11 +62,20 @@ class Finished:
 
 
 class Session:
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, plan: MemoryPlan):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        plan: MemoryPlan,
+        *,
+        save_costs: Callable[[], None] = lambda: None,
+    ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
         self.plan = plan
+        self._save_costs = save_costs
 
     @classmethod
     def load(
@@ -80,8 +97,16 @@ class Session:
                 file, spec, device, dtype=dtype, max_ctx=config.max_ctx, weights=config.weights
             )
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
-        engine = Engine(target, max_ctx=plan.max_ctx, prefill_chunk=config.prefill_chunk)
-        return cls(engine, tokenizer, template, plan)
+        cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
+        costs = cost_file.load()
+        engine = Engine(
+            target,
+            max_ctx=plan.max_ctx,
+            prefill_chunk=config.prefill_chunk,
+            drafter=_drafter(config, target, plan, costs, dtype),
+            max_rows=config.speculation.budget + 1 if config.speculation else 1,
+        )
+        return cls(engine, tokenizer, template, plan, save_costs=lambda: cost_file.save(costs))
 
     def encode(self, request: TextRequest) -> list[int]:
         """The prompt's token ids; raises where the template refuses the messages."""
@@ -120,7 +145,35 @@ class Session:
                         text.finish()
                         if piece := text.take():
                             yield Text(piece)
+                        self._save_costs()
                         yield Finished(reason, tokens, stats)
+
+
+def _drafter(
+    config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Costs, dtype: torch.dtype
+) -> Drafter:
+    if config.speculation is None:
+        return NoDrafter(target.device)
+    if not 1 <= config.speculation.budget < MAX_ROWS:
+        raise UsageError(f"--budget is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
+    block = None
+    if config.draft is not None:
+        quant = config.draft.quant
+        if quant == "auto":
+            quant = "q8_0" if target.device.type == "cuda" else "none"
+        draft = DFlashDraft.load(
+            config.draft.path,
+            target.spec,
+            device=target.device,
+            dtype=dtype,
+            expand=plan.expanded,
+            quant={"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}[quant],
+            causal=config.draft.causal,
+        )
+        context = config.draft.context
+        buffers = draft_buffers(draft.spec, max_ctx=plan.max_ctx, context=context, device=target.device)
+        block = BlockDraft(draft, target, buffers)
+    return Speculator(block, config.speculation, costs, device=target.device)
 
 
 class _Writer:

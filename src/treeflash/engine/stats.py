@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -15,7 +16,13 @@ class RequestStats:
     step_tokens: int = (
         0  # tokens committed by steps; the first token comes from prefill and is not among them
     )
+    verified_rows: int = 0  # of all steps together, roots included
+    accepted_by_position: list[int] = field(default_factory=list)  # steps that accepted at least so many
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
     seed: int = 0
+    notes: list[str] = field(default_factory=list)  # what the user should know, in words
     _start: float = field(default_factory=time.perf_counter)
     _first: float | None = None
     _last: float | None = None
@@ -24,6 +31,18 @@ class RequestStats:
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
+
+    def step_done(self, *, rows: int, accepted: int) -> None:
+        self.steps += 1
+        self.verified_rows += rows
+        self.step_tokens += accepted + 1
+        self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
+        for place in range(accepted):
+            self.accepted_by_position[place] += 1
+
+    @property
+    def rows_per_step(self) -> float:
+        return self.verified_rows / self.steps if self.steps else 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -46,15 +65,21 @@ class RequestStats:
     def prefill_tok_s(self) -> float:
         return (self.prompt_tokens - self.cached_tokens) / self.ttft_s if self.ttft_s else 0.0
 
-    def as_dict(self) -> dict[str, int | float]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
             "steps": self.steps,
             "acceptance_length": self.acceptance_length,
+            "accepted_by_position": self.accepted_by_position,
+            "rows_per_step": self.rows_per_step,
             "ttft_s": self.ttft_s,
             "prefill_tok_s": self.prefill_tok_s,
             "decode_tok_s": self.decode_tok_s,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "commit_s": self.commit_s,
             "seed": self.seed,
+            "notes": self.notes,
         }

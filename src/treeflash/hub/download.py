@@ -16,9 +16,8 @@ from typing import IO, Protocol
 
 from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError, TreeFlashError
 from treeflash.hub.failures import explained
-from treeflash.hub.names import RepoName, choose, group
+from treeflash.hub.names import RepoName, choose, group, readable
 
-CHUNK = 1 << 20
 TRIES = 5  # without a new byte
 TIMEOUT_S = 15
 # Beyond it the site serves files only to its own client.
@@ -165,7 +164,7 @@ def _check_room(files: list[_File], cache: Path) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ResourceError(
-            f"the download needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {cache}",
+            f"the download needs {readable(needed)}, {readable(free)} are free in {cache}",
             "make room, or set HF_HOME to a folder on a larger disk",
         )
 
@@ -216,7 +215,7 @@ def _stream(url: str, out: IO[bytes]) -> Iterator[bytes]:
         if response.status_code != 206:
             out.seek(0)
             out.truncate()
-        yield from response.iter_bytes(CHUNK)
+        yield from response.iter_bytes()
 
 
 def _check(file: _File, share: _Share) -> None:
@@ -226,7 +225,7 @@ def _check(file: _File, share: _Share) -> None:
     if not problem and re.fullmatch("[0-9a-f]{64}", file.etag):
         digest = hashlib.sha256()
         with open(file.partial, "rb") as data:
-            while chunk := data.read(16 * CHUNK):
+            while chunk := data.read(1 << 24):
                 digest.update(chunk)
                 share.checking(data.tell(), size)
         if digest.hexdigest() != file.etag:

@@ -123,8 +123,12 @@ def choose(sets: list[GGUFSet], name: RepoName) -> GGUFSet:
 def listing(sets: list[GGUFSet], *, by_file: bool = False) -> str:
     """Choices for an error message, with sizes."""
     shown = sorted(sets, key=lambda each: each.size)[:24]
-    names = [f"{each.files[0] if by_file else each.label} ({each.size / 1e9:.1f} GB)" for each in shown]
+    names = [f"{each.files[0] if by_file else each.label} ({readable(each.size)})" for each in shown]
     return ", ".join(names) + (f" and {len(sets) - len(shown)} more" if len(sets) > len(shown) else "")
+
+
+def readable(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def _matching(sets: list[GGUFSet], quant: str) -> list[GGUFSet]:

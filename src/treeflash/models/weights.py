@@ -1,14 +1,16 @@
 """Reads a GGUF file's tensors onto a device as the layers want them; knows names and shapes, not meanings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from treeflash.gguf.quants import dequantise
-from treeflash.gguf.reader import GGUFFile
+from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import quant_matmul
 
@@ -59,12 +61,23 @@ class Embedding:
         return dequantise(self.data[tokens], self.type)
 
 
+class TensorSource(Protocol):
+    """A file of named tensors, as bytes; GGUF, or safetensors made to look like it."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo: ...
+
+    def raw(self, name: str) -> np.ndarray: ...
+
+
 class WeightLoader:
     """Hands out tensors by name, checking shapes; counts the bytes it has read."""
 
     def __init__(
         self,
-        file: GGUFFile,
+        file: TensorSource,
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -83,8 +96,10 @@ class WeightLoader:
         return name in self._file.tensors
 
     def vector(self, name: str, *shape: int) -> Tensor:
-        """A small tensor as float32, in the given shape."""
-        info = self._file.require_tensor(name, shape)
+        """A small tensor as float32, in the given shape; some writers put a 1 before it."""
+        info = self._file.require_tensor(name)
+        if info.shape != (1, *shape):
+            self._file.require_tensor(name, shape)
         return dequantise(self._packed(name), info.type).reshape(shape)
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:

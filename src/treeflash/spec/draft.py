@@ -1,23 +1,117 @@
-"""Who proposes the tree of the coming step."""
+"""Who proposes the tree of the coming step: the interface, nobody, and the DFlash draft at work."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from treeflash.models.decoder import Decoder
+from treeflash.models.dflash import DFlashDraft, DraftBuffers
+from treeflash.spec.proposal import Proposal
 from treeflash.spec.tree import DraftTree
 
 
+class Rank(Protocol):
+    """How the request will draw: logits [K, V] for positions [K] to the best ids and log probabilities."""
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a tree."""
+
+    verified: int  # rows of the tree
+    rows: list[int]  # accepted of them, the root first
+    tokens: list[int]  # decided: those of the accepted rows below the root, and the target's own next
+    draft_seconds: float
+    step_seconds: float
+
+
 class Drafter(Protocol):
-    def propose(self, anchor: int, position: int, limit: int) -> DraftTree:
+    """Proposes for one sequence at a time; whatever it proposes, the text stays the target's."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs `append` wants."""
+        ...
+
+    def open(self) -> None:
+        """A new sequence begins."""
+        ...
+
+    def append(self, tokens: list[int], features: Tensor) -> None:
+        """The target has processed `tokens`, and they stay; features [n, taps * width]."""
+        ...
+
+    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
         """A tree below `anchor`, which stands at `position`, of at most `limit` rows, the root included."""
+        ...
+
+    def learn(self, outcome: Outcome) -> None: ...
+
+    def notes(self) -> list[str]:
+        """What the user should know, in words."""
         ...
 
 
 class NoDrafter:
     """Plain decoding: the root alone."""
 
+    taps: tuple[int, ...] = ()
+
     def __init__(self, device: torch.device | str = "cpu"):
         self._device = device
 
-    def propose(self, anchor: int, position: int, limit: int) -> DraftTree:
+    def open(self) -> None: ...
+
+    def append(self, tokens: list[int], features: Tensor) -> None: ...
+
+    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
         return DraftTree.root(anchor, self._device)
+
+    def learn(self, outcome: Outcome) -> None: ...
+
+    def notes(self) -> list[str]:
+        return []
+
+
+class BlockDraft:
+    """The DFlash draft with its ring of context and the target's embedding and head."""
+
+    def __init__(self, draft: DFlashDraft, target: Decoder, buffers: DraftBuffers):
+        self.spec = draft.spec
+        self._draft, self._target, self._buffers = draft, target, buffers
+        self._slots = torch.zeros(1, dtype=torch.int64, device=draft.device)
+        self._waiting: list[Tensor] = []
+        masks = torch.full((1, draft.spec.block_size - 1), draft.spec.mask_id, device=draft.device)
+        self._masks = target.embed(masks)
+
+    def open(self) -> None:
+        self._buffers.lengths[0] = 0
+        self._buffers.starts[0] = 0
+        self._waiting = []
+
+    def append(self, features: Tensor) -> None:
+        """features [n, taps * width]; they wait until a proposal needs them."""
+        self._waiting.append(features)
+        if sum(map(len, self._waiting)) >= 64:
+            self._flush()
+
+    def propose(self, anchor: int, rank: Rank, count: int) -> Proposal:
+        """Candidates for the block's positions behind the anchor."""
+        self._flush()
+        token = torch.tensor([anchor], device=self._draft.device)
+        rows = torch.cat([self._target.embed(token[None]), self._masks], 1)
+        hidden = self._draft.block(rows, self._slots, self._buffers)[0, 1:]
+        logits = self._draft.shape_logits(self._target.logits(hidden))
+        positions = self._buffers.lengths[0] + torch.arange(1, len(hidden) + 1, device=self._draft.device)
+        return Proposal.rows(*rank(logits, positions, token, count))
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._draft.append(torch.cat(self._waiting)[None], self._slots, self._buffers)
+            self._waiting = []

@@ -88,7 +88,7 @@ def make_tiny(
     config = HFConfig(
         {
             "architectures": [model_class],
-            "num_hidden_layers": layers or depth,
+            "num_hidden_layers": depth if layers is None else layers,
             "hidden_size": width,
             "intermediate_size": 2 * width,
             "vocab_size": VOCABULARY,
@@ -148,7 +148,7 @@ class _RandomCheckpoint:
 
     def load(self, name: str) -> torch.Tensor:
         # numpy's stream is the same on every processor, torch's is not
-        generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+        generator = np.random.default_rng(zlib.crc32(f"{self._seed} {name}".encode()))
         shape = self.shapes[name]
         if name.endswith("A_log"):
             # memories from a fraction of a token to some dozens

@@ -41,3 +41,51 @@ def _gather(pool: Tensor, pages: Tensor, total: int) -> Tensor:
     if bool((pages == torch.arange(first, first + len(pages), device=pages.device)).all()):
         return pool[first : first + len(pages)].flatten(0, 1)[:total]
     return pool[pages].flatten(0, 1)[:total]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    *,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    """Rows of a draft block over the context in a ring and over each other.
+
+    q [B, T, H, D]; k, v [B, T, KV, D] of the block itself; positions [B, T]; ring_keys, ring_values
+    [slots, ring, KV, D], position p at p modulo ring; lengths, starts [slots]: positions present are
+    starts to lengths - 1, as far as the ring reaches. Within `window`, |key - query| < window.
+    """
+    heads, ring = q.shape[2], ring_keys.shape[1]
+    group = heads // k.shape[2]
+    out = torch.empty_like(q)
+    for b, slot in enumerate(slots.tolist()):
+        length = int(lengths[slot])
+        index = torch.arange(min(length, ring), device=q.device)
+        # The newest position below `length` that falls on this place of the ring.
+        held = length - 1 - (length - 1 - index) % ring
+        at = torch.cat([held, positions[b]])
+        seen = (at >= starts[slot]).expand(q.shape[1], -1)
+        query = positions[b][:, None]
+        if window is not None:
+            seen = seen & ((query - at).abs() < window)
+        if causal:
+            seen = seen & (at <= query)
+        keys, values = (
+            torch.cat([pool[slot, : len(index)].to(q.dtype), rows[b]])
+            .repeat_interleave(group, 1)
+            .transpose(0, 1)
+            for pool, rows in ((ring_keys, k), (ring_values, v))
+        )
+        rows = scaled_dot_product_attention(
+            q[b].transpose(0, 1)[None], keys[None], values[None], attn_mask=seen
+        )
+        out[b] = rows[0].transpose(0, 1)
+    return out

@@ -65,14 +65,18 @@ def draw(
     top_k: int,
     top_p: float,
     min_p: float,
+    noise: Tensor | None = None,
 ) -> Tensor:
-    """One token [R] for each row of logits [R, V]; positions [R] are where the tokens will stand."""
+    """One token [R] for each row of logits [R, V]; positions [R] are where the tokens will stand.
+
+    `noise` [R, V], where it is at hand, is what `gumbel` gives for these positions and the whole vocabulary.
+    """
     if temperature == 0:
         return logits.argmax(-1)
     if top_k == 0 and top_p >= 1 and min_p <= 0:
-        scores = logits.float() / temperature
-        ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(scores)
-    else:
-        scores, ids = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        if noise is None:
+            noise = gumbel(seed, torch.arange(logits.shape[-1], device=logits.device), positions[:, None])
+        return (logits.float() / temperature + noise).argmax(-1)
+    scores, ids = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     best = (scores + gumbel(seed, ids, positions[:, None])).argmax(-1, keepdim=True)
     return ids.gather(1, best)[:, 0]

@@ -1,0 +1,44 @@
+"""Measured step costs in a small JSON file, so that a new run need not measure them again."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from treeflash.spec.controller import Costs
+
+
+class CostFile:
+    """Costs by device and model. What cannot be read or written is simply measured again."""
+
+    def __init__(self, path: Path | None, key: str):
+        self._path, self._key = path, key
+
+    def load(self) -> Costs:
+        entry: Any = self._read().get(self._key)
+        try:
+            steps = {int(rows): float(seconds) for rows, seconds in entry["step"].items()}
+            draft = float(entry["draft"])
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return Costs()
+        sound = all(1 <= rows <= 64 and seconds > 0 for rows, seconds in steps.items()) and draft >= 0
+        return Costs(steps, draft) if sound else Costs()
+
+    def save(self, costs: Costs) -> None:
+        if self._path is None:
+            return
+        book = self._read()
+        book[self._key] = {"step": {str(rows): s for rows, s in costs.step.items()}, "draft": costs.draft}
+        part = self._path.with_suffix(f".{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(book))
+            part.replace(self._path)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            book = json.loads(self._path.read_text()) if self._path else {}
+        except (OSError, ValueError):
+            return {}
+        return book if isinstance(book, dict) else {}

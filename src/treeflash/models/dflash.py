@@ -1,0 +1,159 @@
+"""The DFlash draft: fills a block of masked tokens from the target's hidden states. Owns no state."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treeflash.gguf.reader import GGUFFile
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.attention import block_attention
+from treeflash.kernels.norm_rope import rms_norm, rope, rope_angles
+from treeflash.models.draft_spec import DraftSpec, check_tensor_names
+from treeflash.models.layers import FeedForward
+from treeflash.models.safetensors_source import SafetensorsSource
+from treeflash.models.spec import ModelSpec
+from treeflash.models.weights import Progress, WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBuffers:
+    """Keys and values of the context features: position p of a layer lies at p modulo the layer's ring."""
+
+    keys: tuple[Tensor, ...]  # a layer: [slots, ring, KV, D], after norm and rope
+    values: tuple[Tensor, ...]
+    lengths: Tensor  # [slots] int64: positions below it have been appended
+    starts: Tensor  # [slots] int64: positions below it never were
+
+
+class DraftLayer:
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, index: int):
+        self._spec, self._index = spec, index
+        block, width, kv = f"blk.{index}", spec.width, spec.kv_heads * spec.head_dim
+        self._query = loader.matrix(f"{block}.attn_q.weight", spec.heads * spec.head_dim, width)
+        names = [f"{block}.attn_k.weight", f"{block}.attn_v.weight"]
+        self._key_value = loader.projections(names, [kv, kv], width)
+        self._out = loader.matrix(f"{block}.attn_output.weight", width, spec.heads * spec.head_dim)
+        self._query_norm = loader.vector(f"{block}.attn_q_norm.weight", spec.head_dim)
+        self._key_norm = loader.vector(f"{block}.attn_k_norm.weight", spec.head_dim)
+        self._norm = loader.vector(f"{block}.attn_norm.weight", width)
+        self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
+        self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
+
+    def key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [B, T, width], context features or normed block rows, to keys and values [B, T, KV, D]."""
+        k, v = (part.unflatten(-1, (self._spec.kv_heads, -1)) for part in self._key_value(x))
+        return rope(rms_norm(k, self._key_norm, self._spec.eps), *angles, interleaved=False), v
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
+        slots: Tensor,
+        buffers: DraftBuffers,
+    ) -> Tensor:
+        """x [B, T, width]: the rows of the block, through this layer."""
+        spec, index = self._spec, self._index
+        h = rms_norm(x, self._norm, spec.eps)
+        q = self._query(h).unflatten(-1, (spec.heads, -1))
+        q = rope(rms_norm(q, self._query_norm, spec.eps), *angles, interleaved=False)
+        k, v = self.key_value(h, angles)
+        out = block_attention(
+            q,
+            k,
+            v,
+            positions,
+            buffers.keys[index],
+            buffers.values[index],
+            slots,
+            buffers.lengths,
+            buffers.starts,
+            window=spec.window if spec.layers[index] == "sliding" else None,
+            causal=spec.causal[index],
+        )
+        x = x + self._out(out.flatten(-2))
+        return x + self._ffn(rms_norm(x, self._ffn_norm, spec.eps))
+
+
+class DFlashDraft:
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device):
+        self.spec = spec
+        self.device = device
+        self._fuse = loader.matrix("fc.weight", spec.width, len(spec.taps) * spec.width)
+        self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
+        self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
+        self._norm = loader.vector("output_norm.weight", spec.width)
+        pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32, device=device)
+        self._frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        target: ModelSpec,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        expand: bool = True,
+        quant: QuantType | None = None,
+        causal: bool | None = None,
+        progress: Progress | None = None,
+    ) -> "DFlashDraft":
+        """From a safetensors checkpoint (a folder or its file) or a `dflash` GGUF.
+
+        Refuses a draft of another target. `quant` quantises a safetensors checkpoint's matrices; `causal`
+        overrides the file for every layer.
+        """
+        device = torch.device(device)
+        options = {"device": device, "dtype": dtype, "expand": expand, "progress": progress}
+        if path.suffix == ".gguf":
+            with GGUFFile.open(path) as file:
+                check_tensor_names(list(file.tensors), str(path))
+                spec = DraftSpec.from_gguf(file, causal=causal)
+                spec.check_target(target)
+                return cls(spec, WeightLoader(file, **options), device)
+        source = SafetensorsSource(path, quant=quant)
+        spec = DraftSpec.from_config(
+            source.config(), source=str(source.path), target_depth=len(target.layers), causal=causal
+        )
+        spec.check_target(target)
+        return cls(spec, WeightLoader(source, **options), device)
+
+    def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
+        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold."""
+        longest = max(keys.shape[1] for keys in buffers.keys)
+        skipped = max(0, features.shape[1] - longest)
+        first = buffers.lengths[slots] + skipped
+        features = features[:, skipped:]
+        positions = first[:, None] + torch.arange(features.shape[1], device=self.device)
+        x = rms_norm(self._fuse(features), self._fuse_norm, self.spec.eps)
+        angles = rope_angles(positions, self._frequencies)
+        for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
+            ring = keys.shape[1]
+            for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
+                # Of more rows than the ring holds only the newest count.
+                pool[slots[:, None], positions[:, -ring:] % ring] = rows[:, -ring:].to(pool.dtype)
+        buffers.lengths[slots] = positions[:, -1] + 1
+        if skipped:
+            buffers.starts[slots] = first
+
+    def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
+        """embeddings [B, block, width] of anchor and masks to hidden rows [B, block, width] for the head.
+
+        Row i speaks of its own position, lengths + i; row 0 is the anchor and says nothing new.
+        """
+        positions = buffers.lengths[slots][:, None] + torch.arange(embeddings.shape[1], device=self.device)
+        angles = rope_angles(positions, self._frequencies)
+        x = embeddings * self.spec.embedding_scale
+        for layer in self._layers:
+            x = layer(x, positions, angles, slots, buffers)
+        return rms_norm(x, self._norm, self.spec.eps)
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """The target head's logits as this draft was trained to give them."""
+        spec = self.spec
+        if spec.output_multiplier != 1.0:
+            logits = logits * spec.output_multiplier
+        return spec.softcap * torch.tanh(logits / spec.softcap) if spec.softcap else logits

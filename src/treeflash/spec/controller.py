@@ -1,0 +1,120 @@
+"""How many rows the coming step verifies, decided before it starts: from past outcomes and measured cost.
+
+For every number of rows it knows what a step of that size costs and how many proposed tokens it would have
+committed of late: trees are in order of worth, so a walk tells what any smaller tree would have given. If no
+size beats the root alone, steps are plain, and now and then the proposers are asked only to be compared with
+what comes.
+"""
+
+import bisect
+from dataclasses import dataclass, field
+
+BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_FADE = 0.85  # of what a past step says about the next, for every step between
+_LEAST_FADE = 0.4  # a single proposal never outweighs the past by more than this leaves
+_PROBE_SHARE = 0.02  # of the time that asking a draft may take while steps are plain
+_PROBE_EVERY = (6, 24)  # steps between two such questions, at least and at most
+_MARGIN = 1.02  # how much better a tree must promise to be than plain decoding
+_SILENCE = 200  # proposals without one accepted token after which something is wrong
+
+
+@dataclass(slots=True)
+class Costs:
+    """Measured seconds, which outlive a run: a step by rows, and one question to the draft."""
+
+    step: dict[int, float] = field(default_factory=dict)
+    draft: float = 0.0
+
+    def learn_step(self, rows: int, seconds: float) -> None:
+        old = self.step.get(rows)
+        # The fastest of late: what else the machine was doing is not the step's cost.
+        self.step[rows] = seconds if old is None else min(seconds, old + 0.1 * (seconds - old), 1.02 * old)
+
+    def learn_draft(self, seconds: float) -> None:
+        self.draft = seconds if not self.draft else min(seconds, self.draft + 0.1 * (seconds - self.draft))
+
+    def of(self, rows: int) -> float:
+        """A size never measured is taken to cost a little more than the next smaller one: so it is tried."""
+        if rows in self.step:
+            return self.step[rows]
+        known = sorted(self.step)
+        if not known:
+            return 1.0
+        place = bisect.bisect(known, rows)
+        if 0 < place < len(known):
+            low, high = known[place - 1], known[place]
+            share = (rows - low) / (high - low)
+            return self.step[low] + share * (self.step[high] - self.step[low])
+        nearest = known[place - 1] if place else known[0]
+        return self.step[nearest] * (1.05 if place else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: int  # of the step, the root included
+    ask: bool  # the draft for a proposal; with one row only to compare it with what comes
+
+
+class Controller:
+    def __init__(self, costs: Costs, *, max_rows: int, fixed: bool = False):
+        self.costs = costs
+        self._buckets = [rows for rows in BUCKETS if rows < max_rows] + [max_rows]
+        self._fixed = fixed
+        # Accepted tokens a step by bucket, and the same as promised by the scores: None until known.
+        self._accepted: list[float] = []
+        self._promised: list[float] = []
+        self._since_question = 0
+        self._steps_since_learning = 0
+        self.proposals = 0
+        self.accepted = 0
+
+    def plan(self) -> Plan:
+        """For the coming step."""
+        self._steps_since_learning += 1
+        top = self._buckets[-1]
+        if top == 1 or self._fixed or not self._accepted:
+            return Plan(top, top > 1)
+        plain = 1 / self.costs.of(1)
+        best, speed = 1, plain * _MARGIN
+        for rows, accepted in zip(self._buckets[1:], self._accepted[1:], strict=True):
+            rate = (1 + accepted) / (self.costs.of(rows) + self.costs.draft)
+            if rate > speed:
+                best, speed = rows, rate
+        if best > 1:
+            self._since_question = 0
+            return Plan(best, True)
+        self._since_question += 1
+        every = self.costs.draft / self.costs.of(1) / _PROBE_SHARE
+        ask = self._since_question >= min(max(every, _PROBE_EVERY[0]), _PROBE_EVERY[1])
+        if ask:
+            self._since_question = 0
+        return Plan(1, ask)
+
+    def learn(self, weights: list[float], path: list[int], *, verified: int) -> None:
+        """Path probabilities of a tree's rows, the rows that came true, and how many rows were verified."""
+        promised = [sum(weights[1:rows]) for rows in self._buckets]
+        accepted = [float(sum(0 < row < rows for row in path)) for rows in self._buckets]
+        self.proposals += 1
+        self.accepted += len(path) - 1
+        if not self._accepted:
+            self._accepted, self._promised = promised[:], promised[:]
+        within = sum(rows <= verified for rows in self._buckets)
+        fade = max(_FADE ** max(1, self._steps_since_learning), _LEAST_FADE)
+        self._steps_since_learning = 0
+        for index, (new, claim) in enumerate(zip(accepted, promised, strict=True)):
+            self._promised[index] += (1 - fade) * (claim - self._promised[index])
+            if index < within:
+                self._accepted[index] += (1 - fade) * (new - self._accepted[index])
+            else:
+                # A larger tree than was verified: as much more as the scores promise for it.
+                ratio = self._promised[index] / max(self._promised[within - 1], 1e-6)
+                self._accepted[index] = max(self._accepted[within - 1] * ratio, self._accepted[within - 1])
+
+    def complaint(self) -> str | None:
+        """In words, when speculation does nothing at all."""
+        if self.proposals >= _SILENCE and self.accepted == 0:
+            return (
+                f"none of the draft's tokens was accepted in {self.proposals} steps: "
+                "is it the draft of this target, with the right layers and mask token?"
+            )
+        return None

@@ -1,0 +1,145 @@
+"""The drafter users get: a DFlash draft and copies from the text, as one tree of a size that pays."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from treeflash.config import SpecConfig
+from treeflash.spec.calibration import Calibration
+from treeflash.spec.controller import Controller, Costs
+from treeflash.spec.draft import BlockDraft, Outcome, Rank
+from treeflash.spec.lookup import ContextLookup
+from treeflash.spec.proposal import Proposal, ScoredTree, build_tree
+from treeflash.spec.tree import DraftTree
+from treeflash.spec.verify import walk
+
+_CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely looks further
+_SPINE = math.log(0.02)  # the likeliest path is in the tree as long as it survives this often
+_LOOKUP_DEPTH = 15  # without a draft to set it
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A proposal, the tree it makes, and the tokens that came since."""
+
+    proposal: Proposal  # as claimed, not corrected
+    scored: ScoredTree
+    came: list[int]
+
+    def weights(self) -> list[float]:
+        return self.scored.weights.exp().tolist()
+
+    def path(self) -> list[int]:
+        """The rows that came true, the root first."""
+        tokens, parents = self.scored.tokens.tolist(), self.scored.parents.tolist()
+        chosen, rows = [-1] * len(tokens), [0]
+        for token in self.came:
+            chosen[rows[-1]] = token
+            further = walk(tokens, parents, chosen).rows
+            if len(further) == len(rows):
+                break
+            rows = further
+        return rows
+
+
+class Speculator:
+    def __init__(
+        self,
+        draft: BlockDraft | None,
+        config: SpecConfig,
+        costs: Costs,
+        *,
+        device: torch.device | str = "cpu",
+    ):
+        self._draft, self._config, self._device = draft, config, device
+        self._depth = draft.spec.block_size - 1 if draft else _LOOKUP_DEPTH
+        self._calibration = Calibration(device)
+        self._controller = Controller(costs, max_rows=config.budget + 1, fixed=not config.adaptive)
+        self._lookup = ContextLookup()
+        self._processed = 0
+        self._asked: _Asked | None = None  # for the step under way
+        self._watched: _Asked | None = None  # never verified, compared with what comes
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._draft.spec.taps if self._draft else ()
+
+    def open(self) -> None:
+        self._lookup = ContextLookup()
+        self._processed = 0
+        self._asked = self._watched = None
+        if self._draft:
+            self._draft.open()
+
+    def append(self, tokens: list[int], features: Tensor) -> None:
+        self._processed += len(tokens)
+        # The anchor was handed over when it was decided, one step before it was processed.
+        new = self._processed - len(self._lookup)
+        self._lookup.append(tokens[len(tokens) - new :])
+        if self._draft:
+            self._draft.append(features)
+
+    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+        if len(self._lookup) == position:
+            self._lookup.append([anchor])
+        plan = self._controller.plan()
+        self._asked = None
+        if plan.ask and limit > 1:
+            self._asked = asked = self._ask(anchor, rank)
+            rows = min(plan.rows, limit, len(asked.scored.tokens))
+            if rows > 1:
+                return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
+        return DraftTree.root(anchor, self._device)
+
+    def learn(self, outcome: Outcome) -> None:
+        asked, costs = self._asked, self._controller.costs
+        costs.learn_step(outcome.verified, outcome.step_seconds)
+        if asked is not None:
+            costs.learn_draft(outcome.draft_seconds)
+            if outcome.verified > 1:
+                self._calibration.learn(asked.proposal, outcome.tokens)
+                self._controller.learn(asked.weights(), outcome.rows, verified=outcome.verified)
+            elif self._watched is None:
+                self._watched = asked
+        self._watch(outcome.tokens)
+
+    def notes(self) -> list[str]:
+        complaint = self._controller.complaint() if self._draft else None
+        return [complaint] if complaint else []
+
+    def _watch(self, tokens: list[int]) -> None:
+        """Follows an unverified proposal until the text leaves it."""
+        if self._watched is None:
+            return
+        watched = self._watched
+        watched.came += tokens
+        path = watched.path()
+        if len(path) <= len(watched.came) or len(watched.came) >= self._depth:
+            self._calibration.learn(watched.proposal, watched.came[: len(path)])
+            self._controller.learn(watched.weights(), path, verified=len(watched.scored.tokens))
+            self._watched = None
+
+    def _ask(self, anchor: int, rank: Rank) -> _Asked:
+        """Every proposer's candidates as one tree, corrected by how such claims have fared."""
+        count = 1 if self._config.chain else _CANDIDATES
+        if self._draft:
+            claimed = self._draft.propose(anchor, rank, count)
+        else:
+            nothing = torch.empty(self._depth, 0, device=self._device)
+            claimed = Proposal.rows(nothing.long(), nothing)
+        proposal = claimed
+        if self._draft:
+            proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
+        if self._config.lookup and not (self._config.chain and self._draft):
+            tokens, score = self._lookup.propose(self._depth)
+            if tokens:
+                chain = torch.tensor([tokens], device=self._device)
+                proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
+        root = torch.tensor([anchor], device=self._device)
+        if not proposal.ids.shape[1] and not len(proposal.chains):
+            empty = ScoredTree(root, torch.full_like(root, -1), torch.zeros(1), torch.zeros(1))
+            return _Asked(claimed, empty, [])
+        scored = build_tree(root, proposal, nodes=self._config.budget, spine=_SPINE)
+        return _Asked(claimed, scored.trimmed(), [])

@@ -1,0 +1,38 @@
+"""`treeflash doctor` on the machine that runs the tests."""
+
+import json
+
+import torch
+
+from treeflash.cli import selftest
+
+
+def test_everything_works_here(treeflash):
+    result = treeflash("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and report["ok"], report
+    checks = {check["name"]: check for check in report["checks"]}
+    assert torch.__version__ in checks["torch"]["detail"]
+    assert {"python", "platform", "libraries", "memory", "disk", "model cache", "hub token"} <= set(checks)
+    for name in ("delta rule (cpu)", "paged attention (cpu)", "quantised product (cpu)"):
+        assert checks[name]["status"] == "ok"
+    assert torch.cuda.is_available() == ("triton (cuda)" in checks)
+
+
+def test_a_kernel_that_computes_wrongly_is_reported(treeflash, monkeypatch):
+    monkeypatch.setattr(selftest, "paged_attention", lambda q, *_: torch.full_like(q, torch.nan))
+    result = treeflash("doctor")
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("✗")]
+    assert "paged attention (cpu)" in line and "relative error nan" in line
+    assert "hint: please report this" in result.stdout
+    assert "broken: paged attention (cpu)" in result.stdout
+
+
+def test_a_kernel_that_fails_is_reported(treeflash, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("illegal instruction\nmore")
+
+    monkeypatch.setattr(selftest, "chunk_delta", fail)
+    result = treeflash("doctor")
+    assert result.exit_code == 1 and "RuntimeError: illegal instruction" in result.stdout

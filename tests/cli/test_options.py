@@ -1,0 +1,45 @@
+"""Values as users write them."""
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeflash.cli.options import size, unescape
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1", 1), ("8192", 8192), ("8k", 8192), ("32K", 32768), ("1m", 1 << 20), ("1.5k", 1536)],
+)
+def test_sizes(text, number):
+    assert size(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "k", "8kb", "1.0001k", "8 k", "1e3", "٣"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(typer.BadParameter, match="not a number of tokens"):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (r"\n", "\n"),
+        (r"a\tb", "a\tb"),
+        (r"\\n", r"\n"),
+        (r"\x41\u00e9", "Aé"),
+        (r"\q", r"\q"),
+        ("\\", "\\"),
+        ("é\n", "é\n"),
+    ],
+)
+def test_escapes(text, meant):
+    assert unescape(text) == meant
+
+
+@given(st.text())
+def test_text_without_a_backslash_stays(text):
+    plain = text.replace("\\", "/")
+    assert unescape(plain) == plain
+    assert unescape(text.replace("\\", "\\\\")) == text

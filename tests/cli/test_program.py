@@ -1,0 +1,142 @@
+"""The program as a process of its own: start-up, pipes, signals, a terminal."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pyte
+import pytest
+
+PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
+# The same, but what was imported is named on standard error at the end.
+LISTING = "import sys, treeflash.cli.main as m\ntry: m.main()\nfinally: print(*sys.modules, file=sys.stderr)"
+WATCHED = [sys.executable, "-c", LISTING]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """One thread, so that other work on the same cores does not stall it; our sources, installed or not."""
+    sources = str(Path(__file__).parents[2] / "src")
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": sources, "TERM": "xterm-256color"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+def test_help_is_quick_and_loads_no_torch(environment, arguments):
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = subprocess.run([*PROGRAM, *arguments], env=environment, capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+        assert result.returncode == 0 and result.stdout
+    assert min(times) < 0.5, times
+    result = subprocess.run([*WATCHED, *arguments], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and not {"torch", "huggingface_hub", "tokenizers"} & set(
+        result.stderr.split()
+    )
+
+
+def test_show_loads_no_torch(environment, tiny_model):
+    command = [*WATCHED, "show", str(tiny_model()), "--json"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert json.loads(result.stdout)["architecture"] == "qwen35"
+    assert "torch" not in result.stderr.split()
+
+
+def test_piped_in_and_out(environment, tiny_model):
+    command = [*PROGRAM, "run", str(tiny_model()), "-n", "20"]
+    result = subprocess.run(command, env=environment, input="hello", capture_output=True, text=True)
+    assert result.returncode == 0
+    assert re.fullmatch(
+        r"20 tok · [\d.]+ tok/s · TTFT [\d.]+ s · prompt \d+ · accept 1.00/step · length limit\n",
+        result.stderr,
+    )
+    assert result.stdout.endswith("\n") and len(result.stdout) > 10 and "\x1b" not in result.stdout
+
+
+def start(environment, model, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*PROGRAM, "run", str(model), "-n", "4000", "hello", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_interrupting_keeps_what_was_written(environment, tiny_model):
+    with start(environment, tiny_model()) as process:
+        first = process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert len(first) == 5 and rest.endswith(b"\n")
+    assert b"tok/s" in errors and errors.endswith(b"interrupted\n") and b"Traceback" not in errors
+
+
+def test_interrupting_before_the_answer(environment, tiny_model):
+    with start(environment, tiny_model(), "--json") as process:
+        time.sleep(1.0)  # importing PyTorch or loading
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and b"Traceback" not in errors
+    assert not output or json.loads(output)["finish_reason"] == "cancelled"
+
+
+def test_a_reader_that_goes_away(environment, tiny_model):
+    with start(environment, tiny_model()) as process:
+        process.stdout.read(5)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 141 and errors == b""
+
+
+def test_on_a_terminal(environment, tiny_model):
+    screen = pyte.Screen(100, 24)
+    stream = pyte.ByteStream(screen)
+    arguments = [*PROGRAM[1:], "run", str(tiny_model()), "hello", "-n", "40", "-t", "1", "--seed", "3"]
+    child = pexpect.spawn(PROGRAM[0], arguments, env=environment, dimensions=(24, 100), timeout=60)
+    seen_text_before_end = False
+    while True:
+        try:
+            stream.feed(child.read_nonblocking(65536, timeout=60))
+        except pexpect.EOF:
+            break
+        lines = [line.rstrip() for line in screen.display if line.strip()]
+        seen_text_before_end |= bool(lines) and "tok/s ·" not in lines[-1]
+    child.close()
+    assert child.exitstatus == 0 and seen_text_before_end
+    lines = [line.rstrip() for line in screen.display]
+    last = max(index for index, line in enumerate(lines) if line)
+    assert re.fullmatch(r"40 tok · .* · accept 1.00/step · seed 3 · length limit", lines[last])
+    assert screen.buffer[last][0].fg == "brightblack"
+    assert lines[0] and not any("Starting" in line or "Loading" in line for line in lines)
+    plain = subprocess.run(
+        [*PROGRAM, *arguments[2:], "-q"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert "".join(lines[:last]).replace(" ", "") == plain.stdout.replace("\n", "").replace(" ", "")
+
+
+def test_errors_on_a_terminal_are_two_lines(environment, tmp_path):
+    (tmp_path / "model-a.gguf").write_bytes(b"x")
+    child = pexpect.spawn(
+        PROGRAM[0],
+        [*PROGRAM[1:], "run", "model-b.gguf", "hi"],
+        env=environment,
+        cwd=tmp_path,
+        encoding="utf-8",
+    )
+    child.expect(pexpect.EOF)
+    child.close()
+    plain = re.sub(r"\x1b\[[\d;]*m", "", child.before or "")
+    assert child.exitstatus == 3
+    assert plain == "error: model-b.gguf: no such file\r\nhint: did you mean model-a.gguf?\r\n"

@@ -1,0 +1,209 @@
+"""`treeflash run` inside the test process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from treeflash.gguf.reader import GGUFFile
+
+
+@pytest.fixture
+def model(tiny_model) -> Path:
+    return tiny_model()
+
+
+def test_only_the_answer_goes_to_standard_output(treeflash, model):
+    plain = treeflash("run", model, "-p", "hello", "-n", 12)
+    result = treeflash("run", model, "-p", "hello", "-n", 12, "--json")
+    assert plain.exit_code == result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert plain.stdout == answer["text"].removesuffix("\n") + "\n"
+    assert "12 tok · " in plain.stderr and "accept 1.00/step" in plain.stderr
+    assert "seed" not in plain.stderr  # nothing was drawn
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1
+
+
+def test_json_fields(treeflash, model):
+    answer = json.loads(treeflash("run", model, "hello", "-n", 9, "--json").stdout)
+    assert set(answer) == {"text", "tokens", "finish_reason", "model", "stats"}
+    stats = answer["stats"]
+    assert answer["finish_reason"] == "length" and answer["model"] == str(model)
+    assert len(answer["tokens"]) == stats["generated_tokens"] == 9
+    assert stats["steps"] == 8 and stats["acceptance_length"] == 1.0
+    assert stats["prompt_tokens"] > 5 and stats["ttft_s"] > 0 and stats["decode_tok_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "same_as"),
+    [
+        (["abc"], None, "abc"),
+        (["-p", "abc"], "", "abc"),
+        ([], "abc\n", "abc"),
+        (["abc"], "def\n", "abc\n\ndef"),
+        (["-p", "abc"], b"d\xffef", "abc\n\nd\ufffdef"),
+    ],
+)
+def test_where_the_prompt_comes_from(treeflash, model, arguments, stdin, same_as):
+    asked = json.loads(treeflash("run", model, *arguments, "-n", 4, "--json", stdin=stdin).stdout)
+    wanted = json.loads(treeflash("run", model, "--prompt", same_as, "-n", 4, "--json").stdout)
+    assert asked["tokens"] == wanted["tokens"]
+    assert asked["stats"]["prompt_tokens"] == wanted["stats"]["prompt_tokens"]
+
+
+def test_system_raw_and_thinking_change_the_prompt(treeflash, model):
+    def tokens(*flags: str) -> int:
+        result = treeflash("run", model, "hello", "-n", 1, "--json", *flags)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["stats"]["prompt_tokens"]
+
+    chat = tokens()
+    assert tokens("--raw") < chat < tokens("--system", "be brief")
+    assert tokens("--think") == chat < tokens("--no-think")
+
+
+def test_raw_text_is_taken_as_it_is(treeflash, model):
+    results = [
+        json.loads(treeflash("run", model, "--raw", "-n", 1, "--json", stdin=text).stdout)
+        for text in ("ab", "ab\n")
+    ]
+    assert results[1]["stats"]["prompt_tokens"] == results[0]["stats"]["prompt_tokens"] + 1
+
+
+def test_stop_strings_end_the_text(treeflash, model):
+    whole = json.loads(treeflash("run", model, "hello", "-n", 40, "--json").stdout)["text"]
+    stop = whole[10:13]
+    cut = json.loads(
+        treeflash("run", model, "hello", "-n", 40, "--json", "--stop", "nowhere", "--stop", stop).stdout
+    )
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_a_seed_repeats_the_text_and_is_shown(treeflash, model):
+    def sample(*flags: object):
+        return treeflash("run", model, "hello", "-n", 20, "-t", 1.5, "--top-k", 50, "--min-p", 0.01, *flags)
+
+    first, second, other = sample("--seed", 7), sample("--seed", 7), sample("--seed", 8)
+    assert first.stdout == second.stdout != other.stdout
+    assert "seed 7" in first.stderr
+    drawn = [json.loads(sample("--json").stdout)["stats"]["seed"] for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    assert json.loads(sample("--json", "--seed", drawn[0]).stdout)["stats"]["seed"] == drawn[0]
+
+
+def test_quiet(treeflash, model):
+    assert treeflash("run", model, "hello", "-n", 2, "-q").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message", "hint"),
+    [
+        ([], 2, "there is no prompt", "--prompt TEXT"),
+        (["-p", "  "], 2, "the prompt is empty", "--prompt TEXT"),
+        (["one", "-p", "two"], 2, "both behind the model and with --prompt", ""),
+        (["x", "--top-p", "0"], 2, "--top-p is 0", "--temperature 0"),
+        (["x", "--raw", "--system", "y"], 2, "--system and --raw exclude each other", ""),
+        (["x", "--max-ctx", "8k"], 2, "--max-ctx is 8192", ""),
+        (["x" * 5000], 2, "the prompt has 5", "--max-ctx"),
+    ],
+)
+def test_what_cannot_be_honoured(treeflash, model, arguments, code, message, hint):
+    result = treeflash("run", model, *arguments)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("error: ") and message in lines[0]
+    assert len(lines) == (2 if hint or len(lines) == 2 else 1) and hint in lines[-1]
+    as_json = treeflash("run", model, *arguments, "--json")
+    assert as_json.exit_code == code and as_json.stderr == ""
+    error = json.loads(as_json.stdout)["error"]
+    assert message in error["message"] and hint in error["hint"] and error["type"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["-n", "0"], ["-t", "-1"], ["--max-ctx", "8q"], ["--device", "tpu"], ["--seed", "-1"], ["--nonsense"]],
+)
+def test_usage_errors_come_before_any_work(treeflash, flags):
+    result = treeflash("run", "nothing.gguf", "-p", "x", *flags)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr and flags[0] in result.stderr
+
+
+def test_missing_and_damaged_models(treeflash, tmp_path, model):
+    missing = treeflash("run", tmp_path / "none.gguf", "hi")
+    assert missing.exit_code == 3 and "no such file" in missing.stderr
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(model.read_bytes()[:5000])
+    result = treeflash("run", damaged, "hi")
+    assert result.exit_code == 4 and str(damaged) in result.stderr.replace("\n", "")
+
+
+def test_thinking_needs_a_switch_in_the_template(treeflash, tmp_path, model):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(model.read_bytes().replace(b"enable_thinking", b"unknown_setting"))
+    result = treeflash("run", other, "hi", "--think")
+    assert result.exit_code == 2 and "no switch for thinking" in result.stderr
+
+
+def test_without_a_model_a_tiny_one_is_made(treeflash, tmp_path):
+    place = tmp_path / "cache/treeflash/tiny-random-v1.gguf"
+    first = treeflash("run", "-p", "hello", "-n", 5)
+    assert first.exit_code == 0
+    assert first.stderr.startswith("No model given: using a tiny random model, which writes nonsense.")
+    made = place.read_bytes()
+    place.write_bytes(made[:3000])
+    again = treeflash("run", "-p", "hello", "-n", 5)
+    assert again.stdout == first.stdout
+    assert place.read_bytes() == made and list(place.parent.iterdir()) == [place]
+
+
+def test_the_environment_names_the_default(treeflash, monkeypatch, model):
+    monkeypatch.setenv("DFLASH_TARGET", str(model))
+    result = treeflash("run", "-p", "hello", "-n", 2, "--json")
+    assert json.loads(result.stdout)["model"] == str(model)
+    assert "No model given" not in result.stderr
+
+
+def test_a_model_in_the_hubs_cache_runs_offline(treeflash, monkeypatch, tmp_path, model):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub/models--me--tiny/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tiny-Q8_0.gguf").symlink_to(model)
+    found = treeflash("run", "me/tiny", "hello", "-n", 2, "--offline")
+    assert found.exit_code == 0
+    missing = treeflash("run", "me/other", "hello", "--offline")
+    assert missing.exit_code == 3 and "not in the cache" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "message"),
+    [
+        (RuntimeError("odd"), 70, "this should not have happened: RuntimeError: odd"),
+        (MemoryError(), 6, "memory ran out"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried 3 GiB\nmore"),
+            6,
+            "memory ran out: CUDA out of memory.",
+        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 6, "memory ran out"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_unexpected_errors(treeflash, monkeypatch, model, problem, code, message):
+    def fail(*_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(GGUFFile, "open", fail)
+    result = treeflash("run", model, "hi")
+    assert result.exit_code == code
+    assert "Traceback" not in result.output and message in result.stderr
+    if code == 70:
+        assert "treeflash doctor" in result.stderr
+        shown = treeflash("--debug", "run", model, "hi")
+        assert isinstance(shown.exception, RuntimeError)

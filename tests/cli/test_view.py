@@ -1,0 +1,100 @@
+"""What is drawn, on streams that say they are terminals."""
+
+import io
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeflash.cli import view
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Standard output and standard error, both on one terminal."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    return stream
+
+
+@given(st.text())
+def test_no_text_steers_a_terminal_and_pipes_get_it_unchanged(text):
+    shown = view.guarded(text, Terminal())
+    assert len(shown) == len(text)
+    assert not any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 for c in shown)
+    assert view.guarded(text, io.StringIO()) == text
+
+
+@given(st.text(alphabet="a\r\n\x1b[", max_size=30), st.lists(st.integers(0, 30)))
+def test_an_answer_is_shown_the_same_however_it_is_cut(text, cuts):
+    with pytest.MonkeyPatch.context() as patch:
+        screens = []
+        for borders in ([], sorted(min(cut, len(text)) for cut in cuts)):
+            stream = Terminal()
+            patch.setattr(sys, "stdout", stream)
+            answer = view.Answer(shown=True)
+            for start, end in zip([0, *borders], [*borders, len(text)], strict=True):
+                answer.write(text[start:end])
+            answer.end()
+            assert answer.text == text
+            screens.append(stream.getvalue())
+    assert screens[0] == screens[1]
+    assert "\x1b" not in screens[0] and "\r" not in screens[0]
+    assert screens[0].endswith("\n") or not text
+
+
+def test_short_work_shows_nothing(monkeypatch):
+    stream = terminal(monkeypatch)
+    with view.Screen().loading("Loading x.gguf") as bar:
+        bar.update(10, 10)
+    assert stream.getvalue() == ""
+
+
+def test_long_work_shows_a_bar_and_takes_it_away(monkeypatch):
+    stream = terminal(monkeypatch)
+    monkeypatch.setattr(view, "PATIENCE_S", 0.01)
+    with view.Screen().loading("Loading [red]x\x1b.gguf") as bar:
+        bar.update(5_000_000, 10_000_000)
+        time.sleep(0.3)
+    drawn = stream.getvalue()
+    assert "Loading [red]x␛.gguf" in drawn and "5.0/10.0 MB" in drawn
+    assert drawn.rstrip().endswith("\x1b[2K")  # the line was erased
+
+
+@pytest.mark.parametrize(("quiet", "stream"), [(True, Terminal()), (False, io.StringIO())])
+def test_no_bar_when_quiet_or_piped(monkeypatch, quiet, stream):
+    monkeypatch.setattr(view, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with view.Screen(quiet=quiet).reading("Reading") as bar:
+        bar.update(1, 2)
+        time.sleep(0.1)
+    assert stream.getvalue() == ""
+
+
+def test_statistics_are_grey_unless_no_colour_is_wanted(monkeypatch):
+    stream = terminal(monkeypatch)
+    view.Screen().statistics("1 tok [bold]")
+    assert stream.getvalue() == "\x1b[90m1 tok [bold]\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    view.Screen().statistics("2 tok")
+    assert stream.getvalue().endswith("\n2 tok\n")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1.00 MiB"), (17 << 30, "17.00 GiB")]
+)
+def test_amounts(size, text):
+    assert view.amount(size) == text
+
+
+def test_counts():
+    assert [view.count(n) for n in (7, 448_104, 27_400_000_000)] == ["7", "448.10 K", "27.40 B"]
