@@ -23,7 +23,8 @@ WATCHED = [sys.executable, "-c", LISTING]
 def environment() -> dict[str, str]:
     """One thread, so that other work on the same cores does not stall it; our sources, installed or not."""
     sources = str(Path(__file__).parents[2] / "src")
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": sources, "TERM": "xterm-256color"}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": sources, "TERM": "xterm-256color"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])

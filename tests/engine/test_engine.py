@@ -96,6 +96,7 @@ def test_prefill_chunks_report_progress_and_do_not_change_the_text(target: Decod
     engine = Engine(target, max_ctx=512, prefill_chunk=33)
     events = list(engine.generate(Request(prompt=prompt, max_tokens=20)))
     assert [event for event in events if isinstance(event, Progress)] == [
+        Progress(0, 100),
         Progress(33, 100),
         Progress(66, 100),
         Progress(99, 100),

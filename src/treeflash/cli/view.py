@@ -85,11 +85,10 @@ def failure(error: TreeFlashError, *, as_json: bool) -> None:
             console.print(line, soft_wrap=True)
 
 
-def _say(text: str, style: str) -> None:
-    """One paragraph on standard error; a terminal breaks it between words."""
-    _console(sys.stderr).print(
-        Text(guarded(text, sys.stderr), style=style), soft_wrap=not sys.stderr.isatty()
-    )
+def _say(text: str, style: str, *, whole: bool = False) -> None:
+    """One line on standard error, which on a terminal is broken between words unless it must stay whole."""
+    line = Text(guarded(text, sys.stderr), style=style)
+    _console(sys.stderr).print(line, soft_wrap=whole or not sys.stderr.isatty())
 
 
 def guarded(text: str, stream: IO[str]) -> str:
@@ -215,7 +214,7 @@ class Screen:
 
     def statistics(self, line: str) -> None:
         if not self._quiet:
-            _say(line, GREY)
+            _say(line, GREY, whole=True)
 
     def waiting(self, label: str) -> Bar:
         """For work whose end cannot be foreseen."""

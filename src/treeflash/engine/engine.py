@@ -120,11 +120,11 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
-        hidden = None
-        for last, done in self._prefill(request, slot):
-            hidden = last
+        hidden, done = None, 0
+        for last, count in self._prefill(request, slot):
+            hidden, done = last, count
             yield Progress(done, len(request.prompt))
-        if hidden is None or request.cancelled():
+        if hidden is None or done < len(request.prompt) or request.cancelled():
             yield Done("cancelled", stats)
             return
         # The last token needs no room in the cache: nothing is computed from it.
@@ -153,13 +153,13 @@ class Engine:
             fresh = verified.tokens
 
     def _prefill(self, request: Request, slot: int) -> Iterator[tuple[Tensor | None, int]]:
-        """After each chunk, the last row's hidden state [1, width] and the tokens done; None: cancelled."""
+        """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
         device = self.target.device
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
+        yield None, 0
         for start in range(0, prompt.shape[1], self._chunk):
             if request.cancelled():
-                yield None, start
                 return
             tokens = prompt[:, start : start + self._chunk]
             self.states.reserve(slot, tokens.shape[1])

@@ -14,7 +14,11 @@ LOG_IN = "set HF_TOKEN to a token of yours, or run: hf auth login"
 def explained(name: RepoName, site: str) -> Generator[None]:
     """Turns whatever the client raises about the repository into one of our errors."""
     from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import logging
 
+    # What the client would log is said by our error, and a log line in the middle of a progress bar tears it.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     except TreeFlashError:
@@ -35,6 +39,8 @@ def explained(name: RepoName, site: str) -> Generator[None]:
         raise DownloadFailed(
             f"{name} could not be stored: {error}", "set HF_HOME to a folder you may write"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _explain(error: Exception, name: RepoName, site: str) -> TreeFlashError:

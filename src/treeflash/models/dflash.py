@@ -10,9 +10,9 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import block_attention
 from treeflash.kernels.norm_rope import rms_norm, rope, rope_angles
-from treeflash.models.draft_spec import DraftSpec, check_tensor_names
+from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.layers import FeedForward
-from treeflash.models.safetensors_source import SafetensorsSource
+from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import Progress, WeightLoader
 
@@ -110,19 +110,23 @@ class DFlashDraft:
         options = {"device": device, "dtype": dtype, "expand": expand, "progress": progress}
         if path.suffix == ".gguf":
             with GGUFFile.open(path) as file:
-                check_tensor_names(list(file.tensors), str(path))
                 spec = DraftSpec.from_gguf(file, causal=causal)
                 spec.check_target(target)
+                spec.check_tensors(file.tensors, target, str(path))
                 return cls(spec, WeightLoader(file, **options), device)
-        source = SafetensorsSource(path, quant=quant)
+        weights, config = find_checkpoint(path)
         spec = DraftSpec.from_config(
-            source.config(), source=str(source.path), target_depth=len(target.layers), causal=causal
+            read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
         )
         spec.check_target(target)
+        source = SafetensorsSource(weights, quant=quant)
+        spec.check_tensors(source.tensors, target, str(weights))
         return cls(spec, WeightLoader(source, **options), device)
 
     def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
         """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold."""
+        if not features.shape[1]:
+            return
         longest = max(keys.shape[1] for keys in buffers.keys)
         skipped = max(0, features.shape[1] - longest)
         first = buffers.lengths[slots] + skipped

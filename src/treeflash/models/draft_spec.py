@@ -5,20 +5,33 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from treeflash.errors import ModelFileError, UnsupportedModel
+from treeflash.gguf.header import TensorInfo, shorten
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
 
 LayerKind = Literal["full", "sliding"]
-# Heads and norms that change what the backbone computes: a draft that has them must not be run without them.
-_FOREIGN = (
-    "markov_w1",
-    "markov_head",
-    "candidate_selector",
-    "selector_",
-    "attention_conv",
-    "conv_base",
-    "d2t",
+_GLOBAL_TENSORS = ("fc", "enc.output_norm", "output_norm")
+_LAYER_TENSORS = (
+    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
+    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
+# The target's own are used; some checkpoints bring copies.
+_SHARED_TENSORS = ("token_embd.weight", "output.weight")
+# Settings that change what the backbone computes, or which position a row speaks of, without a tensor of
+# their own; the only value that we run.
+_FIXED = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "use_swa": False,
+    "sample_from_anchor": False,
+    "shift_label": False,
+    "aux_hidden_state_layer_ids": None,
+}
+_LARGEST = 1 << 30
+_LARGEST_NUMBER = 1e30  # float32 holds it
+_MOST_LAYERS = 256
+# transformers' default: where layer_types is absent, layers from this one on may slide
+_WINDOW_FROM = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class DraftSpec:
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float = 0.0
+    vocab_size: int | None = None  # rows of the embedding it was trained with; None: the file does not say
 
     def check_target(self, target: ModelSpec) -> None:
         """Refuses a target that this draft was not trained for, naming both values."""
@@ -50,12 +64,29 @@ class DraftSpec:
             raise self._mismatch(
                 "target_layer_ids", list(self.taps), f"layers of the target, 0 to {depth - 1}"
             )
+        if self.vocab_size not in (None, target.vocab_size):
+            raise self._mismatch(
+                "vocab_size", self.vocab_size, f"the rows of the target's embedding, {target.vocab_size}"
+            )
         if self.mask_id >= target.vocab_size:
             raise self._mismatch(
                 "mask_token_id",
                 self.mask_id,
                 f"a row of the target's embedding, 0 to {target.vocab_size - 1}",
             )
+
+    def check_tensors(self, tensors: Mapping[str, TensorInfo], target: ModelSpec, source: str) -> None:
+        """Refuses a file with parts (named as in a GGUF file) that we would otherwise silently leave out."""
+        names = {f"{name}.weight" for name in _GLOBAL_TENSORS}
+        names |= {
+            f"blk.{layer}.{name}.weight" for layer in range(len(self.layers)) for name in _LAYER_TENSORS
+        }
+        shape = (target.vocab_size, target.width)
+        for name, info in tensors.items():
+            if name in _SHARED_TENSORS and info.shape != shape:
+                raise self._mismatch(f"the shape of {name}", list(info.shape), f"the target's, {list(shape)}")
+            if name not in names and name not in _SHARED_TENSORS:
+                raise unknown_tensor(source, name, layers=len(self.layers))
 
     def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
         return UnsupportedModel(
@@ -71,79 +102,85 @@ class DraftSpec:
 
         `causal` overrides what the file says of the sliding layers.
         """
-        nested = config.get("dflash_config") or {}
-        keys = _Config(source, {**config, **{k: v for k, v in nested.items() if v is not None}})
-        architecture = (config.get("architectures") or ["DFlashDraftModel"])[0]
-        if architecture != "DFlashDraftModel":
-            raise UnsupportedModel(f"{source}: architectures is {architecture}, needed DFlashDraftModel")
-        depth = keys.count("num_hidden_layers")
-        kinds = keys.values.get("layer_types") or ["full_attention"] * depth
-        if len(kinds) != depth or not set(kinds) <= {"full_attention", "sliding_attention"}:
-            raise keys.bad("layer_types", f"full_attention or sliding_attention for each of {depth} layers")
-        layers: tuple[LayerKind, ...] = tuple(
-            "sliding" if kind == "sliding_attention" else "full" for kind in kinds
-        )
-        rope = keys.values.get("rope_parameters") or keys.values.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedModel(f"{source}: rope type is {kind!r}, needed default")
-        heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
+        nested = _Settings(source, config).table("dflash_config")
+        keys = _Settings(source, {**config, **{k: v for k, v in nested.items() if v is not None}})
+        _check_architecture(keys)
+        for key, needed in _FIXED.items():
+            if keys.values.get(key) not in (None, needed):
+                raise UnsupportedModel(f"{source}: {key} is {shorten(keys.values[key])}, needed {needed!r}")
+        depth = keys.whole("num_hidden_layers", high=_MOST_LAYERS)
+        layers = _config_layers(keys, depth)
+        heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
         if causal is None:
-            causal = keys.values.get("is_causal", keys.values.get("causal"))
+            causal = keys.flag("is_causal")
+        if causal is None:
+            causal = keys.flag("causal")
+        taps = keys.layer_ids("target_layer_ids")
         return cls(
             source=source,
             layers=layers,
             causal=_causality(layers, causal),
-            window=keys.count("sliding_window") if "sliding" in layers else 0,
+            window=keys.whole("sliding_window") if "sliding" in layers else 0,
             width=width,
-            feed_forward=keys.count("intermediate_size"),
+            feed_forward=keys.whole("intermediate_size"),
             heads=heads,
-            kv_heads=keys.count("num_key_value_heads", heads),
-            head_dim=keys.count("head_dim", width // heads),
-            rope_theta=float(rope.get("rope_theta") or keys.values.get("rope_theta") or 10000.0),
-            eps=float(keys.values.get("rms_norm_eps", 1e-6)),
-            block_size=keys.count("block_size", 16),
-            taps=tuple(keys.values.get("target_layer_ids") or default_taps(target_depth, depth)),
-            mask_id=keys.count("mask_token_id"),
-            embedding_scale=float(keys.values.get("input_embedding_scale") or 1.0),
-            output_multiplier=float(keys.values.get("output_multiplier") or 1.0),
-            softcap=float(keys.values.get("final_logit_softcapping") or 0.0),
+            kv_heads=keys.whole("num_key_value_heads", heads),
+            head_dim=keys.whole("head_dim", width // heads),
+            rope_theta=_config_rope(keys),
+            eps=keys.number("rms_norm_eps", 1e-6),
+            block_size=keys.whole("block_size", 16),
+            taps=tuple(default_taps(target_depth, depth) if taps is None else taps),
+            mask_id=keys.whole("mask_token_id", low=0),
+            embedding_scale=keys.number("input_embedding_scale", 1.0),
+            output_multiplier=keys.number("output_multiplier", 1.0),
+            softcap=keys.number("final_logit_softcapping", 0.0, zero=True),
+            # A draft with a vocabulary of its own needs a table of the target's ids, which we do not read.
+            vocab_size=keys.optional("draft_vocab_size") or keys.optional("vocab_size"),
         )
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, *, causal: bool | None = None) -> "DraftSpec":
         """From llama.cpp's `dflash` files, whose layer ids count from one."""
-        source = str(file.path)
+        source, keys = str(file.path), _Settings(str(file.path), file.metadata)
         if file.architecture != "dflash":
             raise UnsupportedModel(
-                f"{source}: general.architecture is {file.architecture!r}, needed 'dflash' for a draft"
+                f"{source}: general.architecture is {shorten(file.architecture)}, needed 'dflash' for a draft"
             )
-        depth = file.require("dflash.block_count", int)
-        pattern = file.get("dflash.attention.sliding_window_pattern", list, [False] * depth)
-        if len(pattern) != depth:
-            raise UnsupportedModel(
-                f"{source}: dflash.attention.sliding_window_pattern has {len(pattern)} entries, not {depth}"
-            )
-        layers: tuple[LayerKind, ...] = tuple("sliding" if flag else "full" for flag in pattern)
-        if causal is None:
-            causal = file.get("dflash.attention.causal", bool, None)
-        mask = file.get("tokenizer.ggml.mask_token_id", int, None)
+        depth = keys.whole("dflash.block_count", high=_MOST_LAYERS)
+        layers, window = _gguf_layers(keys, depth)
+        head_dim = keys.whole("dflash.attention.key_length")
+        fixed = {
+            "dflash.attention.value_length": head_dim,
+            "dflash.rope.dimension_count": head_dim,
+            "dflash.rope.scaling.type": "none",
+            "dflash.sample_from_anchor": False,
+        }
+        for key, needed in fixed.items():
+            if file.metadata.get(key) not in (None, needed):
+                raise UnsupportedModel(f"{source}: {key} is {shorten(file.metadata[key])}, needed {needed!r}")
+        taps = keys.layer_ids("dflash.target_layers", low=1)
+        if taps is None:
+            raise keys.bad("dflash.target_layers", "a list of the target's layers")
+        tokens = file.metadata.get("tokenizer.ggml.tokens")
+        mask = "tokenizer.ggml.mask_token_id"
+        if mask not in file.metadata and "dflash.mask_token_id" in file.metadata:
+            mask = "dflash.mask_token_id"  # in files from before June 2026
         return cls(
             source=source,
             layers=layers,
-            causal=_causality(layers, causal),
-            window=file.require("dflash.attention.sliding_window", int) if "sliding" in layers else 0,
-            width=file.require("dflash.embedding_length", int),
-            feed_forward=file.require("dflash.feed_forward_length", int),
-            heads=file.require("dflash.attention.head_count", int),
-            kv_heads=file.require("dflash.attention.head_count_kv", int),
-            head_dim=file.require("dflash.attention.key_length", int),
-            rope_theta=float(file.require("dflash.rope.freq_base", float)),
-            eps=float(file.require("dflash.attention.layer_norm_rms_epsilon", float)),
-            block_size=file.require("dflash.block_size", int),
-            taps=tuple(layer - 1 for layer in file.require("dflash.target_layers", list)),
-            # Files from before June 2026 have the mask under the other key.
-            mask_id=mask if mask is not None else file.require("dflash.mask_token_id", int),
+            causal=_causality(layers, keys.flag("dflash.attention.causal") if causal is None else causal),
+            window=window,
+            width=keys.whole("dflash.embedding_length"),
+            feed_forward=keys.whole("dflash.feed_forward_length"),
+            heads=keys.whole("dflash.attention.head_count"),
+            kv_heads=keys.whole("dflash.attention.head_count_kv"),
+            head_dim=head_dim,
+            rope_theta=keys.number("dflash.rope.freq_base"),
+            eps=keys.number("dflash.attention.layer_norm_rms_epsilon"),
+            block_size=keys.whole("dflash.block_size"),
+            taps=tuple(layer - 1 for layer in taps),
+            mask_id=keys.whole(mask, low=0),
+            vocab_size=keys.optional("dflash.vocab_size") or (len(tokens) if type(tokens) is list else None),
         )
 
     def __post_init__(self) -> None:
@@ -157,28 +194,18 @@ class DraftSpec:
             ("head_dim", self.head_dim, self.head_dim % 2 == 0, "an even number"),
             ("block_size", self.block_size, 2 <= self.block_size <= 64, "between 2 and 64"),
             ("target_layer_ids", list(self.taps), bool(self.taps) and min(self.taps) >= 0, "layers from 0"),
-            ("mask_token_id", self.mask_id, self.mask_id >= 0, "a token id"),
-            (
-                "sliding_window",
-                self.window,
-                "sliding" not in self.layers or self.window > 0,
-                "a positive number",
-            ),
         ]
         for key, seen, sound, needed in faults:
             if not sound:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
 
 
-def check_tensor_names(names: list[str], source: str) -> None:
-    """Refuses drafts whose extra parts we would otherwise silently leave out."""
-    for name in names:
-        for part in _FOREIGN:
-            if part in name:
-                raise UnsupportedModel(
-                    f"{source}: tensor {name} belongs to a draft head that is not supported",
-                    "take a plain DFlash draft of the first kind",
-                )
+def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> UnsupportedModel:
+    depth = "" if layers is None else f" of {layers} layers"
+    return UnsupportedModel(
+        f"{source}: tensor {shorten(name)} is not part of a DFlash draft{depth}",
+        "DFlash2, DSpark and other heads on top of a draft are not supported: take a plain DFlash draft",
+    )
 
 
 def default_taps(target_depth: int, draft_depth: int) -> list[int]:
@@ -188,23 +215,119 @@ def default_taps(target_depth: int, draft_depth: int) -> list[int]:
     return [round(1 + i * (target_depth - 4) / (draft_depth - 1)) for i in range(draft_depth)]
 
 
+def _check_architecture(keys: "_Settings") -> None:
+    found = keys.values.get("architectures")
+    if found is None or found == []:
+        return
+    if type(found) is not list or found[0] != "DFlashDraftModel":
+        seen = shorten(found[0] if type(found) is list else found)
+        raise UnsupportedModel(
+            f"{keys.source}: architectures is {seen}, needed 'DFlashDraftModel'",
+            "take a plain DFlash draft of the first kind",
+        )
+
+
+def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
+    kinds = keys.values.get("layer_types")
+    if kinds is None:
+        slides = keys.flag("use_sliding_window") and keys.optional("sliding_window")
+        first = keys.whole("max_window_layers", _WINDOW_FROM, low=0) if slides else depth
+        return tuple("sliding" if layer >= first else "full" for layer in range(depth))
+    names: dict[Any, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
+    if type(kinds) is not list or len(kinds) != depth or any(type(kind) is not str for kind in kinds):
+        raise keys.bad("layer_types", f"a list of {depth}, one kind for each layer")
+    for kind in kinds:
+        if kind not in names:
+            raise keys.bad("layer_types", f"full_attention or sliding_attention, not {shorten(kind)}")
+    return tuple(names[kind] for kind in kinds)
+
+
+def _config_rope(keys: "_Settings") -> float:
+    theta = keys.number("rope_theta", 10000.0)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = _Settings(f"{keys.source}: {key}", keys.table(key))
+        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+        if kind != "default":
+            raise UnsupportedModel(f"{rope.source}: rope_type is {shorten(kind)}, needed 'default'")
+        partial = rope.values.get("partial_rotary_factor") not in (None, 1)
+        if partial or any(isinstance(value, dict) for value in rope.values.values()):
+            seen = shorten(dict(rope.values))
+            raise UnsupportedModel(
+                f"{keys.source}: {key} is {seen}, needed one for whole heads of all layers"
+            )
+        theta = rope.number("rope_theta", theta)
+    return theta
+
+
+def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], int]:
+    """The kinds of the layers and the window of the sliding ones."""
+    window = keys.whole("dflash.attention.sliding_window", 0, low=0)
+    key = "dflash.attention.sliding_window_pattern"
+    pattern = keys.values.get(key)
+    if pattern is None and not window:
+        return ("full",) * depth, 0
+    if type(pattern) is not list or len(pattern) != depth or any(type(flag) is not bool for flag in pattern):
+        raise keys.bad(key, f"a list of {depth}, true or false for each layer")
+    if any(pattern) and not window:
+        raise keys.bad("dflash.attention.sliding_window", f"a window for {sum(pattern)} sliding layers")
+    return tuple("sliding" if flag else "full" for flag in pattern), window if any(pattern) else 0
+
+
 def _causality(layers: tuple[LayerKind, ...], causal: bool | None) -> tuple[bool, ...]:
     """Unless the file says so, sliding layers are causal inside the block and full ones are not."""
     return tuple(kind == "sliding" if causal is None else causal for kind in layers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
+class _Settings:
+    """Values of unknown origin by key, checked as they are asked for; null is as good as absent."""
+
     source: str
     values: Mapping[str, Any]
 
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
+    def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = _LARGEST) -> int:
+        value: Any = self.values.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.bad(key, "a whole number")
+        if type(value) is not int or not low <= value <= high:
+            raise self.bad(key, f"a whole number from {low} to {high}")
+        return value
+
+    def optional(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.whole(key)
+
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        value: Any = self.values.get(key)
+        if value is None:
+            value = default
+        if type(value) in (int, float) and (0 < value <= _LARGEST_NUMBER or (zero and value == 0)):
+            return float(value)
+        raise self.bad(key, f"a number {'from' if zero else 'above'} 0 to {_LARGEST_NUMBER:g}")
+
+    def flag(self, key: str) -> bool | None:
+        value = self.values.get(key)
+        if value is not None and type(value) is not bool:
+            raise self.bad(key, "true or false")
+        return value
+
+    def layer_ids(self, key: str, *, low: int = 0) -> list[int] | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        sound = type(value) is list and 0 < len(value) <= _MOST_LAYERS
+        if not sound or any(type(item) is not int or not low <= item <= _LARGEST for item in value):
+            raise self.bad(key, f"1 to {_MOST_LAYERS} whole numbers from {low}")
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        value = self.values.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.bad(key, "an object")
         return value
 
     def bad(self, key: str, needed: str) -> ModelFileError:
-        return ModelFileError(f"{self.source}: {key} is {self.values.get(key)!r}, needed {needed}")
+        value = self.values.get(key)
+        seen = "missing" if value is None else shorten(value)
+        return ModelFileError(f"{self.source}: {key} is {seen}, needed {needed}")

@@ -9,15 +9,19 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from treeflash.errors import BadGGUF, ModelFileError, ModelNotFound, UnsupportedModel
+from treeflash.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from treeflash.gguf.header import TensorInfo
 from treeflash.gguf.quantise import quantise
-from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
+from treeflash.models.draft_spec import unknown_tensor
 
 _GLOBAL = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
+    # Copies of the target's that other tools leave in a checkpoint.
+    "embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -33,59 +37,59 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _TYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
-# Files that other tools leave in a checkpoint; the target's own are used.
-_SHARED = ("embed_tokens.weight", "lm_head.weight")
+# A mask that is no row of the target's embedding.
+_MASK_FILE = "mask_embedding.pt"
 
 
 class SafetensorsSource:
     """`tensors`, `require_tensor` and `raw` as a GGUF file has them."""
 
     def __init__(self, path: Path, *, quant: QuantType | None = None):
-        self.path, self.config_path = find_checkpoint(path)
+        self.path = path
         self._quant = quant
         try:
-            self._file = safe_open(str(self.path), framework="pt")
+            self._file = safe_open(str(path), framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{self.path}: not a readable safetensors file: {error}") from error
+            raise ModelFileError(f"{path}: not a readable safetensors file: {error}") from error
         self._names: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for name in self._file.keys():  # noqa: SIM118 - not a dict
             renamed = gguf_name(name)
             if renamed is None:
-                if not name.endswith(_SHARED):
-                    raise UnsupportedModel(f"{self.path}: tensor {name} is not part of a DFlash draft")
-                continue
-            part = self._file.get_slice(name)
-            if part.get_dtype() not in _TYPES:
-                raise UnsupportedModel(
-                    f"{self.path}: tensor {name} is of type {part.get_dtype()}, needed {', '.join(_TYPES)}"
+                raise unknown_tensor(str(path), name)
+            if renamed in self._names:
+                raise ModelFileError(
+                    f"{path}: tensor {name} is there as {self._names[renamed]} too, needed one of them"
                 )
-            shape = tuple(part.get_shape())
-            type = _TYPES[part.get_dtype()]
-            if quant is not None and len(shape) == 2 and shape[1] % quant.block_elements == 0:
-                type = quant
             self._names[renamed] = name
-            self.tensors[renamed] = TensorInfo(renamed, shape, type)
+            self.tensors[renamed] = self._describe(renamed)
 
-    def config(self) -> Mapping[str, Any]:
-        try:
-            config = json.loads(self.config_path.read_text())
-        except FileNotFoundError:
-            raise ModelNotFound(
-                f"{self.config_path} is missing: a DFlash checkpoint needs its config.json beside the weights"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ModelFileError(f"{self.config_path}: not readable as JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ModelFileError(f"{self.config_path}: holds {type(config).__name__}, needed an object")
-        return config
+    def _describe(self, renamed: str) -> TensorInfo:
+        name = self._names[renamed]
+        part = self._file.get_slice(name)
+        dtype, shape = part.get_dtype(), tuple(part.get_shape())
+        if dtype not in _TYPES:
+            raise UnsupportedModel(
+                f"{self.path}: tensor {name} is of type {dtype}, needed {', '.join(_TYPES)}"
+            )
+        if len(shape) not in (1, 2):
+            raise ModelFileError(
+                f"{self.path}: tensor {name} has shape {list(shape)}, needed 1 or 2 dimensions"
+            )
+        quant = self._quant
+        quantised = quant is not None and len(shape) == 2 and shape[1] % quant.block_elements == 0
+        return TensorInfo(renamed, shape, quant if quant is not None and quantised else _TYPES[dtype])
 
     def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:
         info = self.tensors.get(name)
         if info is None:
-            raise BadGGUF(f"{self.path}: no tensor for {name}")
+            needed = "" if shape is None else f" of shape {list(shape)}"
+            raise ModelFileError(
+                f"{self.path}: tensor {checkpoint_name(name)}{needed} is missing; "
+                f"the file has {len(self.tensors)} others"
+            )
         if shape is not None and info.shape != shape:
-            raise BadGGUF(
+            raise ModelFileError(
                 f"{self.path}: tensor {self._names[name]} has shape {list(info.shape)}, needed {list(shape)}"
             )
         return info
@@ -95,19 +99,46 @@ class SafetensorsSource:
         info = self.require_tensor(name)
         tensor = self._file.get_tensor(self._names[name])
         if info.type == self._quant:
-            return quantise(tensor.float(), info.type).numpy()
+            try:
+                return quantise(tensor.float(), info.type).numpy()
+            except ModelFileError as error:
+                where = f"{self.path}: tensor {self._names[name]}"
+                raise type(error)(f"{where}: {error.message}", error.hint) from error
         return tensor.contiguous().view(torch.uint8).reshape(*info.shape[:-1], -1).numpy()
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """The weights and the config of a folder, or of a safetensors file."""
-    if not path.is_dir():
-        return path, path.parent / "config.json"
-    found = sorted(path.glob("*.safetensors"))
+    if not path.exists():
+        raise ModelNotFound(f"{path}: no such file or folder")
+    folder = path if path.is_dir() else path.parent
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
-        raise ModelNotFound(f"{path}: needed one .safetensors file for a draft, found {names}")
-    return found[0], path / "config.json"
+        names = ", ".join(file.name for file in found[:4]) or "none"
+        raise ModelNotFound(
+            f"{path}: needed one .safetensors file for a draft, found {len(found)} ({names})",
+            "name the file itself, or its folder without the others",
+        )
+    if (folder / _MASK_FILE).exists():
+        raise UnsupportedModel(
+            f"{folder}: the draft brings {_MASK_FILE}, needed one whose mask is a token of the target"
+        )
+    return found[0], folder / "config.json"
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The object in a config.json."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFound(
+            f"{path} is missing: a DFlash checkpoint needs its config.json beside the weights"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{path}: holds {type(config).__name__}, needed an object")
+    return config
 
 
 def gguf_name(name: str) -> str | None:
@@ -117,6 +148,16 @@ def gguf_name(name: str) -> str | None:
         return _GLOBAL[name]
     part, _, rest = name.removeprefix("layers.").partition(".")
     stem = rest.removesuffix(".weight")
-    if name.startswith("layers.") and part.isdigit() and stem in _LAYER and rest.endswith(".weight"):
+    if name.startswith("layers.") and part.isdecimal() and stem in _LAYER and rest.endswith(".weight"):
         return f"blk.{part}.{_LAYER[stem]}.weight"
     return None
+
+
+def checkpoint_name(name: str) -> str:
+    """The inverse, of a tensor that a draft has."""
+    for ours, theirs in _GLOBAL.items():
+        if theirs == name:
+            return ours
+    _, layer, part, _ = name.split(".")
+    ours = next(ours for ours, theirs in _LAYER.items() if theirs == part)
+    return f"layers.{layer}.{ours}.weight"

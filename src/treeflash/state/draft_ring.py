@@ -2,6 +2,7 @@
 
 import torch
 
+from treeflash.errors import UsageError
 from treeflash.models.dflash import DraftBuffers
 from treeflash.models.draft_spec import DraftSpec
 
@@ -19,7 +20,11 @@ def draft_buffers(
     dtype: torch.dtype = torch.float32,
 ) -> DraftBuffers:
     """`context` limits the full layers; sliding layers hold their window."""
-    full = min(max_ctx, context or DEFAULT_CONTEXT)
+    if context is not None and context < 1:
+        raise UsageError(
+            f"the draft's context is {context}, needed at least 1 position", "give --draft-ctx N"
+        )
+    full = min(max_ctx, DEFAULT_CONTEXT if context is None else context)
 
     def ring(kind: str) -> torch.Tensor:
         size = min(spec.window, max_ctx) if kind == "sliding" else full

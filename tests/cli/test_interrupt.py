@@ -1,0 +1,35 @@
+"""Ctrl-C, once and more often."""
+
+import signal
+import time
+
+import pytest
+
+from treeflash.cli import interrupt
+from treeflash.cli.interrupt import Interrupt
+
+
+def test_the_first_asks_and_the_second_forces():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupt() as asked:
+        assert not asked.requested
+        signal.raise_signal(signal.SIGINT)
+        assert asked.requested
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_patience_ends(monkeypatch):
+    monkeypatch.setattr(interrupt, "PATIENCE_S", 0.05)
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(500):
+            time.sleep(0.01)
+
+
+def test_an_end_in_time_is_no_interrupt(monkeypatch):
+    monkeypatch.setattr(interrupt, "PATIENCE_S", 0.05)
+    with Interrupt() as asked:
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.15)
+    assert asked.requested

@@ -1,0 +1,82 @@
+"""Drafters that know the answer more or less, for tests of the loop around them."""
+
+import random
+
+import torch
+
+from treeflash.spec.draft import NoDrafter, Rank
+from treeflash.spec.lookup import ContextLookup
+from treeflash.spec.proposal import Proposal, build_tree
+from treeflash.spec.tree import DraftTree
+
+
+class Oracle(NoDrafter):
+    """Knows each token of the answer with probability `right`; else it stands lower, or nowhere."""
+
+    def __init__(
+        self,
+        prompt: int,
+        answer: list[int],
+        *,
+        budget: int,
+        candidates: int = 4,
+        right: float = 0.8,
+        vocabulary: int,
+        lookup: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self._start, self._answer, self._budget = prompt, answer, budget
+        self._candidates, self._right, self._vocabulary = candidates, right, vocabulary
+        self._choose = random.Random(seed)
+        self._lookup = ContextLookup() if lookup else None
+
+    def append(self, tokens: list[int], features: torch.Tensor) -> None:
+        if self._lookup is not None:
+            self._lookup.append(tokens)
+
+    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+        future = self._answer[position - self._start + 1 :][:15]
+        if not future or limit < 2:
+            return DraftTree.root(anchor)
+        ids = torch.tensor([self._ranked(token) for token in future])
+        scores = torch.tensor([0.7, 0.15, 0.08, 0.04][: self._candidates]).log().expand(len(future), -1)
+        proposal = Proposal.rows(ids, scores)
+        if self._lookup is not None:
+            copied, score = self._lookup.propose(len(future))
+            chain = torch.tensor([copied or [-1] * len(future)])
+            proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
+        nodes = min(self._budget, limit - 1)
+        return build_tree(torch.tensor([anchor]), proposal, nodes=nodes).trimmed().tree
+
+    def _ranked(self, token: int) -> list[int]:
+        others = self._choose.sample([t for t in range(self._vocabulary) if t != token], self._candidates)
+        place = 0 if self._choose.random() < self._right else self._choose.choice([1, 2, self._candidates])
+        return [*others[:place], token, *others[place:]][: self._candidates]
+
+
+class RandomTrees(NoDrafter):
+    """Trees of any shape, siblings in any order; most nodes hold the true token of their depth."""
+
+    def __init__(self, prompt: int, answer: list[int], *, vocabulary: int, seed: int = 0):
+        super().__init__()
+        self._start, self._answer, self._vocabulary = prompt, answer, vocabulary
+        self._choose = random.Random(seed)
+
+    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+        choose, future = self._choose, self._answer[position - self._start + 1 :]
+        tokens, parents, depths = [anchor], [-1], [0]
+        for row in range(1, choose.randint(1, limit)):
+            parent = row - 1 if choose.random() < 0.6 else choose.randrange(row)
+            depth = depths[parent]
+            taken = {tokens[other] for other in range(1, row) if parents[other] == parent}
+            token = choose.randrange(self._vocabulary)
+            if depth < len(future) and choose.random() < 0.75:
+                token = future[depth]
+            if token in taken:
+                continue_with = [t for t in range(self._vocabulary) if t not in taken]
+                token = choose.choice(continue_with)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth + 1)
+        return DraftTree.of(tokens, parents)
