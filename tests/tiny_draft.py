@@ -1,23 +1,60 @@
-"""A random DFlash checkpoint on disk, in either generation of its config."""
+"""A random DFlash checkpoint on disk, in either generation of its config, or as llama.cpp's GGUF."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from treeflash.gguf.header import ValueType
+from treeflash.gguf.quantise import quantise
+from treeflash.gguf.types import QuantType
+from treeflash.gguf.writer import GGUFWriter
+from treeflash.models.dflash import DFlashDraft, DraftBuffers
 from treeflash.models.spec import ModelSpec
+from treeflash.state.draft_ring import draft_buffers
 
 HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD = 4, 2, 16, 96
 
 
-def draft_config(target: ModelSpec, *, layers: int = 3, nested: bool = False, **changes: Any) -> dict[str, Any]:
+# z-lab's tensor names in llama.cpp's spelling.
+GGUF_NAMES = {
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def draft_config(
+    target: ModelSpec,
+    *,
+    layers: int = 3,
+    nested: bool = False,
+    taps: Sequence[int] | None = None,
+    method: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
     """z-lab's config.json: settings of the method at the top level (older) or nested (newer)."""
-    method = {
+    settings = {
         "block_size": 16,
         "mask_token_id": target.vocab_size - 1,
-        "target_layer_ids": [1, 3, len(target.layers) - 3],
+        "target_layer_ids": list(taps or [1, 3, len(target.layers) - 3]),
+        **(method or {}),
     }
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
@@ -32,13 +69,13 @@ def draft_config(target: ModelSpec, *, layers: int = 3, nested: bool = False, **
         "num_target_layers": len(target.layers),
     }
     if nested:
-        config |= {"dflash_config": method, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+        config |= {"dflash_config": settings, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     else:
-        config |= {**method, "rope_theta": 1e6}
+        config |= {**settings, "rope_theta": 1e6}
     return config | changes
 
 
-def draft_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
+def draft_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     taps = len((config.get("dflash_config") or config)["target_layer_ids"])
     width, inner = config["hidden_size"], config["intermediate_size"]
@@ -68,10 +105,89 @@ def draft_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.T
 
 def save_draft(
     folder: Path, config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Writes the checkpoint and returns its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(dtype) for name, tensor in draft_tensors(config, seed=seed).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return tensors
+
+
+def gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem in GGUF_NAMES:
+        return f"{GGUF_NAMES[stem]}.weight"
+    _, layer, part = stem.split(".", 2)
+    return f"blk.{layer}.{GGUF_NAMES[part]}.weight"
+
+
+def gguf_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a config, with mask and layers where they are today."""
+    settings = {**config, **config.get("dflash_config", {})}
+    keys: dict[str, Any] = {
+        "dflash.block_count": config["num_hidden_layers"],
+        "dflash.context_length": 4096,
+        "dflash.embedding_length": config["hidden_size"],
+        "dflash.feed_forward_length": config["intermediate_size"],
+        "dflash.attention.head_count": config["num_attention_heads"],
+        "dflash.attention.head_count_kv": config["num_key_value_heads"],
+        "dflash.attention.key_length": config["head_dim"],
+        "dflash.attention.value_length": config["head_dim"],
+        "dflash.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "dflash.rope.freq_base": {**config, **config.get("rope_parameters", {})}["rope_theta"],
+        "dflash.block_size": settings["block_size"],
+        "dflash.target_layers": [layer + 1 for layer in settings["target_layer_ids"]],
+        "tokenizer.ggml.mask_token_id": settings["mask_token_id"],
+    }
+    kinds = config.get("layer_types", [])
+    if "sliding_attention" in kinds:
+        keys["dflash.attention.sliding_window"] = config["sliding_window"]
+        keys["dflash.attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+    if config.get("is_causal") is False:
+        keys["dflash.attention.causal"] = False
+    return keys
+
+
+def save_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    types: Mapping[str, QuantType] | None = None,
+    architecture: str = "dflash",
+) -> Path:
+    """Tensors by z-lab's names; matrices in the type of the last part of their GGUF name, F32 by default."""
+    with GGUFWriter(path, architecture) as writer:
+        for key, value in metadata.items():
+            listed = isinstance(value, list) and key == "dflash.target_layers"
+            writer.add(key, value, ValueType.INT32 if listed and type(value[0]) is int else None)
+        packed = {}
+        for name, tensor in tensors.items():
+            renamed = gguf_name(name)
+            matrix = tensor.ndim == 2
+            type_ = (types or {}).get(renamed.split(".")[-2], QuantType.F32) if matrix else QuantType.F32
+            writer.add_tensor(renamed, tuple(tensor.shape), type_)
+            packed[renamed] = quantise(tensor.float(), type_).numpy()
+        writer.write_header()
+        for name, data in packed.items():
+            writer.write_tensor(name, data)
+    return path
+
+
+def random_rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def poisoned(
+    draft: DFlashDraft, *, max_ctx: int = 4096, context: int | None = None, slots: int = 1
+) -> DraftBuffers:
+    """Rings in which a place that was never written would be seen at once."""
+    buffers = draft_buffers(draft.spec, max_ctx=max_ctx, context=context, slots=slots)
+    for pool in (*buffers.keys, *buffers.values):
+        pool.fill_(torch.nan)
+    return buffers

@@ -86,7 +86,9 @@ class Engine:
         self._drafter = drafter or NoDrafter(target.device)
         check_taps(target.spec, self._drafter.taps)
         self._max_rows = max_rows
-        self.states = SequenceStates(target.spec, max_ctx=max_ctx, max_rows=max_rows, device=target.device)
+        self.states = SequenceStates(
+            target.spec, max_ctx=max_ctx, max_rows=max_rows, device=target.device, input_dtype=target.dtype
+        )
 
     def generate(self, request: Request) -> Generator[Event]:
         """Progress while the prompt is read, Tokens as they are committed, and Done at the end.

@@ -46,6 +46,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, loader: WeightLoader, device: torch.device):
         self.spec = spec
         self.device = device
+        self.dtype = loader.dtype  # what matrix products are computed in
         self.embed: Embedding = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
         self._blocks = [Block(spec, loader, i) for i in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)

@@ -300,7 +300,8 @@ class _Settings:
         value: Any = self.values.get(key)
         if value is None:
             value = default
-        if type(value) in (int, float) and (0 < value <= _LARGEST_NUMBER or (zero and value == 0)):
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if numeric and (0 < value <= _LARGEST_NUMBER or (zero and value == 0)):
             return float(value)
         raise self.bad(key, f"a number {'from' if zero else 'above'} 0 to {_LARGEST_NUMBER:g}")
 

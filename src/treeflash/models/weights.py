@@ -86,8 +86,9 @@ class WeightLoader:
     ):
         self._file = file
         self._device = device
-        self._dtype = dtype
         self._expand = expand
+        # Packed weights meet their inputs as they are, in float32.
+        self.dtype = dtype if expand else torch.float32
         self._progress = progress
         self._done = 0
         self._total = sum(info.nbytes for info in file.tensors.values())
@@ -112,7 +113,7 @@ class WeightLoader:
             for name, rows in zip(names, sizes, strict=True)
         ]
         if self._expand:
-            data = torch.empty(sum(sizes), columns, dtype=self._dtype, device=self._device)
+            data = torch.empty(sum(sizes), columns, dtype=self.dtype, device=self._device)
             for part, name, type in zip(data.split(list(sizes)), names, types, strict=True):
                 self._expand_into(part, self._packed(name), type)
             matrices = (Matrix(data, None),)
@@ -128,7 +129,7 @@ class WeightLoader:
         packed = self._packed(name)
         if not self._expand:
             return tuple(Matrix(part, info.type) for part in packed)
-        data = torch.empty(count, rows, columns, dtype=self._dtype, device=self._device)
+        data = torch.empty(count, rows, columns, dtype=self.dtype, device=self._device)
         for part, source in zip(data, packed, strict=True):
             self._expand_into(part, source, info.type)
         return tuple(Matrix(part, None) for part in data)

@@ -29,10 +29,12 @@ class SequenceStates:
         max_rows: int = 1,
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype = torch.float32,
+        input_dtype: torch.dtype = torch.float32,
     ):
+        """`input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing."""
         self._spec = spec
         self._device = torch.device(device)
-        self._kv_dtype = kv_dtype
+        self._kv_dtype, self._input_dtype = kv_dtype, input_dtype
         self._max_rows = max_rows
         self.max_ctx = max_ctx
         self.lengths = [0] * slots  # the host's copy of buffers.lengths
@@ -152,8 +154,8 @@ class SequenceStates:
         assert delta is not None
         return DeltaBuffers(
             state=self._zeros(slots, delta.value_heads, delta.head_dim, delta.head_dim),
-            window=self._zeros(slots, delta.conv_width - 1, delta.channels),
-            tree_inputs=self._zeros(slots, rows, delta.channels),
+            window=self._zeros(slots, delta.conv_width - 1, delta.channels, dtype=self._input_dtype),
+            tree_inputs=self._zeros(slots, rows, delta.channels, dtype=self._input_dtype),
             tree_keys=self._zeros(slots, rows, delta.key_heads, delta.head_dim),
             tree_writes=self._zeros(slots, rows, delta.value_heads, delta.head_dim),
             tree_decay=self._zeros(slots, rows, delta.value_heads),

@@ -1,0 +1,109 @@
+"""Proposals of the DFlash draft with the target's embedding and head, against the plain draft."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.plain_dflash import PlainDraft
+from tests.tiny_draft import arrays, draft_config, poisoned, random_rows, save_draft
+from treeflash.engine.sampler import Sampler, SamplingParams
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder
+from treeflash.models.dflash import DFlashDraft
+from treeflash.spec.draft import BlockDraft
+
+SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
+SHAPED = {"input_embedding_scale": 0.5, "output_multiplier": 3.0, "final_logit_softcapping": 2.0}
+
+
+class Proposer:
+    """A tiny target with a draft, and what the plain draft says its proposals have to be."""
+
+    def __init__(self, model: Path, folder: Path, **changes: Any):
+        with GGUFFile.open(model) as file:
+            self.target = Decoder.load(file)
+            self._head, self._embedding = (
+                file.raw(name).view(np.float32).copy() for name in ("output.weight", "token_embd.weight")
+            )
+        self.config = draft_config(self.target.spec, layer_types=SLIDING, sliding_window=13, **changes)
+        self._tensors = arrays(save_draft(folder, self.config))
+        draft = DFlashDraft.load(folder, self.target.spec)
+        self.block = BlockDraft(draft, self.target, poisoned(draft, context=30))
+        self.open()
+
+    def open(self) -> None:
+        self.block.open()
+        self._plain = PlainDraft(self.config, self._tensors, context=30)
+        self._length = 0
+
+    def append(self, count: int, *, seed: int, pieces: int = 1) -> None:
+        features = random_rows(count, 3 * self.target.spec.width, seed=seed)
+        self._plain.append(features.numpy())
+        self._length += count
+        for piece in features.tensor_split(pieces):
+            self.block.append(piece)
+
+    def check(self, anchor: int, count: int = 6) -> None:
+        asked: list[tuple[Tensor, Tensor]] = []
+        spec = self.target.spec
+        sampler = Sampler(SamplingParams(seed=0), [], spec.vocab_size, torch.device("cpu"))
+
+        def rank(logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            asked.append((positions, anchor))
+            return sampler.rank(logits, positions, anchor, count)
+
+        proposal = self.block.propose(anchor, rank, count)
+        mask = {**self.config, **self.config.get("dflash_config", {})}["mask_token_id"]
+        hidden = self._plain.block(self._embedding[[anchor] + [mask] * 15])[1:]
+        logits = self._plain.logits(hidden, self._head)
+        scores = logits - logits.max(1, keepdims=True)
+        scores -= np.log(np.exp(scores).sum(1, keepdims=True))
+        best = np.sort(scores, 1)[:, ::-1][:, :count]
+        assert proposal.ids.shape == (15, count) and not len(proposal.chains)
+        assert np.abs(proposal.scores.numpy() - best).max() < 1e-4
+        assert np.abs(np.take_along_axis(scores, proposal.ids.numpy(), 1) - best).max() < 1e-4
+        [(positions, told)] = asked
+        assert positions.tolist() == list(range(self._length + 1, self._length + 16))
+        assert told.tolist() == [anchor]
+
+
+@pytest.mark.parametrize("method", [{}, SHAPED])
+def test_proposals(method: dict[str, float], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    proposer = Proposer(tiny_model("qwen35"), tmp_path, nested=True, method=method)
+    proposer.append(40, seed=1)
+    proposer.check(7)
+    for number, count in enumerate((3, 8, 1, 70, 2)):
+        proposer.append(count, seed=10 + number)
+        proposer.check(20 + number)
+
+
+def test_features_may_come_in_pieces(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Whether they wait for company or for a proposal, or there are none, makes no difference."""
+    proposer = Proposer(tiny_model("qwen35"), tmp_path)
+    proposer.check(5)
+    proposer.append(90, seed=1, pieces=90)
+    proposer.append(0, seed=2)
+    proposer.check(7)
+    proposer.append(63, seed=3, pieces=9)
+    proposer.append(130, seed=4, pieces=2)
+    proposer.check(8)
+    proposer.check(9)
+
+
+def test_open_forgets_everything(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    proposer = Proposer(tiny_model("qwen35"), tmp_path)
+    proposer.append(75, seed=1)
+    proposer.append(9, seed=2)
+    proposer.check(3)
+    proposer.append(20, seed=3)  # still waiting
+    proposer.open()
+    proposer.check(3)
+    proposer.append(4, seed=4)
+    proposer.check(3)
+    proposer.append(80, seed=5)
+    proposer.check(3)
