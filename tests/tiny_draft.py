@@ -160,8 +160,8 @@ def save_gguf(
     """Tensors by z-lab's names; matrices in the type of the last part of their GGUF name, F32 by default."""
     with GGUFWriter(path, architecture) as writer:
         for key, value in metadata.items():
-            listed = isinstance(value, list) and key == "dflash.target_layers"
-            writer.add(key, value, ValueType.INT32 if listed and type(value[0]) is int else None)
+            numbers = isinstance(value, list) and type(value[0]) is int
+            writer.add(key, value, ValueType.INT32 if numbers else None)
         packed = {}
         for name, tensor in tensors.items():
             renamed = gguf_name(name)

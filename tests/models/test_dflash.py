@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.models.plain_dflash import PlainDraft
 from tests.tiny_draft import (
@@ -192,6 +193,36 @@ def test_any_schedule_of_chunks(
     draft = DFlashDraft.load(folder, target, causal=causal)
     plain = PlainDraft(config, arrays(tensors), causal=causal, context=context)
     assert compare(draft, plain, rounds=tuple(rounds), context=context) <= TOLERANCE
+
+
+class UniquePlaces(TorchFunctionMode):
+    """Every assignment to places of a tensor names each of them once: on a GPU the winner would be chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[1], tuple):
+            places = torch.stack(torch.broadcast_tensors(*args[1])).flatten(1)
+            assert places.unique(dim=1).shape == places.shape
+            self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_place_of_a_ring_is_written_twice(target: ModelSpec, tmp_path: Path) -> None:
+    save_draft(tmp_path, draft_config(target, layer_types=SLIDING, sliding_window=13))
+    draft = DFlashDraft.load(tmp_path, target)
+    buffers = poisoned(draft, context=20, slots=2)
+    lengths = torch.zeros(2, dtype=torch.int64)
+    with UniquePlaces() as mode:
+        for count, slots in ((50, [0, 1]), (13, [1]), (14, [0]), (20, [0, 1]), (21, [1])):
+            draft.append(random_rows(len(slots), count, 3 * target.width), torch.tensor(slots), buffers)
+            lengths[slots] += count
+    assert mode.seen == 5 * 2 * 3
+    assert torch.equal(buffers.lengths, lengths)
+    # The chunks of 50 and of 21 lost what the longest ring does not hold.
+    assert buffers.starts.tolist() == [30, 84]
 
 
 def test_slots_do_not_mix(target: ModelSpec, tmp_path: Path) -> None:

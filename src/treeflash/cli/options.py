@@ -1,8 +1,10 @@
-"""Values that users write in their own way: sizes with a suffix, text with escapes."""
+"""Values that users write in their own way: sizes with a suffix, text with escapes, biases of tokens."""
 
 import re
 
 import typer
+
+from treeflash.errors import UsageError
 
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "e": "\x1b", "\\": "\\"}
@@ -26,3 +28,16 @@ def unescape(text: str) -> str:
         return chr(int(code, 16)) if code else _ESCAPES[match[3]]
 
     return _ESCAPE.sub(character, text)
+
+
+def bias(texts: list[str]) -> dict[int, float]:
+    """ID=VALUE, each for another token; VALUE may be -inf."""
+    found: dict[int, float] = {}
+    for text in texts:
+        match = re.fullmatch(r"([0-9]+)=([+-]?(?:inf|[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?))", text.strip())
+        if match is None:
+            raise UsageError(f"--logit-bias is {text!r}, needed a token's number and a value: 1234=-5")
+        if int(match[1]) in found:
+            raise UsageError(f"--logit-bias names token {match[1]} twice, needed once")
+        found[int(match[1])] = float(match[2])
+    return found

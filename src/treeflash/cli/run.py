@@ -2,174 +2,91 @@
 
 import contextlib
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from treeflash.cli import view
+from treeflash.cli import report, view
+from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.default_model import NOTICE, default_model
 from treeflash.cli.interrupt import Interrupt
-from treeflash.cli.options import size, unescape
+from treeflash.cli.inventory import card_of
+from treeflash.cli.options import bias, unescape
+from treeflash.cli.speculation import Target, Wishes, decide, downloading
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
-from treeflash.hub.resolve import resolve
+from treeflash.hub.resolve import here, meaning, resolve
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
 
-PROMPT, SAMPLING, ENGINE, OUTPUT = "Prompt", "Sampling", "Engine", "Output"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
 
 def run(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A .gguf file, a folder that holds one, or USER/REPO[:QUANT]; else DFLASH_TARGET.",
-        ),
-    ] = None,
-    text: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False)
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="What to answer. Standard input, if piped in, is added to it.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            "--system", "-s", help="Instructions that come before the prompt.", rich_help_panel=PROMPT
-        ),
-    ] = None,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw", help="Continue the prompt as it is, without the chat template.", rich_help_panel=PROMPT
-        ),
-    ] = False,
-    think: Annotated[
-        bool | None,
-        typer.Option(
-            "--think/--no-think",
-            help="Reason before answering; else as the model's template decides.",
-            show_default=False,
-            rich_help_panel=PROMPT,
-        ),
-    ] = None,
-    n_gen: Annotated[
-        int,
-        typer.Option(
-            "--n-gen", "-n", min=1, metavar="N", help="Most tokens to write.", rich_help_panel=SAMPLING
-        ),
-    ] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            "-t",
-            min=0,
-            max=100,
-            metavar="X",
-            help="0 takes the likeliest token each time.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            metavar="X",
-            help="Draw from the likeliest tokens that add up to this.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 1.0,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Draw from this many tokens; 0: all.", rich_help_panel=SAMPLING
-        ),
-    ] = 0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            metavar="X",
-            help="Leave out tokens below this share of the likeliest.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Same seed, same text. Random and shown when absent.", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=r"End before this text; may be given several times; \n is a new line.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    max_ctx: Annotated[
-        int | None,
-        typer.Option(
-            parser=size,
-            metavar="TOKENS",
-            help="Prompt and answer together: 8192, 8k, 1m. Default: as memory allows.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where to compute.", rich_help_panel=ENGINE)] = Device.auto,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Use only what is on this machine.", rich_help_panel=ENGINE)
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for errors too.", rich_help_panel=OUTPUT)
-    ] = False,
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="No progress, notices or statistics.", rich_help_panel=OUTPUT),
-    ] = False,
+    model: flags.Model = None,
+    text: flags.PromptArgument = None,
+    prompt: flags.Prompt = None,
+    system: flags.System = None,
+    raw: flags.Raw = False,
+    think: flags.Think = None,
+    n_gen: flags.MaxTokens = 256,
+    temperature: flags.Temperature = 0.0,
+    top_p: flags.TopP = 1.0,
+    top_k: flags.TopK = 0,
+    min_p: flags.MinP = 0.0,
+    repetition_penalty: flags.RepetitionPenalty = 1.0,
+    presence_penalty: flags.PresencePenalty = 0.0,
+    frequency_penalty: flags.FrequencyPenalty = 0.0,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    draft: flags.Draft = None,
+    draft_quant: flags.DraftQuantisation = flags.DraftQuant.auto,
+    draft_ctx: flags.DraftContext = None,
+    draft_causal: flags.DraftCausal = None,
+    budget: flags.Budget = None,
+    chain: flags.Chain = False,
+    no_draft: flags.NoDraft = False,
+    max_ctx: flags.MaxContext = None,
+    device: flags.Where = flags.Device.auto,
+    offline: flags.Offline = False,
+    as_json: flags.AsJson = False,
+    logprobs: flags.Logprobs = None,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Answer one prompt.
 
     The answer goes to standard output and everything else to standard error, so that it can be piped.
+    Whatever proposes tokens, the text is the same: `--no-draft` only makes it come slower.
 
-    treeflash run USER/REPO:Q4_K_M "Why is the sky blue?"
+    treeflash run qwen3.6-27b "Why is the sky blue?"
 
     git diff | treeflash run model.gguf -p "Write a commit message for this."
     """
-    if top_p == 0:
-        raise UsageError(
-            "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
-        )
-    if raw and (system is not None or think is not None):
-        flag = "--system" if system is not None else "--think and --no-think"
-        raise UsageError(f"{flag} and --raw exclude each other: without a chat template there are no roles")
-    if text is not None and prompt is not None:
-        raise UsageError("a prompt was given both behind the model and with --prompt, needed once")
+    settings = environment()
+    wishes = Wishes(
+        draft=draft,
+        no_draft=no_draft,
+        chain=chain,
+        budget=budget,
+        quant=draft_quant,
+        context=draft_ctx,
+        causal=draft_causal,
+        default_draft=settings.draft,
+    )
+    wishes.check()
+    _check(text, prompt, system=system, raw=raw, think=think, top_p=top_p)
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs needs --json, which shows them")
+    biases = bias(logit_bias or [])
     screen = view.Screen(quiet=quiet)
     asked = _prompt(text if text is not None else prompt, raw=raw, screen=screen)
-    path = _find(model, offline=offline, screen=screen)
-    if think is not None:
-        _check_thinking(path)
+    offline = offline or settings.offline
+    target = _find(model or settings.target, think=think, offline=offline, screen=screen)
+    # What a program reads is not the place for what it can see in the object.
+    talk = view.Screen(quiet=quiet, notes=not as_json)
+    speculation, draft_config = decide(wishes, target, offline=offline, screen=talk)
     with screen.waiting("Starting PyTorch"):
         from treeflash.engine.sampler import SamplingParams
         from treeflash.engine.session import Session, TextRequest
@@ -182,23 +99,76 @@ def run(
         messages=messages,
         prompt=asked if raw else None,
         max_tokens=n_gen,
-        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+        sampling=SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=biases,
+            logprobs=logprobs,
+            seed=seed,
+        ),
         stop=[unescape(each) for each in stop or ()],
         thinking=think,
         cancelled=lambda: interrupt.requested,
     )
-    with screen.loading(f"Loading {path.name}") as bar:
-        session = Session.load(path, EngineConfig(device=device.value, max_ctx=max_ctx), progress=bar.update)
+    config = EngineConfig(
+        device=device.value,
+        max_ctx=max_ctx,
+        speculation=speculation,
+        draft=draft_config,
+        costs=_costs_file(),
+    )
+    with screen.loading(f"Loading {target.path.name}") as bar:
+        session = Session.load(target.path, config, progress=bar.update)
     answer = view.Answer(shown=not as_json)
     with interrupt:
         finished = _generate(session, request, answer, screen)
     answer.end()
     if as_json:
-        _print_result(answer.text, finished, path)
+        draft_path = draft_config.path if draft_config else None
+        view.print_json(
+            report.result(
+                answer.text, finished, model=target.path, draft=draft_path, tokenizer=session.tokenizer
+            )
+        )
     else:
-        screen.statistics(_statistics(finished, sampled=temperature > 0, interrupted=interrupt.requested))
+        screen.statistics(
+            report.line(
+                finished,
+                plain=speculation is None,
+                drafted=draft_config is not None,
+                sampled=temperature > 0,
+                interrupted=interrupt.requested,
+            )
+        )
+        for note in finished.stats.notes if finished else ():
+            screen.notice(note)
     if interrupt.requested:
         raise typer.Exit(INTERRUPTED)
+
+
+def _check(
+    text: str | None,
+    prompt: str | None,
+    *,
+    system: str | None,
+    raw: bool,
+    think: bool | None,
+    top_p: float,
+) -> None:
+    if top_p == 0:
+        raise UsageError(
+            "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
+        )
+    if raw and (system is not None or think is not None):
+        flag = "--system" if system is not None else "--think and --no-think"
+        raise UsageError(f"{flag} and --raw exclude each other: without a chat template there are no roles")
+    if text is not None and prompt is not None:
+        raise UsageError("a prompt was given both behind the model and with --prompt, needed once")
 
 
 def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
@@ -218,35 +188,35 @@ def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
     return "\n\n".join(parts)
 
 
-def _find(model: str | None, *, offline: bool, screen: view.Screen) -> Path:
-    settings = environment()
-    name = model or settings.target
+def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Target:
     if name is None:
         screen.notice(NOTICE)
         with screen.waiting("Making the model"):
-            return default_model()
-    with screen.downloading() as bar:
-        try:
-            return resolve(name, offline=offline or settings.offline, progress=bar)
-        except KeyboardInterrupt:
-            if bar.began:
-                screen.notice(
-                    "Interrupted. What was downloaded is kept: the same command goes on from there."
-                )
-            raise
+            return Target(default_model(), card=None, known=False)
+    meant = meaning(name)
+    missing = meant.repo is not None and not offline and here(meant) is None
+    if missing:
+        screen.note(f"Fetching {meant.card.target if meant.card and not meant.repo.quant else meant.repo}")
+    with downloading(screen, "the same command") as bar:
+        path = resolve(meant, offline=offline, progress=bar)
+    return Target(path, _card(path, meant, think=think), fetched=missing)
 
 
-def _check_thinking(path: Path) -> None:
-    """Before the weights are read, which may take minutes."""
-    from treeflash.gguf.reader import GGUFFile
-    from treeflash.text.template import ChatTemplate
-
+def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
+    """Looks into the file before the weights are read, which may take minutes."""
     with GGUFFile.open(path) as file:
-        if not ChatTemplate.from_metadata(file.metadata).supports_thinking:
+        if think is not None and not ChatTemplate.from_metadata(file.metadata).supports_thinking:
             raise UsageError(
                 f"{path.name} has no switch for thinking in its chat template",
                 "leave out --think and --no-think",
             )
+        return meant.card or card_of(file, meant.repo.repo if meant.repo else None)
+
+
+def _costs_file() -> Path:
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("treeflash")) / "step-costs.json"
 
 
 def _generate(
@@ -268,34 +238,3 @@ def _generate(
                 case Finished():
                     finished = event
     return finished
-
-
-def _print_result(text: str, finished: "Finished | None", path: Path) -> None:
-    view.print_json(
-        {
-            "text": text,
-            "tokens": finished.tokens if finished else None,
-            "finish_reason": finished.reason if finished else "cancelled",
-            "model": str(path),
-            "stats": finished.stats.as_dict() if finished else None,
-        }
-    )
-
-
-def _statistics(finished: "Finished | None", *, sampled: bool, interrupted: bool) -> str:
-    """The one line below an answer."""
-    parts = []
-    if finished is not None:
-        stats = finished.stats
-        parts = [
-            f"{stats.generated_tokens} tok",
-            f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
-            f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
-            f"prompt {stats.prompt_tokens}"
-            + (f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""),
-            f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
-            f"seed {stats.seed}" if sampled else "",
-            "length limit" if finished.reason == "length" else "",
-        ]
-    parts.append("interrupted" if interrupted else "")
-    return " · ".join(filter(None, parts))

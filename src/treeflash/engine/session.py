@@ -15,7 +15,7 @@ from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
-from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
@@ -59,6 +59,7 @@ class Finished:
     reason: Literal["stop", "length", "cancelled"]
     tokens: list[int]  # delivered, end tokens not among them
     stats: RequestStats
+    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
 
 
 class Session:
@@ -122,6 +123,7 @@ class Session:
     def generate(self, request: TextRequest) -> Iterator[Progress | Text | Finished]:
         text = _Writer(self.tokenizer, request.stop)
         tokens: list[int] = []
+        logprobs: list[TokenLogprob] | None = None if request.sampling.logprobs is None else []
         events = self.engine.generate(
             Request(
                 prompt=self.encode(request),
@@ -137,8 +139,10 @@ class Session:
                 match event:
                     case Progress():
                         yield event
-                    case Tokens(new):
+                    case Tokens(new, fresh):
                         tokens += new
+                        if logprobs is not None:
+                            logprobs += fresh or []
                         if piece := text.take():
                             yield Text(piece)
                     case Done(reason, stats):
@@ -146,7 +150,7 @@ class Session:
                         if piece := text.take():
                             yield Text(piece)
                         self._save_costs()
-                        yield Finished(reason, tokens, stats)
+                        yield Finished(reason, tokens, stats, logprobs)
 
 
 def _drafter(

@@ -9,7 +9,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -22,6 +22,9 @@ TRIES = 5  # without a new byte
 TIMEOUT_S = 15
 # Beyond it the site serves files only to its own client.
 MAX_FILE = 50_000_000_000
+
+# From a repository's (name, bytes) the files to take, in order; raises where it has them not.
+Pick = Callable[[list[tuple[str, int]]], tuple[str, ...]]
 
 
 class FetchProgress(Protocol):
@@ -77,13 +80,36 @@ def fetch(
     endpoint: str | None = None,
     cache: Path | None = None,
 ) -> Path:
-    """Path of the model's (first) file in the cache; `endpoint` and `cache` default to the hub's settings."""
+    """Path of the model's (first) GGUF file in the cache."""
+    options = {"offline": offline, "progress": progress, "endpoint": endpoint, "cache": cache}
+    return fetch_files(name, gguf_files(name), **options)[0]
+
+
+def gguf_files(name: RepoName) -> Pick:
+    """Picks the one model that `name` means."""
+    return lambda files: choose([each for each in group(files) if each.complete], name).files
+
+
+def fetch_files(
+    name: RepoName,
+    pick: Pick,
+    *,
+    offline: bool = False,
+    progress: FetchProgress | None = None,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+    check: Callable[[Path], None] = lambda path: None,
+) -> list[Path]:
+    """Paths in the cache of the files that `pick` takes; `check` may refuse each before the next is fetched.
+
+    `endpoint` and `cache` default to the hub's settings.
+    """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     progress = progress or Silent()
-    cache = cache or Path(constants.HF_HUB_CACHE)
+    cache = cache or cache_folder()
     if offline or constants.HF_HUB_OFFLINE:
-        return _cached(name, cache)
+        return cached(name, pick, cache=cache)
     site = endpoint or constants.ENDPOINT
     try:
         with explained(name, site):
@@ -91,23 +117,37 @@ def fetch(
     except DownloadFailed as error:
         # Without a network a copy from earlier will do; without that, the reason matters.
         with contextlib.suppress(TreeFlashError):
-            found = _cached(name, cache)
+            found = cached(name, pick, cache=cache)
             progress.notice(f"{error.message}: using the copy in the cache")
             return found
         raise
-    sets = group((each.rfilename, each.size or 0) for each in info.siblings or [])
-    files = choose([each for each in sets if each.complete], name).files
+    files = pick([(each.rfilename, each.size or 0) for each in info.siblings or []])
     paths = {
         file: try_to_load_from_cache(name.repo, file, cache_dir=cache, revision=info.sha) for file in files
     }
     if missing := [file for file, path in paths.items() if not isinstance(path, str)]:
         with explained(name, site):
-            paths |= _download(name.repo, missing, endpoint=endpoint, cache=cache, progress=progress)
-    return Path(str(paths[files[0]]))
+            paths |= _download(
+                name.repo, missing, endpoint=endpoint, cache=cache, progress=progress, check=check
+            )
+    return [Path(str(paths[file])) for file in files]
+
+
+def cache_folder() -> Path:
+    """Where the hub's client keeps its files."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
 
 
 def _download(
-    repo: str, files: list[str], *, endpoint: str | None, cache: Path, progress: FetchProgress
+    repo: str,
+    files: list[str],
+    *,
+    endpoint: str | None,
+    cache: Path,
+    progress: FetchProgress,
+    check: Callable[[Path], None],
 ) -> dict[str, str]:
     """Paths of the files in the cache, by name."""
     from huggingface_hub import hf_hub_download
@@ -121,6 +161,7 @@ def _download(
         before += file.size
         # Finds the blob in place and adds the names by which the cache knows it.
         paths[file.name] = hf_hub_download(repo, file.name, cache_dir=cache, endpoint=endpoint)
+        check(Path(paths[file.name]))
     return paths
 
 
@@ -235,28 +276,34 @@ def _check(file: _File, share: _Share) -> None:
         raise DownloadFailed(f"{file.name} arrived damaged: it {problem}", "run the same command again")
 
 
-def _cached(name: RepoName, cache: Path) -> Path:
-    """The model in the cache: of the branch's last known commit, or of the newest one that has it.
+def cached(name: RepoName, pick: Pick, *, cache: Path | None = None) -> list[Path]:
+    """The files in the cache: of the branch's last known commit, or of the newest one that has them.
 
     A name without a quantisation means the only one there is.
     """
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = cache / repo_folder_name(repo_id=name.repo, repo_type="model")
-    snapshots = sorted(folder.glob("snapshots/*"), key=lambda each: each.stat().st_mtime, reverse=True)
-    with contextlib.suppress(OSError):
-        current = (folder / "refs" / "main").read_text().strip()
-        snapshots.sort(key=lambda each: each.name != current)
+    cache = cache or cache_folder()
     problem = None
-    for snapshot in snapshots:
-        files = [each for each in snapshot.rglob("*.gguf") if each.is_file()]
-        sets = group((each.relative_to(snapshot).as_posix(), each.stat().st_size) for each in files)
+    for snapshot in snapshots(name.repo, cache):
+        inside = [each for each in snapshot.rglob("*") if each.is_file()]
+        files = [(each.relative_to(snapshot).as_posix(), each.stat().st_size) for each in inside]
         try:
-            return snapshot / choose([each for each in sets if each.complete], name).files[0]
+            return [snapshot / file for file in pick(files)]
         except ModelNotFound as error:
-            problem = problem or (error if sets else None)
+            problem = problem or (error if group(files) else None)
     what = f" ({problem.message})" if problem else ""
     raise ModelNotFound(
         f"{name} is not in the cache at {cache}{what}",
-        f"fetch it while online: treeflash run {name}",
+        f"fetch it while online: treeflash pull {name}",
     )
+
+
+def snapshots(repo: str, cache: Path) -> list[Path]:
+    """Folders of a repository's commits in the cache, the branch's last known one first, then the newest."""
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = cache / repo_folder_name(repo_id=repo, repo_type="model")
+    found = sorted(folder.glob("snapshots/*"), key=lambda each: each.stat().st_mtime, reverse=True)
+    with contextlib.suppress(OSError):
+        current = (folder / "refs" / "main").read_text().strip()
+        found.sort(key=lambda each: each.name != current)
+    return found

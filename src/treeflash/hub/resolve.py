@@ -1,27 +1,97 @@
-"""Turns the name a user gave into the path of a GGUF file, fetching it if need be."""
+"""Turns the name a user gave into the path of a file, fetching it if need be."""
 
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
-from treeflash.errors import ModelNotFound
-from treeflash.hub.download import FetchProgress, fetch
-from treeflash.hub.local import model_in, no_such_file
-from treeflash.hub.names import parse_repo
+from treeflash.errors import ModelNotFound, UsageError
+from treeflash.hub import catalog
+from treeflash.hub.catalog import Card
+from treeflash.hub.download import FetchProgress, cached, fetch, gguf_files
+from treeflash.hub.drafts import fetch_draft
+from treeflash.hub.local import draft_in, model_in, no_such_file
+from treeflash.hub.names import RepoName, parse_repo
 
 
-def resolve(name: str, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:
-    """A path as it is, a folder's one model, or USER/REPO[:QUANT] through the hub's shared cache.
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a name stands for: a file that is here, or a repository; and its card if the name is one's."""
 
-    What exists on disk wins over a repository of the same name.
+    path: Path | None = None
+    repo: RepoName | None = None
+    card: Card | None = None
+
+
+def meaning(name: str) -> Meaning:
+    """What exists on disk wins over the catalogue, and both over a repository of the same name."""
+    if (path := _on_disk(name)) is not None:
+        return Meaning(path=model_in(path) if path.is_dir() else path)
+    if (found := catalog.named(name)) is not None:
+        card, quant = found
+        if card.target is None:
+            return Meaning(path=card.pair.target if card.pair else None, card=card)
+        return Meaning(repo=RepoName(card.target.repo, quant), card=card)
+    repo = parse_repo(name)
+    if repo is None:
+        raise no_such_file(name, catalog.similar(name))
+    return Meaning(repo=repo)
+
+
+def here(meant: Meaning) -> Path | None:
+    """The file, if it is on this machine."""
+    if meant.repo is None:
+        return meant.path
+    names = [meant.repo]
+    if meant.card is not None and meant.card.target is not None and meant.repo.quant is None:
+        # A name of the catalogue prefers its own quantisation and else takes the only one there is.
+        names.insert(0, meant.card.target)
+    for name in names:
+        with contextlib.suppress(ModelNotFound):
+            return cached(name, gguf_files(name))[0]
+    return None
+
+
+def resolve(
+    name: str | Meaning, *, offline: bool = False, progress: FetchProgress | None = None
+) -> Path:
+    """A path as it is, a folder's one model, a catalogue name, or USER/REPO[:QUANT] through the hub's cache.
+
+    Of the catalogue's models a copy in the cache will do; for other repositories the hub is asked.
     """
+    meant = meaning(name) if isinstance(name, str) else name
+    if meant.path is not None:
+        return meant.path
+    repo = meant.repo
+    if meant.card is not None:
+        if (path := here(meant)) is not None:
+            return path
+        repo = repo if repo and repo.quant else meant.card.target
+    assert repo is not None
+    return fetch(repo, offline=offline, progress=progress)
+
+
+def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:
+    """The same for a draft: a file or folder, the draft of a catalogue name, or USER/REPO[:QUANT]."""
+    if (path := _on_disk(name)) is not None:
+        return draft_in(path) if path.is_dir() else path
+    repo: RepoName | None
+    if (found := catalog.named(name)) is not None:
+        card, _ = found
+        if card.pair is not None:
+            return card.pair.draft
+        repo = card.draft
+        if repo is None:
+            raise UsageError(f"no draft is known for {card.name}", "--draft PATH|REPO names one")
+    else:
+        repo = parse_repo(name)
+    if repo is None:
+        raise no_such_file(name, catalog.similar(name))
+    return fetch_draft(repo, offline=offline, progress=progress)
+
+
+def _on_disk(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
-        if path.is_dir():
-            return model_in(path)
-        if path.exists():
-            return path
+        return path if path.exists() else None
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFound(f"{name[:200]!r} is not a file name: {error}") from error
-    repo = parse_repo(name)
-    if repo is not None:
-        return fetch(repo, offline=offline, progress=progress)
-    raise no_such_file(name)

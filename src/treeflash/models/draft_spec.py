@@ -154,6 +154,10 @@ class DraftSpec:
             "dflash.rope.dimension_count": head_dim,
             "dflash.rope.scaling.type": "none",
             "dflash.sample_from_anchor": False,
+            "dflash.hidden_activation": "silu",
+            "dflash.embedding_scale": 1.0,
+            "dflash.logit_scale": 1.0,
+            "dflash.final_logit_softcapping": 0.0,
         }
         for key, needed in fixed.items():
             if file.metadata.get(key) not in (None, needed):

@@ -35,7 +35,7 @@ class Calibration:
             self._table = torch.tensor(table, device=self._device)
             self._stale = False
         depths = torch.tensor([_depth_bin(d) for d in range(1, scores.shape[0] + 1)], device=self._device)
-        claims = torch.bucketize(scores, self._edges)
+        claims = torch.bucketize(scores.contiguous(), self._edges)
         return (scores + self._table[depths[:, None], claims]).clamp(max=0)
 
     def learn(self, proposal: Proposal, followed: list[int]) -> None:

@@ -2,8 +2,8 @@
 
 For every number of rows it knows what a step of that size costs and how many proposed tokens it would have
 committed of late: trees are in order of worth, so a walk tells what any smaller tree would have given. If no
-size beats the root alone, steps are plain, and now and then the proposers are asked only to be compared with
-what comes.
+size beats the root alone, steps are plain, and now and then the draft is asked only to be compared with what
+comes. Copies from the text cost nothing to propose: they are taken whenever they promise to pay.
 """
 
 import bisect
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FADE = 0.85  # of what a past step says about the next, for every step between
 _LEAST_FADE = 0.4  # a single proposal never outweighs the past by more than this leaves
-_PROBE_SHARE = 0.02  # of the time that asking a draft may take while steps are plain
-_PROBE_EVERY = (6, 24)  # steps between two such questions, at least and at most
+_PROBE_SHARE = 0.015  # of the time that asking a draft may take while steps are plain
+_PROBE_EVERY = (6, 40)  # steps between two such questions, at least and at most
 _MARGIN = 1.02  # how much better a tree must promise to be than plain decoding
-_SILENCE = 200  # proposals without one accepted token after which something is wrong
+_SILENCE = (20, 200)  # proposals, and steps, without one accepted token: then something is wrong
 
 
 @dataclass(slots=True)
@@ -53,11 +53,13 @@ class Costs:
 class Plan:
     rows: int  # of the step, the root included
     ask: bool  # the draft for a proposal; with one row only to compare it with what comes
+    copy: bool = False  # no question to the draft: the rows are a copy from the text
 
 
 class Controller:
-    def __init__(self, costs: Costs, *, max_rows: int, fixed: bool = False):
+    def __init__(self, costs: Costs, *, max_rows: int, drafts: bool, fixed: bool = False):
         self.costs = costs
+        self._drafts = drafts
         self._buckets = [rows for rows in BUCKETS if rows < max_rows] + [max_rows]
         self._fixed = fixed
         # Accepted tokens a step by bucket, and the same as promised by the scores: None until known.
@@ -65,24 +67,35 @@ class Controller:
         self._promised: list[float] = []
         self._since_question = 0
         self._steps_since_learning = 0
+        self.steps = 0
         self.proposals = 0
         self.accepted = 0
 
-    def plan(self) -> Plan:
-        """For the coming step."""
+    def plan(self, *, copied: int = 0, sure: float = 0.0) -> Plan:
+        """For the coming step, when a copy of `copied` tokens might follow, each with probability `sure`."""
+        self.steps += 1
         self._steps_since_learning += 1
         top = self._buckets[-1]
-        if top == 1 or self._fixed or not self._accepted:
-            return Plan(top, top > 1)
-        plain = 1 / self.costs.of(1)
-        best, speed = 1, plain * _MARGIN
-        for rows, accepted in zip(self._buckets[1:], self._accepted[1:], strict=True):
+        if self._fixed:
+            return Plan(top, self._drafts, copy=not self._drafts and copied > 0)
+        if 1 not in self.costs.step:
+            return Plan(1, False)  # what plain decoding costs has to be known first
+        if self._drafts and not self._accepted:
+            return Plan(top, True)
+        best, speed = Plan(1, False), _MARGIN / self.costs.of(1)
+        for rows, accepted in zip(self._buckets[1:], self._accepted[1:], strict=False):
             rate = (1 + accepted) / (self.costs.of(rows) + self.costs.draft)
             if rate > speed:
-                best, speed = rows, rate
-        if best > 1:
+                best, speed = Plan(rows, True), rate
+        for rows in self._buckets[1:] if copied else ():
+            # 1 + sure + sure^2 + ...: one for the target's own token behind the copy.
+            count = min(rows, copied + 1)
+            rate = (1 - sure**count) / (1 - min(sure, 0.999)) / self.costs.of(rows)
+            if rate > speed:
+                best, speed = Plan(rows, False, copy=True), rate
+        if best.rows > 1 or not self._drafts:
             self._since_question = 0
-            return Plan(best, True)
+            return best
         self._since_question += 1
         every = self.costs.draft / self.costs.of(1) / _PROBE_SHARE
         ask = self._since_question >= min(max(every, _PROBE_EVERY[0]), _PROBE_EVERY[1])
@@ -100,6 +113,8 @@ class Controller:
             self._accepted, self._promised = promised[:], promised[:]
         within = sum(rows <= verified for rows in self._buckets)
         fade = max(_FADE ** max(1, self._steps_since_learning), _LEAST_FADE)
+        # At first every outcome counts the same, beside one for what the scores promise.
+        fade = min(fade, self.proposals / (self.proposals + 1))
         self._steps_since_learning = 0
         for index, (new, claim) in enumerate(zip(accepted, promised, strict=True)):
             self._promised[index] += (1 - fade) * (claim - self._promised[index])
@@ -112,9 +127,9 @@ class Controller:
 
     def complaint(self) -> str | None:
         """In words, when speculation does nothing at all."""
-        if self.proposals >= _SILENCE and self.accepted == 0:
+        if self.accepted == 0 and self.proposals >= _SILENCE[0] and self.steps >= _SILENCE[1]:
             return (
-                f"none of the draft's tokens was accepted in {self.proposals} steps: "
-                "is it the draft of this target, with the right layers and mask token?"
+                f"not one token of {self.proposals} proposals in {self.steps} steps came true: is this the"
+                " draft of this target, with the right layers (target_layer_ids) and mask (mask_token_id)?"
             )
         return None

@@ -56,7 +56,9 @@ class Speculator:
         self._draft, self._config, self._device = draft, config, device
         self._depth = draft.spec.block_size - 1 if draft else _LOOKUP_DEPTH
         self._calibration = Calibration(device)
-        self._controller = Controller(costs, max_rows=config.budget + 1, fixed=not config.adaptive)
+        self._controller = Controller(
+            costs, max_rows=config.budget + 1, drafts=draft is not None, fixed=not config.adaptive
+        )
         self._lookup = ContextLookup()
         self._processed = 0
         self._asked: _Asked | None = None  # for the step under way
@@ -84,10 +86,14 @@ class Speculator:
     def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
         if len(self._lookup) == position:
             self._lookup.append([anchor])
-        plan = self._controller.plan()
+        copied, score = self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
+        plan = self._controller.plan(copied=len(copied), sure=math.exp(score))
         self._asked = None
+        if plan.copy:
+            tokens = [anchor, *copied][: min(plan.rows, limit)]
+            return DraftTree.of(tokens, list(range(-1, len(tokens) - 1)), self._device)
         if plan.ask and limit > 1:
-            self._asked = asked = self._ask(anchor, rank)
+            self._asked = asked = self._ask(anchor, rank, copied, score)
             rows = min(plan.rows, limit, len(asked.scored.tokens))
             if rows > 1:
                 return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
@@ -121,25 +127,14 @@ class Speculator:
             self._controller.learn(watched.weights(), path, verified=len(watched.scored.tokens))
             self._watched = None
 
-    def _ask(self, anchor: int, rank: Rank) -> _Asked:
-        """Every proposer's candidates as one tree, corrected by how such claims have fared."""
-        count = 1 if self._config.chain else _CANDIDATES
-        if self._draft:
-            claimed = self._draft.propose(anchor, rank, count)
-        else:
-            nothing = torch.empty(self._depth, 0, device=self._device)
-            claimed = Proposal.rows(nothing.long(), nothing)
-        proposal = claimed
-        if self._draft:
-            proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
-        if self._config.lookup and not (self._config.chain and self._draft):
-            tokens, score = self._lookup.propose(self._depth)
-            if tokens:
-                chain = torch.tensor([tokens], device=self._device)
-                proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
+    def _ask(self, anchor: int, rank: Rank, copied: list[int], score: float) -> _Asked:
+        """The draft's candidates, corrected by how such claims have fared, and the copy, as one tree."""
+        assert self._draft is not None
+        claimed = self._draft.propose(anchor, rank, 1 if self._config.chain else _CANDIDATES)
+        proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
+        if copied and not self._config.chain:
+            chain = torch.tensor([copied], device=self._device)
+            proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
         root = torch.tensor([anchor], device=self._device)
-        if not proposal.ids.shape[1] and not len(proposal.chains):
-            empty = ScoredTree(root, torch.full_like(root, -1), torch.zeros(1), torch.zeros(1))
-            return _Asked(claimed, empty, [])
         scored = build_tree(root, proposal, nodes=self._config.budget, spine=_SPINE)
         return _Asked(claimed, scored.trimmed(), [])

@@ -1,0 +1,75 @@
+"""What of the hub's cache can be run: targets, drafts, and which belong together. Torch stays out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from treeflash.errors import ModelFileError, ModelNotFound
+from treeflash.gguf.reader import GGUFFile
+from treeflash.hub import catalog
+from treeflash.hub.cache import Cached, contents
+from treeflash.hub.catalog import Card
+from treeflash.hub.drafts import cached_draft
+from treeflash.models.spec import FAMILIES, ModelSpec
+
+DRAFT_ARCHITECTURE = "dflash"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    files: Cached
+    architecture: str
+    card: Card | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    targets: list[Target]
+    drafts: list[Cached]
+    others: int  # GGUF models that cannot be run
+
+    def users(self, repo: str) -> list[Target]:
+        """The targets here whose draft a repository holds."""
+        names = {card.name for card in catalog.of_draft(repo)}
+        return [target for target in self.targets if target.card is not None and target.card.name in names]
+
+    def draft_of(self, card: Card) -> Cached | None:
+        repo = card.draft.repo.lower() if card.draft else None
+        return next((draft for draft in self.drafts if draft.repo.lower() == repo), None)
+
+
+def inventory() -> Inventory:
+    targets, drafts, others = [], [], 0
+    for files in contents():
+        if files.path.suffix != ".gguf":
+            drafts.append(files)
+            continue
+        try:
+            with GGUFFile.open(files.path) as file:
+                architecture = file.architecture
+                card = card_of(file, files.repo) if architecture in FAMILIES else None
+        except (ModelNotFound, ModelFileError):
+            others += 1
+            continue
+        if architecture == DRAFT_ARCHITECTURE:
+            drafts.append(files)
+        elif architecture in FAMILIES:
+            targets.append(Target(files, architecture, card))
+        else:
+            others += 1
+    return Inventory(targets, drafts, others)
+
+
+def card_of(file: GGUFFile, repo: str | None = None) -> Card | None:
+    """The card of a target, by the repository it came from or by what its file says."""
+    spec = ModelSpec.from_gguf(file)
+    names = [spec.name, file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
+    return catalog.recognise(
+        names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers), repo=repo
+    )
+
+
+def draft_here(card: Card) -> Path | None:
+    """The card's draft, if it is on this machine."""
+    if card.pair is not None:
+        return card.pair.draft
+    return cached_draft(card.draft) if card.draft is not None else None

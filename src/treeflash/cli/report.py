@@ -1,0 +1,70 @@
+"""What is said about an answer: the line below it, or the JSON object."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treeflash.engine.sampler import TokenLogprob
+    from treeflash.engine.session import Finished
+    from treeflash.engine.stats import RequestStats
+    from treeflash.text.tokenizer import Tokenizer
+
+
+def line(
+    finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bool, interrupted: bool
+) -> str:
+    """plain: nothing was proposed; drafted: a draft did; sampled: tokens were drawn, by a seed."""
+    parts = []
+    if finished is not None:
+        stats = finished.stats
+        proposing = not plain and stats.steps > 0
+        parts = [
+            f"{stats.generated_tokens:,} tok",
+            f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
+            f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
+            f"prompt {stats.prompt_tokens:,}"
+            + (f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""),
+            f"accept {stats.acceptance_length:.2f}/step" if proposing else "",
+            f"{stats.rows_per_step:.1f} rows/step" if proposing else "",
+            f"draft {draft_share(stats):.0%}" if proposing and drafted else "",
+            f"seed {stats.seed}" if sampled else "",
+            "length limit" if finished.reason == "length" else "",
+        ]
+    parts.append("interrupted" if interrupted else "")
+    return " · ".join(filter(None, parts))
+
+
+def draft_share(stats: "RequestStats") -> float:
+    """Of the time that steps took."""
+    whole = stats.draft_s + stats.verify_s + stats.commit_s
+    return stats.draft_s / whole if whole else 0.0
+
+
+def result(
+    text: str, finished: "Finished | None", *, model: Path, draft: Path | None, tokenizer: "Tokenizer"
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "text": text,
+        "tokens": finished.tokens if finished else None,
+        "finish_reason": finished.reason if finished else "cancelled",
+        "model": str(model),
+        "draft": None if draft is None else str(draft),
+        "stats": statistics(finished.stats) if finished else None,
+    }
+    if finished is not None and finished.logprobs is not None:
+        found["logprobs"] = [_logprob(each, tokenizer) for each in finished.logprobs]
+    return found
+
+
+def statistics(stats: "RequestStats") -> dict[str, Any]:
+    """With a histogram: how many steps accepted exactly 0, 1, 2, ... proposed tokens."""
+    at_least = [stats.steps, *stats.accepted_by_position]
+    histogram = [more - fewer for more, fewer in zip(at_least, [*at_least[1:], 0], strict=True)]
+    return stats.as_dict() | {"acceptance_histogram": histogram}
+
+
+def _logprob(each: "TokenLogprob", tokenizer: "Tokenizer") -> dict[str, Any]:
+    def entry(id: int, logprob: float) -> dict[str, Any]:
+        return {"token": tokenizer.token_bytes(id).decode(errors="replace"), "id": id, "logprob": logprob}
+
+    return entry(each.token, each.logprob) | {"top": [entry(id, logprob) for id, logprob in each.top]}

@@ -1,0 +1,85 @@
+"""Drafts on the hub: which of a repository's files make one, and fetching just those."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from treeflash.errors import ModelNotFound, UnsupportedModel
+from treeflash.hub.download import FetchProgress, Pick, cached, fetch_files, gguf_files
+from treeflash.hub.names import RepoName
+
+CONFIG = "config.json"
+ARCHITECTURE = "DFlashDraftModel"
+# A mask that is no token of the target: such drafts cannot be run, which is better known before the download.
+_MASK_FILE = "mask_embedding.pt"
+
+
+def fetch_draft(
+    name: RepoName,
+    *,
+    offline: bool = False,
+    progress: FetchProgress | None = None,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """Path in the cache of a draft's weights: safetensors with their config beside them, or a GGUF file."""
+    options = {"offline": offline, "progress": progress, "endpoint": endpoint, "cache": cache}
+    return _weights(fetch_files(name, draft_files(name), check=_check_config, **options))
+
+
+def cached_draft(name: RepoName, *, cache: Path | None = None) -> Path | None:
+    """The same without asking anyone; None where it is not there."""
+    try:
+        return _weights(cached(name, draft_files(name), cache=cache))
+    except ModelNotFound:
+        return None
+
+
+def draft_files(name: RepoName) -> Pick:
+    """Picks config.json and the one safetensors file, or a GGUF file where there are only such."""
+
+    def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
+        names = [file for file, _ in files]
+        weights = [file for file in names if file.endswith(".safetensors") and "/" not in file]
+        if name.quant or name.file or (not weights and any(file.endswith(".gguf") for file in names)):
+            return gguf_files(name)(files)
+        if len(weights) != 1 or CONFIG not in names:
+            found = f"{len(weights)} .safetensors files and {'a' if CONFIG in names else 'no'} {CONFIG}"
+            raise ModelNotFound(
+                f"{name.repo} holds no draft: found {found}, needed one and its {CONFIG}",
+                "treeflash list shows the drafts that are known",
+            )
+        if _MASK_FILE in names:
+            raise UnsupportedModel(
+                f"{name.repo}: the draft brings {_MASK_FILE}, needed one whose mask is a token of the target"
+            )
+        return CONFIG, weights[0]
+
+    return pick
+
+
+def is_draft_config(path: Path) -> bool:
+    """Whether a config.json is that of a draft we know."""
+    return _architecture(path) == ARCHITECTURE
+
+
+def _check_config(path: Path) -> None:
+    """Before the weights follow: they may be many gigabytes of something else."""
+    if path.name == CONFIG and (found := _architecture(path)) not in (ARCHITECTURE, None):
+        raise UnsupportedModel(
+            f"{path}: architectures is {found!r}, needed {ARCHITECTURE!r} for a draft",
+            "drafts are small models made for one target; treeflash list shows those that are known",
+        )
+
+
+def _architecture(path: Path) -> str | None:
+    """As the config names it; None where it does not say."""
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        return str(config["architectures"][0])
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None
+
+
+def _weights(paths: list[Path]) -> Path:
+    return paths[0] if paths[0].suffix == ".gguf" else paths[-1]

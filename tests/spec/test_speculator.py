@@ -1,0 +1,163 @@
+"""The controller at work on a made-up clock: never much slower than plain decoding, and back when it pays."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from treeflash.config import SpecConfig
+from treeflash.spec.controller import Costs
+from treeflash.spec.draft import Outcome
+from treeflash.spec.proposal import Proposal
+from treeflash.spec.speculator import Speculator
+from treeflash.spec.verify import walk
+
+VOCABULARY = 1000
+DRAFT_COST = 0.3  # of a plain step
+
+
+def step_cost(rows: int) -> float:
+    return 1 + 0.03 * (rows - 1)
+
+
+class ScriptedDraft:
+    """Knows the text with probability `right` a position, and claims `claim` for its first candidate."""
+
+    def __init__(self, text: list[int], right: float, claim: float = 0.7, candidates: int = 4):
+        self.spec = SimpleNamespace(block_size=16, taps=())
+        self.text, self.right, self.claim = text, right, claim
+        self.questions, self._candidates = 0, candidates
+        self._length = 0
+        self._choose = random.Random(1)
+
+    def open(self) -> None: ...
+
+    def append(self, features: torch.Tensor) -> None:
+        self._length += len(features)
+
+    def propose(self, anchor: int, rank, count: int) -> Proposal:
+        self.questions += 1
+        future = self.text[self._length + 1 :][:15]
+        # Wrong ones are tokens that the text never has.
+        ids = VOCABULARY + torch.arange(4).repeat(len(future), 1)
+        for depth, token in enumerate(future):
+            if self._choose.random() < self.right:
+                ids[depth, 0] = token
+        rest = (1 - self.claim) / 4
+        scores = torch.tensor([self.claim, rest, rest, rest]).log().expand(len(future), -1)
+        count = min(count, self._candidates)
+        return Proposal.rows(ids[:, :count], scores[:, :count])
+
+
+class Clock:
+    """Runs a drafter over a text that is already known, as the engine would."""
+
+    def __init__(self, drafter: Speculator, text: list[int], draft: ScriptedDraft | None):
+        self.drafter, self.text, self.draft = drafter, text, draft
+        self.position, self.time, self.steps = 0, 0.0, 0
+        drafter.open()
+
+    def run(self, tokens: int) -> float:
+        """Speed over so many tokens, in units of plain decoding."""
+        start, begin = self.position, self.time
+        while self.position < start + tokens:
+            self._step()
+        return (self.position - start) / (self.time - begin)
+
+    def _step(self) -> None:
+        asked = self.draft.questions if self.draft else 0
+        tree = self.drafter.propose(self.text[self.position], self.position, 64, None)
+        drafting = DRAFT_COST * ((self.draft.questions if self.draft else 0) - asked)
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        path = walk(tokens, parents, [self.text[self.position + depth + 1] for depth in depths])
+        decided = [tokens[row] for row in path.rows[1:]] + [path.next_token]
+        cost = step_cost(len(tokens))
+        processed = [tokens[row] for row in path.rows]
+        self.drafter.append(processed, torch.zeros(len(processed), 0))
+        self.drafter.learn(Outcome(len(tokens), path.rows, decided, drafting, cost))
+        self.time += cost + drafting
+        self.position += len(decided)
+        self.steps += 1
+
+
+def novel(count: int, seed: int = 0) -> list[int]:
+    """Text without repetitions to copy."""
+    choose = random.Random(seed)
+    return [choose.randrange(VOCABULARY) for _ in range(count)]
+
+
+def clock(
+    text: list[int], right: float | None, *, claim: float = 0.7, candidates: int = 4, **options
+) -> Clock:
+    draft = ScriptedDraft(text, right, claim, candidates) if right is not None else None
+    return Clock(Speculator(draft, SpecConfig(**options), Costs()), text, draft)
+
+
+@pytest.mark.parametrize("claim", [0.1, 0.7, 0.99])
+def test_a_draft_that_knows_nothing_costs_little(claim: float) -> None:
+    text = novel(3000)
+    assert clock(text, 0.0, claim=claim).run(600) >= 0.95
+    steady = clock(text, 0.0, claim=claim)
+    steady.run(600)
+    assert steady.run(2000) >= 0.97
+
+
+def test_copying_text_is_taken_up_at_once() -> None:
+    """After 600 tokens with a useless draft the text repeats a block of 80 tokens over and over."""
+    block = novel(80, seed=5)
+    text = novel(600) + block * 30
+    for right in (0.0, None):
+        run = clock(text, right)
+        run.run(690)
+        before = run.steps
+        run.run(100)
+        assert run.steps - before <= 50
+        assert run.run(600) > 3
+
+
+def test_a_draft_that_gets_better_is_used_again() -> None:
+    run = clock(novel(4000), 0.0, lookup=False)
+    run.run(800)
+    assert run.draft is not None
+    run.draft.right = 0.9
+    run.run(150)
+    assert run.run(400) > 2
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8, 0.95])
+def test_the_size_is_near_the_best_fixed_one(right: float) -> None:
+    text = novel(4000)
+    fixed = max(
+        clock(text, right, adaptive=False, budget=budget, lookup=False).run(1500)
+        for budget in (3, 7, 15, 22, 31)
+    )
+    assert clock(text, right, budget=31, lookup=False).run(1500) >= 0.9 * fixed
+
+
+def test_a_chain_has_no_branches_and_a_spine_tree_accepts_the_same() -> None:
+    """With one candidate a depth, the tree of the same size is the chain: same acceptance, step for step."""
+    text = novel(1500)
+    chain = clock(text, 0.8, chain=True, adaptive=False, budget=15, lookup=False)
+    tree = clock(text, 0.8, candidates=1, adaptive=False, budget=15, lookup=False)
+    chain.run(1000)
+    tree.run(1000)
+    assert (chain.steps, chain.position) == (tree.steps, tree.position)
+
+
+def test_silence_is_named_in_words() -> None:
+    useless = clock(novel(3000), 0.0)
+    assert useless.drafter.notes() == []
+    useless.run(1500)
+    (note,) = useless.drafter.notes()
+    assert "not one token of" in note and "target_layer_ids" in note
+    working = clock(novel(3000), 0.4)
+    working.run(1500)
+    assert working.drafter.notes() == []
+
+
+def test_without_a_draft_nothing_is_asked_and_plain_text_costs_nothing() -> None:
+    assert clock(novel(1500), None).run(1200) >= 0.99
