@@ -8,7 +8,7 @@ from treeflash.spec.proposal import Proposal
 
 
 def taught(claim: float, right: float, rounds: int = 600) -> Calibration:
-    """A proposer that claims `claim` for its first candidate at six depths, and is right `right` of the time."""
+    """A proposer that claims `claim` at six depths and is right `right` of the time."""
     calibration, choose = Calibration(), random.Random(3)
     ids, scores = torch.tensor([[1, 2]] * 6), torch.tensor([[claim, (1 - claim) / 2]] * 6).log()
     for _ in range(rounds):

@@ -11,6 +11,9 @@ from treeflash.cli import view
 from treeflash.cli.command import Command
 from treeflash.cli.convert import convert
 from treeflash.cli.doctor import doctor
+from treeflash.cli.listing import list_models
+from treeflash.cli.pull import pull
+from treeflash.cli.remove import remove
 from treeflash.cli.run import run
 from treeflash.cli.show import show
 
@@ -20,7 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="A MODEL is a .gguf file, a folder that holds one, or USER/REPO[:QUANT] on huggingface.co.",
+    epilog="A MODEL is a .gguf file, a folder that holds one, a short name (treeflash list), "
+    "or USER/REPO[:QUANT] on huggingface.co.",
 )
 
 
@@ -44,6 +48,9 @@ def common(
 
 app.command("run", cls=Command, rich_help_panel="Use a model")(run)
 app.command("show", cls=Command, rich_help_panel="Use a model")(show)
+app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
+app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
+app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)
 app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
 app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 

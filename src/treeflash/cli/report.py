@@ -1,5 +1,6 @@
 """What is said about an answer: the line below it, or the JSON object."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,7 @@ if TYPE_CHECKING:
     from treeflash.text.tokenizer import Tokenizer
 
 
-def line(
-    finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bool, interrupted: bool
-) -> str:
+def line(finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bool, interrupted: bool) -> str:
     """plain: nothing was proposed; drafted: a draft did; sampled: tokens were drawn, by a seed."""
     parts = []
     if finished is not None:
@@ -41,14 +40,13 @@ def draft_share(stats: "RequestStats") -> float:
 
 
 def result(
-    text: str, finished: "Finished | None", *, model: Path, draft: Path | None, tokenizer: "Tokenizer"
+    text: str, finished: "Finished | None", paths: Mapping[str, Path | None], tokenizer: "Tokenizer"
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "text": text,
         "tokens": finished.tokens if finished else None,
         "finish_reason": finished.reason if finished else "cancelled",
-        "model": str(model),
-        "draft": None if draft is None else str(draft),
+        **{name: None if path is None else str(path) for name, path in paths.items()},
         "stats": statistics(finished.stats) if finished else None,
     }
     if finished is not None and finished.logprobs is not None:

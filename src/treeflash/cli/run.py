@@ -17,7 +17,9 @@ from treeflash.cli.options import bias, unescape
 from treeflash.cli.speculation import Target, Wishes, decide, downloading
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
-from treeflash.hub.resolve import here, meaning, resolve
+from treeflash.gguf.reader import GGUFFile
+from treeflash.hub.catalog import Card
+from treeflash.hub.resolve import Meaning, here, meaning, resolve
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
@@ -80,13 +82,11 @@ def run(
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json, which shows them")
     biases = bias(logit_bias or [])
-    screen = view.Screen(quiet=quiet)
+    screen = view.Screen(quiet=quiet, notes=not as_json)
     asked = _prompt(text if text is not None else prompt, raw=raw, screen=screen)
     offline = offline or settings.offline
     target = _find(model or settings.target, think=think, offline=offline, screen=screen)
-    # What a program reads is not the place for what it can see in the object.
-    talk = view.Screen(quiet=quiet, notes=not as_json)
-    speculation, draft_config = decide(wishes, target, offline=offline, screen=talk)
+    speculation = decide(wishes, target, offline=offline, screen=screen)
     with screen.waiting("Starting PyTorch"):
         from treeflash.engine.sampler import SamplingParams
         from treeflash.engine.session import Session, TextRequest
@@ -118,8 +118,8 @@ def run(
     config = EngineConfig(
         device=device.value,
         max_ctx=max_ctx,
-        speculation=speculation,
-        draft=draft_config,
+        speculation=speculation.config,
+        draft=speculation.draft,
         costs=_costs_file(),
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
@@ -129,24 +129,22 @@ def run(
         finished = _generate(session, request, answer, screen)
     answer.end()
     if as_json:
-        draft_path = draft_config.path if draft_config else None
-        view.print_json(
-            report.result(
-                answer.text, finished, model=target.path, draft=draft_path, tokenizer=session.tokenizer
-            )
-        )
+        paths = {"model": target.path, "draft": speculation.draft and speculation.draft.path}
+        view.print_json(report.result(answer.text, finished, paths, session.tokenizer))
     else:
         screen.statistics(
             report.line(
                 finished,
-                plain=speculation is None,
-                drafted=draft_config is not None,
+                plain=speculation.config is None,
+                drafted=speculation.draft is not None,
                 sampled=temperature > 0,
                 interrupted=interrupt.requested,
             )
         )
         for note in finished.stats.notes if finished else ():
             screen.notice(note)
+        if speculation.note:
+            screen.note(speculation.note)
     if interrupt.requested:
         raise typer.Exit(INTERRUPTED)
 
@@ -194,16 +192,16 @@ def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.S
         with screen.waiting("Making the model"):
             return Target(default_model(), card=None, known=False)
     meant = meaning(name)
-    missing = meant.repo is not None and not offline and here(meant) is None
-    if missing:
-        screen.note(f"Fetching {meant.card.target if meant.card and not meant.repo.quant else meant.repo}")
-    with downloading(screen, "the same command") as bar:
+    missing = not offline and here(meant) is None
+    with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
     return Target(path, _card(path, meant, think=think), fetched=missing)
 
 
 def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
     """Looks into the file before the weights are read, which may take minutes."""
+    from treeflash.text.template import ChatTemplate
+
     with GGUFFile.open(path) as file:
         if think is not None and not ChatTemplate.from_metadata(file.metadata).supports_thinking:
             raise UsageError(

@@ -76,9 +76,7 @@ TopP = Annotated[
         "--top-p", min=0, max=1, metavar="X", help="Draw from the likeliest tokens that add up to this."
     ),
 ]
-TopK = Annotated[
-    int, _sampling("--top-k", min=0, metavar="N", help="Draw from this many tokens; 0: all.")
-]
+TopK = Annotated[int, _sampling("--top-k", min=0, metavar="N", help="Draw from this many tokens; 0: all.")]
 MinP = Annotated[
     float,
     _sampling(

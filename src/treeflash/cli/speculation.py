@@ -1,4 +1,4 @@
-"""How a run proposes tokens, and with which draft: flags first, then the environment, then the model's card."""
+"""How a run proposes tokens, and with which draft: by flags, else the environment, else the model's card."""
 
 import contextlib
 from collections.abc import Generator
@@ -15,6 +15,7 @@ from treeflash.hub.drafts import fetch_draft
 from treeflash.hub.resolve import resolve_draft
 
 NONE = "none"
+NO_DRAFT = "No draft is known for this model, only copies from the text were proposed: --draft names one."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +69,44 @@ class Target:
     known: bool = True  # False: the tiny random one, of which no draft is expected
 
 
-def decide(
-    wishes: Wishes, target: Target, *, offline: bool, screen: view.Screen
-) -> tuple[SpecConfig | None, DraftConfig | None]:
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    config: SpecConfig | None  # None: plain decoding
+    draft: DraftConfig | None = None
+    note: str = ""  # for the end of a run, where nobody minds it
+
+
+def decide(wishes: Wishes, target: Target, *, offline: bool, screen: view.Screen) -> Speculation:
     if wishes.plain:
-        return None, None
-    asked = wishes.draft or wishes.default_draft
-    if asked is not None:
-        with downloading(screen, "the same command") as bar:
-            path: Path | None = resolve_draft(asked, offline=offline, progress=bar)
-    else:
-        path = _known_draft(wishes, target, offline=offline, screen=screen)
-    defaults = SpecConfig()
-    recommended = target.card.budget if target.card else defaults.budget
+        return Speculation(None)
+    card, asked = target.card, wishes.draft or wishes.default_draft
+    recommended = card.budget if card else SpecConfig().budget
     config = SpecConfig(budget=wishes.budget or recommended, chain=wishes.chain)
-    if path is None:
-        return config, None
-    return config, DraftConfig(path, wishes.quant.value, wishes.context, wishes.causal)
-
-
-def _known_draft(wishes: Wishes, target: Target, *, offline: bool, screen: view.Screen) -> Path | None:
-    """The draft that belongs to the target, with a word to the user where there is none."""
-    card = target.card
-    if card is None or (card.draft is None and card.pair is None):
+    if asked is not None:
+        with downloading(screen, f"the draft {asked}", again="the same command") as bar:
+            path: Path | None = resolve_draft(asked, offline=offline, progress=bar)
+    elif card is None or (card.draft is None and card.pair is None):
         for flag in wishes.draft_flags():
             raise UsageError(
                 f"{flag} needs a draft, and none is known for {card.name if card else target.path.name}",
                 "--draft PATH|REPO names one",
             )
-        if target.known:
-            screen.note("No draft is known for this model: only copies from the text are proposed (--draft).")
-        return None
+        return Speculation(config, note=NO_DRAFT if target.known else "")
+    else:
+        path = _card_draft(card, fetch=target.fetched and not offline, screen=screen)
+    if path is None:
+        return Speculation(config)
+    return Speculation(config, DraftConfig(path, wishes.quant.value, wishes.context, wishes.causal))
+
+
+def _card_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:
+    """The draft that belongs to the target; None with a warning where it cannot be had."""
     if (path := draft_here(card)) is not None:
         return path
     command = f"treeflash pull {card.name} --draft-only"
-    if target.fetched and not offline and card.draft is not None:
-        screen.note(f"Fetching its draft {card.draft}")
+    if fetch and card.draft is not None:
         try:
-            with downloading(screen, command) as bar:
+            with downloading(screen, f"its draft {card.draft}", again=command) as bar:
                 return fetch_draft(card.draft, progress=bar)
         except (ModelNotFound, ModelFileError, ResourceError) as error:
             hint = f"{error.hint}; then: {command}" if error.hint else command
@@ -118,12 +119,12 @@ def _known_draft(wishes: Wishes, target: Target, *, offline: bool, screen: view.
 
 
 @contextlib.contextmanager
-def downloading(screen: view.Screen, again: str) -> Generator[view.DownloadBar]:
-    """A download that can be gone on with; `again` is what does it."""
-    with screen.downloading() as bar:
+def downloading(screen: view.Screen, what: str, *, again: str) -> Generator[view.DownloadBar]:
+    """A download of `what` that can be gone on with; `again` is what does it."""
+    with screen.downloading(what) as bar:
         try:
             yield bar
         except KeyboardInterrupt:
             if bar.began:
-                screen.notice(f"Interrupted. What was downloaded is kept: {again} goes on from there.")
+                bar.notice(f"Interrupted. What was downloaded is kept: {again} goes on from there.")
             raise

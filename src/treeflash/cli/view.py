@@ -9,9 +9,10 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import IO, Any, Self
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -78,11 +79,25 @@ def failure(error: TreeFlashError, *, as_json: bool) -> None:
         print_json({"error": {"type": name, "message": error.message, "hint": error.hint}})
         flush()
         return
+    _labelled(("error", error.message, "bold red"), ("hint", error.hint, "bold cyan"))
+
+
+def _labelled(*rows: tuple[str, str, str]) -> None:
+    """A line on standard error for each (label, text, style of the label) that has a text."""
     console = _console(sys.stderr)
-    for label, text, style in (("error", error.message, "bold red"), ("hint", error.hint, "bold cyan")):
+    for label, text, style in rows:
         if text:
             line = Text.assemble((f"{label}:", style), " ", guarded(text, sys.stderr))
             console.print(line, soft_wrap=True)
+
+
+def confirm(question: str) -> bool:
+    """Asks on standard error; no answer means no."""
+    try:
+        return typer.confirm(question, default=False, err=True)
+    except typer.Abort:
+        sys.stderr.write("\n")
+        return False
 
 
 def _say(text: str, style: str, *, whole: bool = False) -> None:
@@ -161,6 +176,17 @@ class Bar:
             if self._progress.live.is_started:
                 self._progress.stop()
 
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Makes room for a line above the bar."""
+        with self._lock:
+            running = self._progress.live.is_started
+            if running:
+                self._progress.stop()
+            yield
+            if running:
+                self._progress.start()
+
     def _start(self) -> None:
         with self._lock:
             if self._shown:
@@ -170,20 +196,24 @@ class Bar:
 class DownloadBar(Bar):
     """What the hub reports, on one bar."""
 
-    def __init__(self, columns: Sequence[ProgressColumn], *, shown: bool, notice: Callable[[str], None]):
+    def __init__(self, what: str, columns: Sequence[ProgressColumn], *, shown: bool, screen: "Screen"):
         super().__init__("Asking the hub", columns, shown=shown)
-        self._notice = notice
+        self._what, self._screen = what, screen
         self.began = False  # bytes have come
 
     def downloading(self, name: str, done: int, total: int) -> None:
-        self.began = True
+        if not self.began:
+            self.began = True
+            with self.paused():
+                self._screen.note(f"Fetching {self._what}, {amount(total)}")
         self.update(done, total, label=f"Downloading {name}")
 
     def checking(self, name: str, done: int, total: int) -> None:
         self.update(done, total, label=f"Checking {name}")
 
     def notice(self, text: str) -> None:
-        self._notice(text)
+        with self.paused():
+            self._screen.notice(text)
 
 
 class _Tokens(ProgressColumn):
@@ -204,9 +234,20 @@ class _Tensors(ProgressColumn):
 class Screen:
     """Progress, notices and statistics on standard error; nothing of it when `quiet`."""
 
-    def __init__(self, *, quiet: bool = False):
+    def __init__(self, *, quiet: bool = False, notes: bool = True):
         self._quiet = quiet
+        self._notes = notes and not quiet
         self._progress = not quiet and sys.stderr.isatty()
+
+    def note(self, text: str) -> None:
+        """Something that need not be read."""
+        if self._notes:
+            _say(text, GREY)
+
+    def warning(self, text: str, command: str) -> None:
+        """Something that should be read, and what helps."""
+        if not self._quiet:
+            _labelled(("warning", text, "bold yellow"), ("hint", command, "bold cyan"))
 
     def notice(self, text: str) -> None:
         if not self._quiet:
@@ -229,9 +270,9 @@ class Screen:
     def converting(self, label: str) -> Bar:
         return Bar(label, [BarColumn(), _Tensors()], shown=self._progress)
 
-    def downloading(self) -> DownloadBar:
+    def downloading(self, what: str) -> DownloadBar:
         columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)]
-        return DownloadBar(columns, shown=self._progress, notice=self.notice)
+        return DownloadBar(what, columns, shown=self._progress, screen=self)
 
 
 def _label(text: str) -> str:
@@ -271,16 +312,27 @@ def sections(title: str, parts: Mapping[str, Sequence[tuple[str, str]]]) -> None
             console.print(grid)
 
 
-def table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Numbers in columns under a heading; the first column holds names."""
+def table(
+    heading: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    texts: Sequence[str] = (),
+    dim: bool = False,
+) -> None:
+    """Columns under a heading: names first, then numbers, but for those in `texts`."""
     console = _console(sys.stdout)
-    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY)
+    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY, style=GREY if dim else "")
     for index, column in enumerate(columns):
+        words = not index or column in texts
         grid.add_column(
-            column if index else f"  {column}", justify="right" if index else "left", no_wrap=True
+            column if index else f"  {column}",
+            justify="left" if words else "right",
+            no_wrap=not words,
+            overflow="fold",
         )
     for first, *rest in rows:
-        grid.add_row(f"  {first}", *rest)
+        grid.add_row(*(Text(guarded(cell, sys.stdout)) for cell in (f"  {first}", *rest)))
     console.print(Text(f"\n{heading}", style="cyan"))
     console.print(grid)
 

@@ -110,12 +110,12 @@ def removal(models: Iterable[Cached], cache: Path | None = None) -> Removal:
 def _strategy(info: Any, repo: Any, names: set[str]) -> Any:
     selected, commits, whole = [], [], True
     for revision in repo.revisions:
-        inside = {file.file_path.relative_to(revision.snapshot_path).as_posix(): file for file in revision.files}
-        found = [file for name, file in inside.items() if name in names]
+        root = revision.snapshot_path
+        found = [file for file in revision.files if file.file_path.relative_to(root).as_posix() in names]
         if found:
             selected += found
             commits.append(revision.commit_hash)
-            whole = whole and len(found) == len(inside)
+            whole = whole and len(found) == len(revision.files)
     for file in selected:
         if not file.blob_path.is_relative_to(repo.repo_path):
             raise TreeFlashError(

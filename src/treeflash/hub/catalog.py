@@ -78,7 +78,7 @@ def named(text: str) -> tuple[Card, str | None] | None:
 def recognise(
     names: Iterable[str], *, architecture: str, width: int, layers: int, repo: str | None = None
 ) -> Card | None:
-    """The card of a model by its repository or, with a matching shape, by the first of its names that fits."""
+    """The card of a model by its repository or, where the shape matches, by the first name that fits."""
     for card in cards():
         if repo is not None and card.target is not None and card.target.repo.lower() == repo.lower():
             return card
@@ -144,9 +144,9 @@ def _read(path: Path) -> Card:
         name=table.name("name"),
         title=table.take("title", str),
         aliases=tuple(table.take("aliases", list, [])),
-        target=None if pair else table.repo("target"),
-        draft=table.repo("draft") if not pair and table.has("draft") else None,
-        pair=pair and Pair(PACKAGE / pair.take("target", str), PACKAGE / pair.take("draft", str)),
+        target=table.repo("target") if pair is None else None,
+        draft=table.repo("draft") if pair is None and table.has("draft") else None,
+        pair=None if pair is None else _pair(pair),
         match=Match(
             names=tuple(match.take("names", list)),
             architecture=match.take("architecture", str),
@@ -162,6 +162,10 @@ def _read(path: Path) -> Card:
         if each is not None:
             each.finish()
     return card
+
+
+def _pair(table: "_Table") -> Pair:
+    return Pair(PACKAGE / table.take("target", str), PACKAGE / table.take("draft", str))
 
 
 def _sampling(table: "_Table") -> Sampling:

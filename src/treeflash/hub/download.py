@@ -81,8 +81,9 @@ def fetch(
     cache: Path | None = None,
 ) -> Path:
     """Path of the model's (first) GGUF file in the cache."""
-    options = {"offline": offline, "progress": progress, "endpoint": endpoint, "cache": cache}
-    return fetch_files(name, gguf_files(name), **options)[0]
+    return fetch_files(
+        name, gguf_files(name), offline=offline, progress=progress, endpoint=endpoint, cache=cache
+    )[0]
 
 
 def gguf_files(name: RepoName) -> Pick:

@@ -23,8 +23,17 @@ def fetch_draft(
     cache: Path | None = None,
 ) -> Path:
     """Path in the cache of a draft's weights: safetensors with their config beside them, or a GGUF file."""
-    options = {"offline": offline, "progress": progress, "endpoint": endpoint, "cache": cache}
-    return _weights(fetch_files(name, draft_files(name), check=_check_config, **options))
+    return _weights(
+        fetch_files(
+            name,
+            draft_files(name),
+            offline=offline,
+            progress=progress,
+            endpoint=endpoint,
+            cache=cache,
+            check=_check_config,
+        )
+    )
 
 
 def cached_draft(name: RepoName, *, cache: Path | None = None) -> Path | None:

@@ -37,9 +37,7 @@ def draft_in(folder: Path) -> Path:
         return folder
     if any(folder.glob("*.gguf")):
         return model_in(folder)
-    raise ModelNotFound(
-        f"{folder} holds no draft: needed {CONFIG} and a .safetensors file, or a .gguf file"
-    )
+    raise ModelNotFound(f"{folder} holds no draft: needed {CONFIG} and a .safetensors file, or a .gguf file")
 
 
 def no_such_file(name: str, known: Sequence[str] = ()) -> ModelNotFound:

@@ -21,6 +21,13 @@ class Meaning:
     repo: RepoName | None = None
     card: Card | None = None
 
+    @property
+    def fetched(self) -> RepoName | None:
+        """What a download takes: of a catalogue name without a quantisation its own."""
+        if self.card is not None and self.repo is not None and self.repo.quant is None:
+            return self.card.target
+        return self.repo
+
 
 def meaning(name: str) -> Meaning:
     """What exists on disk wins over the catalogue, and both over a repository of the same name."""
@@ -41,19 +48,14 @@ def here(meant: Meaning) -> Path | None:
     """The file, if it is on this machine."""
     if meant.repo is None:
         return meant.path
-    names = [meant.repo]
-    if meant.card is not None and meant.card.target is not None and meant.repo.quant is None:
-        # A name of the catalogue prefers its own quantisation and else takes the only one there is.
-        names.insert(0, meant.card.target)
-    for name in names:
+    # A name of the catalogue prefers its own quantisation and else takes the only one there is.
+    for name in dict.fromkeys(filter(None, (meant.fetched, meant.repo))):
         with contextlib.suppress(ModelNotFound):
             return cached(name, gguf_files(name))[0]
     return None
 
 
-def resolve(
-    name: str | Meaning, *, offline: bool = False, progress: FetchProgress | None = None
-) -> Path:
+def resolve(name: str | Meaning, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:
     """A path as it is, a folder's one model, a catalogue name, or USER/REPO[:QUANT] through the hub's cache.
 
     Of the catalogue's models a copy in the cache will do; for other repositories the hub is asked.
@@ -61,13 +63,10 @@ def resolve(
     meant = meaning(name) if isinstance(name, str) else name
     if meant.path is not None:
         return meant.path
-    repo = meant.repo
-    if meant.card is not None:
-        if (path := here(meant)) is not None:
-            return path
-        repo = repo if repo and repo.quant else meant.card.target
-    assert repo is not None
-    return fetch(repo, offline=offline, progress=progress)
+    if meant.card is not None and (path := here(meant)) is not None:
+        return path
+    assert meant.fetched is not None
+    return fetch(meant.fetched, offline=offline, progress=progress)
 
 
 def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:

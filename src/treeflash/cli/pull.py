@@ -1,0 +1,106 @@
+"""`treeflash pull`: fetches a target and its draft."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treeflash.cli import view
+from treeflash.cli.inventory import card_of
+from treeflash.cli.speculation import downloading
+from treeflash.errors import ModelFileError, ModelNotFound, UsageError
+from treeflash.gguf.reader import GGUFFile
+from treeflash.hub import catalog
+from treeflash.hub.catalog import Card
+from treeflash.hub.download import fetch
+from treeflash.hub.drafts import fetch_draft
+from treeflash.hub.names import RepoName
+from treeflash.hub.resolve import meaning
+
+AGAIN = "the same command"
+
+
+def pull(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A short name (`treeflash list`) or USER/REPO[:QUANT].")
+    ],
+    quant: Annotated[
+        str | None, typer.Option("--quant", metavar="Q", help="Which quantisation of the target: Q4_K_M.")
+    ] = None,
+    draft_only: Annotated[bool, typer.Option("--draft-only", help="Fetch the draft alone.")] = False,
+    target_only: Annotated[bool, typer.Option("--target-only", help="Fetch the target alone.")] = False,
+) -> None:
+    """Fetch a model and its draft into the Hugging Face cache, or bring them up to date.
+
+    What was broken off goes on where it stopped. Gated models need a token: HF_TOKEN, or `hf auth login`.
+
+    treeflash pull qwen3.6-27b
+    """
+    if draft_only and target_only:
+        raise UsageError("--draft-only and --target-only exclude each other")
+    if draft_only and quant is not None:
+        raise UsageError("--quant is of the target, --draft-only does not fetch it")
+    meant = meaning(name)
+    if meant.repo is None:
+        raise UsageError(f"{name} is on this machine already: {meant.path}", f"treeflash run {name}")
+    if quant and (meant.repo.file or meant.repo.quant not in (None, quant)):
+        raise UsageError(f"{name} and --quant {quant} name different files, needed one of them")
+    wanted = RepoName(meant.repo.repo, quant) if quant else meant.fetched
+    screen = view.Screen()
+    card = meant.card
+    if not draft_only:
+        if not quant and not target_only and catalog.of_draft(meant.repo.repo):
+            _draft(meant.repo, screen)
+            return
+        try:
+            path = _target(wanted or meant.repo, screen)
+        except ModelNotFound as error:
+            if target_only or quant or card is not None or not _is_draft(meant.repo, screen):
+                raise error from None
+            return
+        card = card or _card(path, meant.repo)
+    else:
+        card = card or catalog.of_repo(meant.repo.repo)
+    if target_only:
+        return
+    if card is not None and card.draft is not None:
+        _draft(card.draft, screen)
+    elif draft_only:
+        raise UsageError(f"no draft is known for {name}", "treeflash list shows those that are")
+    else:
+        screen.note(f"No draft is known for {name}: only copies from the text will be proposed.")
+
+
+def _target(repo: RepoName, screen: view.Screen) -> Path:
+    with downloading(screen, str(repo), again=AGAIN) as bar:
+        path = fetch(repo, progress=bar)
+    _done("target", repo, path)
+    return path
+
+
+def _draft(repo: RepoName, screen: view.Screen) -> None:
+    with downloading(screen, f"the draft {repo}", again=AGAIN) as bar:
+        path = fetch_draft(repo, progress=bar)
+    _done("draft", repo, path)
+
+
+def _is_draft(repo: RepoName, screen: view.Screen) -> bool:
+    """Fetches a repository that has no target as a draft, if it is one."""
+    try:
+        _draft(repo, screen)
+    except (ModelNotFound, ModelFileError):
+        return False
+    return True
+
+
+def _card(path: Path, repo: RepoName) -> Card | None:
+    """None too for a file that cannot be run: it was asked for all the same."""
+    try:
+        with GGUFFile.open(path) as file:
+            return card_of(file, repo.repo)
+    except ModelFileError:
+        return None
+
+
+def _done(kind: str, repo: RepoName, path: Path) -> None:
+    view.plain(f"{kind:6}  {repo}  {view.amount(path.stat().st_size)}  {path}")
