@@ -129,7 +129,7 @@ def run(
         finished = _generate(session, request, answer, screen)
     answer.end()
     if as_json:
-        paths = {"model": target.path, "draft": speculation.draft and speculation.draft.path}
+        paths = {"model": target.path, "draft": speculation.draft.path if speculation.draft else None}
         view.print_json(report.result(answer.text, finished, paths, session.tokenizer))
     else:
         screen.statistics(

@@ -2,15 +2,19 @@
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from treeflash.cli import view
+from treeflash.cli.inventory import card_of, draft_here
+from treeflash.cli.run_flags import MODEL_HELP
 from treeflash.config import environment
 from treeflash.errors import ModelFileError, UsageError
 from treeflash.gguf.reader import GGUFFile
-from treeflash.hub.resolve import resolve
+from treeflash.hub.catalog import Card
+from treeflash.hub.resolve import meaning, resolve
 from treeflash.models.spec import ModelSpec
 
 CONTEXTS = (4096, 32768, 131072)
@@ -19,19 +23,26 @@ CONTEXTS = (4096, 32768, 131072)
 def show(
     model: Annotated[
         str | None,
-        typer.Argument(help="A .gguf file, a folder that holds one, or a downloaded USER/REPO[:QUANT]."),
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else DFLASH_TARGET."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a model is and how much memory it needs.
+    """Show what a model is, how much memory it needs, its draft and what is recommended for it.
 
-    Nothing is downloaded: `treeflash run` does that.
+    Nothing is downloaded: `treeflash pull` does that.
+
+    treeflash show model.gguf
     """
     name = model or environment().target
     if name is None:
-        raise UsageError("no model given", "treeflash show PATH|USER/REPO[:QUANT], or set DFLASH_TARGET")
-    with GGUFFile.open(resolve(name, offline=True)) as file:
+        raise UsageError("no model given", "treeflash show MODEL, or set DFLASH_TARGET")
+    meant = meaning(name)
+    with GGUFFile.open(resolve(meant, offline=True)) as file:
         facts = describe(file)
+        card = meant.card
+        if card is None and facts["model"] is not None:
+            card = card_of(file, meant.repo.repo if meant.repo else None)
+    facts |= _card(card)
     if as_json:
         view.print_json(facts)
     else:
@@ -64,6 +75,24 @@ def describe(file: GGUFFile) -> dict[str, Any]:
         facts["problems"].append(error.message)
     facts["supported"] = not facts["problems"]
     return facts
+
+
+def _card(card: Card | None) -> dict[str, Any]:
+    """What is known about the model beside its file."""
+    if card is None:
+        return {"card": None, "draft": None, "recommended": None}
+    path = draft_here(card)
+    return {
+        "card": card.name,
+        "draft": {"repo": str(card.draft), "path": None if path is None else str(path)}
+        if card.draft or card.pair
+        else None,
+        "recommended": {
+            "budget": card.budget,
+            "thinking": card.thinking,
+            "sampling": {mode: asdict(values) for mode, values in card.sampling.items()},
+        },
+    }
 
 
 def _types(file: GGUFFile) -> list[dict[str, Any]]:
@@ -145,6 +174,10 @@ def _print(facts: dict[str, Any]) -> None:
         parts["Model"] = _model_rows(facts["model"])
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
+    if facts["model"]:
+        parts["Speculation"] = _speculation_rows(facts)
+    if facts["recommended"]:
+        parts["Recommended"] = _recommended_rows(facts["recommended"])
     parts["Cannot be run"] = [("reason", problem) for problem in facts["problems"]]
     view.sections(facts["name"], parts)
     weights, size = (sum(row[key] for row in facts["types"]) for key in ("weights", "bytes"))
@@ -236,3 +269,25 @@ def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
         ("chat template", "yes" if text["chat_template"] else "none in the file, plain ChatML is used"),
         ("thinking", "can be switched: --think, --no-think" if text["thinking"] else "no switch"),
     ]
+
+
+def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    draft = facts["draft"]
+    if draft is None:
+        return [("draft", "none known: copies from the text alone are proposed; --draft names one")]
+    if draft["path"] is None:
+        missing = f"not on this machine: treeflash pull {facts['card']} --draft-only"
+        return [("draft", f"{draft['repo']}, {missing}")]
+    return [("draft", f"{draft['repo']}, {view.amount(Path(draft['path']).stat().st_size)}")]
+
+
+def _recommended_rows(recommended: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("tree", f"up to {recommended['budget']} proposed tokens"),
+        ("thinking", "on" if recommended["thinking"] else "off"),
+    ]
+    labels = {"thinking": "with thinking", "plain": "without"}
+    for mode, values in recommended["sampling"].items():
+        settings = [f"--{name.replace('_', '-')} {value:g}" for name, value in values.items() if value]
+        rows.append((labels[mode], " ".join(settings)))
+    return rows

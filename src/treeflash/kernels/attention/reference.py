@@ -13,34 +13,44 @@ def paged_attention(
     Row i of sequence b lies at index lengths[b] + i. It sees the committed tokens and the rows that `visible`
     [B, T, T] names; without it the rows before it and itself. Query head h reads KV head h // (H / KV).
     """
-    rows, heads, dim = q.shape[1:]
-    page, kv_heads = keys.shape[1:3]
+    rows, heads = q.shape[1:3]
+    kv_heads = keys.shape[2]
     group = heads // kv_heads
-    out = torch.empty_like(q)
-    for b, length in enumerate(lengths.tolist()):
-        total = length + rows
-        pages = page_table[b, : -(-total // page)]
-        k, v = (_gather(pool, pages, total).transpose(0, 1).to(q.dtype) for pool in (keys, values))
-        # The query heads of a KV head become rows of one product: [KV, group * T, D].
-        packed = (
-            q[b].view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
+    # The query heads of a KV head become rows of one product: [B, KV, group * T, D].
+    packed = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    span = int(lengths.max()) + rows
+    k, v = (_gather(pool, page_table, span).transpose(1, 2).to(q.dtype) for pool in (keys, values))
+    mask = None
+    if rows > 1 or len(q) > 1:
+        mask = _mask(lengths, rows, span, visible)
+        mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+    out = scaled_dot_product_attention(packed, k, v, attn_mask=mask)
+    return out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _mask(lengths: Tensor, rows: int, span: int, visible: Tensor | None) -> Tensor:
+    """[B, T, span] bool: what each row sees of its sequence."""
+    if visible is None:
+        visible = (
+            torch.ones(rows, rows, dtype=torch.bool, device=lengths.device)
+            .tril()
+            .expand(len(lengths), -1, -1)
         )
-        mask = None
-        if rows > 1:
-            mask = torch.ones(rows, total, dtype=torch.bool, device=q.device)
-            mask[:, length:] = mask[:, length:].tril() if visible is None else visible[b]
-            mask = mask.expand(group, rows, total).reshape(group * rows, total)
-        o = scaled_dot_product_attention(packed[None], k[None], v[None], attn_mask=mask)[0]
-        out[b] = o.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
-    return out
+    row = (
+        torch.arange(span, device=lengths.device) - lengths[:, None]
+    )  # of the step at each index; below 0: committed
+    staged = visible.gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
+    return torch.where((row < rows)[:, None], staged, False) | (row < 0)[:, None]
 
 
-def _gather(pool: Tensor, pages: Tensor, total: int) -> Tensor:
-    """[total, KV, D]: a view where the pages lie in a row, which is the usual case."""
-    first = int(pages[0])
-    if bool((pages == torch.arange(first, first + len(pages), device=pages.device)).all()):
-        return pool[first : first + len(pages)].flatten(0, 1)[:total]
-    return pool[pages].flatten(0, 1)[:total]
+def _gather(pool: Tensor, page_table: Tensor, span: int) -> Tensor:
+    """[B, span, KV, D]: a view where a lone sequence's pages lie in a row, which is the usual case."""
+    pages = page_table[:, : -(-span // pool.shape[1])]
+    if len(pages) == 1:
+        first, count = int(pages[0, 0]), pages.shape[1]
+        if bool((pages[0] == torch.arange(first, first + count, device=pages.device)).all()):
+            return pool[first : first + count].flatten(0, 1)[None, :span]
+    return pool[pages].flatten(1, 2)[:, :span]
 
 
 def block_attention(
