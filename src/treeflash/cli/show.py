@@ -81,12 +81,16 @@ def _card(card: Card | None) -> dict[str, Any]:
     """What is known about the model beside its file."""
     if card is None:
         return {"card": None, "draft": None, "recommended": None}
-    path = draft_here(card)
+    draft = None
+    if card.draft or card.pair:
+        path = draft_here(card)
+        draft = {
+            "name": str(card.draft or "comes with treeflash"),
+            "path": None if path is None else str(path),
+        }
     return {
         "card": card.name,
-        "draft": {"repo": str(card.draft), "path": None if path is None else str(path)}
-        if card.draft or card.pair
-        else None,
+        "draft": draft,
         "recommended": {
             "budget": card.budget,
             "thinking": card.thinking,
@@ -277,8 +281,8 @@ def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         return [("draft", "none known: copies from the text alone are proposed; --draft names one")]
     if draft["path"] is None:
         missing = f"not on this machine: treeflash pull {facts['card']} --draft-only"
-        return [("draft", f"{draft['repo']}, {missing}")]
-    return [("draft", f"{draft['repo']}, {view.amount(Path(draft['path']).stat().st_size)}")]
+        return [("draft", f"{draft['name']}, {missing}")]
+    return [("draft", f"{draft['name']}, {view.amount(Path(draft['path']).stat().st_size)}")]
 
 
 def _recommended_rows(recommended: dict[str, Any]) -> list[tuple[str, str]]:

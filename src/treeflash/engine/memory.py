@@ -3,6 +3,7 @@
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -60,10 +61,21 @@ class MemoryPlan:
 
     expanded: bool  # weights held as floats; otherwise packed, and every use unpacks them
     weights: int
+    draft: int
     recurrent: int
     kv_per_token: int
     max_ctx: int
     available: int
+
+
+def draft_size(path: Path, dtype: torch.dtype) -> int:
+    """Bytes of a draft's weights once expanded; 0 for what is not there, which loading will name."""
+    if path.suffix == ".gguf" and path.is_file():
+        with GGUFFile.open(path) as file:
+            return sum(info.elements for info in file.tensors.values()) * dtype.itemsize
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    stored = sum(file.stat().st_size for file in files if file.is_file())
+    return stored * dtype.itemsize // 2  # checkpoints are 16 bits a weight
 
 
 def plan_memory(
@@ -74,16 +86,20 @@ def plan_memory(
     dtype: torch.dtype,
     max_ctx: int | None,
     weights: str,
+    draft: Path | None = None,
 ) -> MemoryPlan:
     available = available_memory(device)
+    draft_bytes = draft_size(draft, dtype) if draft is not None else 0
     packed = sum(info.nbytes for info in file.tensors.values())
     floats = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
     # The embedding rows stay packed beside the expanded head when the two are tied.
     floats += file.tensors["token_embd.weight"].nbytes if spec.tied_head else 0
     recurrent = spec.recurrent_bytes()
     kv = spec.kv_bytes_per_token(32)
-    expanded = weights == "expanded" or (weights == "auto" and floats + recurrent < 0.8 * available)
-    needed = (floats if expanded else packed) + recurrent
+    expanded = weights == "expanded" or (
+        weights == "auto" and floats + draft_bytes + recurrent < 0.8 * available
+    )
+    needed = (floats if expanded else packed) + draft_bytes + recurrent
     room = int(0.9 * available) - needed
     context = max_ctx or min(spec.context_length, DEFAULT_CTX[device.type])
     if max_ctx is None and kv:
@@ -94,7 +110,9 @@ def plan_memory(
             f"{gib(available)} are free on {device}",
             "close other programs, or take a smaller model or quantisation",
         )
-    return MemoryPlan(expanded, floats if expanded else packed, recurrent, kv, context, available)
+    return MemoryPlan(
+        expanded, floats if expanded else packed, draft_bytes, recurrent, kv, context, available
+    )
 
 
 def gib(size: int) -> str:

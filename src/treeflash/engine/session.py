@@ -95,7 +95,13 @@ class Session:
                     f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
                 )
             plan = plan_memory(
-                file, spec, device, dtype=dtype, max_ctx=config.max_ctx, weights=config.weights
+                file,
+                spec,
+                device,
+                dtype=dtype,
+                max_ctx=config.max_ctx,
+                weights=config.weights,
+                draft=config.draft.path if config.draft else None,
             )
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
