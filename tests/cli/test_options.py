@@ -1,11 +1,14 @@
 """Values as users write them."""
 
+from math import inf
+
 import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.options import size, unescape
+from treeflash.cli.options import bias, size, unescape
+from treeflash.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -43,3 +46,14 @@ def test_text_without_a_backslash_stays(text):
     plain = text.replace("\\", "/")
     assert unescape(plain) == plain
     assert unescape(text.replace("\\", "\\\\")) == text
+
+
+def test_biases():
+    assert bias(["3=1.5", "0=-inf", "12=+2", "7=-.5", "9=1e2"]) == {3: 1.5, 0: -inf, 12: 2, 7: -0.5, 9: 100}
+    assert bias([]) == {}
+
+
+@pytest.mark.parametrize("text", ["", "3", "3=", "=1", "3=x", "-3=1", "3=nan", "3=1=2", "3.5=1", "3=1,4=2"])
+def test_biases_that_are_none(text):
+    with pytest.raises(UsageError, match="needed a token's number and a value"):
+        bias([text])

@@ -20,7 +20,7 @@ def test_only_the_answer_goes_to_standard_output(treeflash, model):
     assert plain.exit_code == result.exit_code == 0
     answer = json.loads(result.stdout)
     assert plain.stdout == answer["text"].removesuffix("\n") + "\n"
-    assert "12 tok · " in plain.stderr and "accept 1.00/step" in plain.stderr
+    assert "12 tok · " in plain.stderr and "accept 1.00/step · 1.0 rows/step" in plain.stderr
     assert "seed" not in plain.stderr  # nothing was drawn
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1
@@ -28,9 +28,10 @@ def test_only_the_answer_goes_to_standard_output(treeflash, model):
 
 def test_json_fields(treeflash, model):
     answer = json.loads(treeflash("run", model, "hello", "-n", 9, "--json").stdout)
-    assert set(answer) == {"text", "tokens", "finish_reason", "model", "stats"}
+    assert set(answer) == {"text", "tokens", "finish_reason", "model", "draft", "stats"}
     stats = answer["stats"]
     assert answer["finish_reason"] == "length" and answer["model"] == str(model)
+    assert answer["draft"] is None
     assert len(answer["tokens"]) == stats["generated_tokens"] == 9
     assert stats["steps"] == 8 and stats["acceptance_length"] == 1.0
     assert stats["prompt_tokens"] > 5 and stats["ttft_s"] > 0 and stats["decode_tok_s"] > 0
@@ -154,11 +155,13 @@ def test_without_a_model_a_tiny_one_is_made(treeflash, tmp_path):
     first = treeflash("run", "-p", "hello", "-n", 5)
     assert first.exit_code == 0
     assert first.stderr.startswith("No model given: using a tiny random model, which writes nonsense.")
+    assert "draft" not in first.stderr
     made = place.read_bytes()
     place.write_bytes(made[:3000])
     again = treeflash("run", "-p", "hello", "-n", 5)
     assert again.stdout == first.stdout
-    assert place.read_bytes() == made and list(place.parent.iterdir()) == [place]
+    assert place.read_bytes() == made
+    assert sorted(place.parent.iterdir()) == [place.with_name("step-costs.json"), place]
 
 
 def test_the_environment_names_the_default(treeflash, monkeypatch, model):
@@ -168,11 +171,8 @@ def test_the_environment_names_the_default(treeflash, monkeypatch, model):
     assert "No model given" not in result.stderr
 
 
-def test_a_model_in_the_hubs_cache_runs_offline(treeflash, monkeypatch, tmp_path, model):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    snapshot = tmp_path / "hub/models--me--tiny/snapshots/abc"
+def test_a_model_in_the_hubs_cache_runs_offline(treeflash, tmp_path, model):
+    snapshot = tmp_path / "hf/hub/models--me--tiny/snapshots/abc"
     snapshot.mkdir(parents=True)
     (snapshot / "tiny-Q8_0.gguf").symlink_to(model)
     found = treeflash("run", "me/tiny", "hello", "-n", 2, "--offline")

@@ -60,10 +60,29 @@ def test_a_file_we_cannot_run_is_still_described(treeflash, tiny_model, tmp_path
 def test_nothing_is_downloaded(treeflash):
     result = treeflash("show", "someone/Model-GGUF")
     assert result.exit_code == 3
-    assert "not in the cache" in result.stderr and "treeflash run someone/Model-GGUF" in result.stderr
+    assert "not in the cache" in result.stderr and "treeflash pull someone/Model-GGUF" in result.stderr
 
 
 def test_a_model_must_be_named(treeflash, monkeypatch, tiny_model):
     assert treeflash("show").exit_code == 2
     monkeypatch.setenv("DFLASH_TARGET", str(tiny_model()))
     assert treeflash("show").exit_code == 0
+
+
+def test_drafts_and_recommendations(treeflash, tiny_model, hub):
+    unknown = json.loads(treeflash("show", tiny_model(), "--json").stdout)
+    assert unknown["card"] is unknown["draft"] is unknown["recommended"] is None
+    assert "none known" in treeflash("show", tiny_model()).stdout
+
+    treeflash("pull", "qwen3.6-27b", "--target-only")
+    missing = " ".join(treeflash("show", "qwen3.6-27b").stdout.split())
+    assert "not on this machine: treeflash pull qwen3.6-27b --draft-only" in missing
+    assert "with thinking --temperature 1 --top-p 0.95 --top-k 20" in missing
+    assert "without --temperature 0.7 --top-p 0.8 --top-k 20 --presence-penalty 1.5" in missing
+    treeflash("pull", "qwen3.6-27b", "--draft-only")
+    facts = json.loads(treeflash("show", "unsloth/Qwen3.6-27B-GGUF", "--json").stdout)
+    assert facts["card"] == "qwen3.6-27b" and facts["draft"]["name"] == "z-lab/Qwen3.6-27B-DFlash"
+    assert facts["draft"]["path"].endswith("model.safetensors")
+    assert facts["recommended"]["budget"] == 22 and facts["recommended"]["thinking"] is True
+    assert facts["recommended"]["sampling"]["thinking"]["top_k"] == 20
+    assert "z-lab/Qwen3.6-27B-DFlash, 41" in treeflash("show", "qwen3.6-27b").stdout

@@ -49,18 +49,6 @@ def hub() -> Iterator[FakeHub]:
         yield hub
 
 
-@pytest.fixture(autouse=True)
-def plain_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The client without the settings and the patience of whoever runs the tests."""
-    from huggingface_hub import constants
-
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(download.time, "sleep", lambda _: None)
-
-
 def get(hub: FakeHub, cache: Path, name: RepoName = REPO, **options) -> Path:
     return download.fetch(name, endpoint=hub.endpoint, cache=cache, **options)
 
@@ -93,7 +81,7 @@ def test_second_call_downloads_nothing_and_works_offline(hub, tmp_path):
 def test_offline_without_a_copy(hub, tmp_path):
     with pytest.raises(ModelNotFound, match="not in the cache") as caught:
         get(hub, tmp_path, offline=True)
-    assert "treeflash run someone/Model-GGUF" in caught.value.hint
+    assert "treeflash pull someone/Model-GGUF" in caught.value.hint
     get(hub, tmp_path, RepoName(REPO.repo, "Q8_0"))
     with pytest.raises(ModelNotFound, match=r"has no Q6_K; it has Q8_0"):
         get(hub, tmp_path, RepoName(REPO.repo, "Q6_K"), offline=True)

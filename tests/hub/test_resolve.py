@@ -1,9 +1,12 @@
 """Names to paths on this machine."""
 
+from pathlib import Path
+
 import pytest
 
-from treeflash.errors import ModelNotFound
-from treeflash.hub.resolve import resolve
+from treeflash.errors import ModelNotFound, UsageError
+from treeflash.hub.names import RepoName
+from treeflash.hub.resolve import here, meaning, resolve, resolve_draft
 
 
 @pytest.fixture
@@ -59,7 +62,9 @@ def test_folders(folder):
         ("qwen-Q4_K_N.gguf", "qwen-Q4_K_N.gguf: no such file", "did you mean qwen-Q4_K_M.gguf?"),
         ("./qwen-Q4_K_N.gguf", "no such file", "did you mean qwen-Q4_K_M.gguf?"),
         ("away/model.gguf", "away/model.gguf: no such file, and no folder away", ""),
-        ("qwen", "qwen: no such file", "USER/REPO[:QUANT]"),
+        ("mistral", "mistral: no such file", "USER/REPO[:QUANT]"),
+        ("qwen3.6-72b", "qwen3.6-72b: no such file", "did you mean qwen3.6-27b"),
+        ("qwen3.6-27b:", "qwen3.6-27b:: no such file", "did you mean qwen3.6-27b"),
         ("Why is the sky blue?", "neither a file nor USER/REPO", "--prompt"),
         ("a\0b", "no such file", ""),
         ("x" * 5000, "is not a file name", ""),
@@ -71,3 +76,48 @@ def test_names_of_nothing(folder, name, message, hint):
         resolve(name)
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+def cache_file(cache, repo, name):
+    touch(cache / f"models--{repo.replace('/', '--')}/snapshots/abc/{name}")
+
+
+def test_short_names_take_what_is_in_the_cache(folder):
+    repo = "unsloth/Qwen3.6-27B-GGUF"
+    assert meaning("qwen3.6-27b").fetched == RepoName(repo, "Q4_K_M")
+    assert meaning("qwen3.6-27b:Q8_0").fetched == RepoName(repo, "Q8_0")
+    with pytest.raises(ModelNotFound, match=f"{repo}:Q4_K_M is not in the cache"):
+        resolve("qwen3.6-27b", offline=True)
+    cache_file(folder, repo, "q-Q8_0.gguf")
+    assert resolve("Qwen3.6-27b").name == "q-Q8_0.gguf"  # without asking anyone
+    cache_file(folder, repo, "q-Q5_K_M.gguf")
+    assert here(meaning("qwen3.6-27b")) is None
+    cache_file(folder, repo, "q-Q4_K_M.gguf")
+    assert resolve("qwen3.6-27b").name == "q-Q4_K_M.gguf"
+    assert resolve("qwen3.6-27b:q5_k_m").name == "q-Q5_K_M.gguf"
+    touch(folder / "qwen3.6-27b")
+    assert resolve("qwen3.6-27b").samefile(folder / "qwen3.6-27b")
+
+
+def test_drafts(folder):
+    config = '{"architectures": ["DFlashDraftModel"]}'
+    touch(folder / "draft/model.safetensors")
+    (folder / "draft/config.json").write_text(config)
+    touch(folder / "gguf/draft-Q8_0.gguf")
+    (folder / "nothing").mkdir()
+    assert resolve_draft("draft") == Path("draft")
+    assert resolve_draft("draft/model.safetensors").name == "model.safetensors"
+    assert resolve_draft("gguf").name == "draft-Q8_0.gguf"
+    with pytest.raises(ModelNotFound, match="nothing holds no draft"):
+        resolve_draft("nothing")
+    with pytest.raises(ModelNotFound, match="draft holds a draft, needed: a ") as caught:
+        resolve("draft")
+    assert caught.value.hint == "name the target, and this with --draft draft"
+    with pytest.raises(ModelNotFound, match="no such file"):
+        resolve_draft("qwen3.6-72b")
+    with pytest.raises(UsageError, match=r"no draft is known for qwen3.5-0.8b"):
+        resolve_draft("qwen3.5-0.8b")
+    cache_file(folder, "z-lab/Qwen3.6-27B-DFlash", "model.safetensors")
+    cache_file(folder, "z-lab/Qwen3.6-27B-DFlash", "config.json")
+    for name in ("qwen3.6-27b", "z-lab/Qwen3.6-27B-DFlash"):
+        assert resolve_draft(name, offline=True).parent.name == "abc"

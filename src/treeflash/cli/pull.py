@@ -11,6 +11,7 @@ from treeflash.cli.speculation import downloading
 from treeflash.errors import ModelFileError, ModelNotFound, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub import catalog
+from treeflash.hub.cache import of_repo
 from treeflash.hub.catalog import Card
 from treeflash.hub.download import fetch
 from treeflash.hub.drafts import fetch_draft
@@ -103,4 +104,5 @@ def _card(path: Path, repo: RepoName) -> Card | None:
 
 
 def _done(kind: str, repo: RepoName, path: Path) -> None:
-    view.plain(f"{kind:6}  {repo}  {view.amount(path.stat().st_size)}  {path}")
+    size = next((each.size for each in of_repo(repo.repo) if each.path == path), path.stat().st_size)
+    view.plain(f"{kind:6}  {repo}  {view.amount(size)}")

@@ -19,7 +19,7 @@ from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card
-from treeflash.hub.resolve import Meaning, here, meaning, resolve
+from treeflash.hub.resolve import Meaning, meaning, resolve
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
@@ -192,10 +192,9 @@ def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.S
         with screen.waiting("Making the model"):
             return Target(default_model(), card=None, known=False)
     meant = meaning(name)
-    missing = not offline and here(meant) is None
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
-    return Target(path, _card(path, meant, think=think), fetched=missing)
+    return Target(path, _card(path, meant, think=think), fetched=bar.began)
 
 
 def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:

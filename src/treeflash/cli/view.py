@@ -322,7 +322,7 @@ def table(
 ) -> None:
     """Columns under a heading: names first, then numbers, but for those in `texts`."""
     console = _console(sys.stdout)
-    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY, style=GREY if dim else "")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY)
     for index, column in enumerate(columns):
         words = not index or column in texts
         grid.add_column(
@@ -332,7 +332,8 @@ def table(
             overflow="fold",
         )
     for first, *rest in rows:
-        grid.add_row(*(Text(guarded(cell, sys.stdout)) for cell in (f"  {first}", *rest)))
+        cells = (guarded(cell, sys.stdout) for cell in (f"  {first}", *rest))
+        grid.add_row(*(Text(cell, style=GREY if dim else "") for cell in cells))
     console.print(Text(f"\n{heading}", style="cyan"))
     console.print(grid)
 

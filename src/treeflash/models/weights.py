@@ -7,12 +7,11 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import quant_matmul
+from treeflash.kernels.quant_matmul import dense_matmul, quant_matmul
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -28,7 +27,7 @@ class Matrix:
         """x [..., K] float32 to [..., N] float32."""
         if self.type is not None:
             return quant_matmul(x, self.data, self.type)
-        return linear(x.to(self.data.dtype), self.data).to(x.dtype)
+        return dense_matmul(x, self.data).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,30 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 
 SLICE = 1 << 22  # weights expanded at a time: 16 MiB of float32
+
+
+# Up to so many rows a CPU multiplies faster with the weights on the left, by a power of two of columns.
+# Two AMD EPYC cores, 155 MB of float32 weights, ms for 1 / 2 / 4 / 8 / 16 / 24 rows: `linear` takes
+# 12.8 / 20.9 / 18.5 / 15.7 / 19.1 / 22.5, the other way round 4.3 / 4.3 / 7.5 / 11.8 / 15.6 / 20.8.
+# With a single vector torch uses one core and a third of its bandwidth.
+FEW_ROWS = 16
+
+
+def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K] times weight [N, K], transposed: [..., N] in the weight's type."""
+    x = x.to(weight.dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    rows = len(flat)
+    if weight.device.type != "cpu" or not 0 < rows <= FEW_ROWS:
+        return linear(x, weight)
+    columns = pad(flat, (0, 0, 0, max(2, 1 << (rows - 1).bit_length()) - rows))
+    return torch.mm(weight, columns.T).T[:rows].reshape(*x.shape[:-1], -1)
 
 
 def quant_matmul(x: Tensor, weight: Tensor, type: QuantType) -> Tensor:

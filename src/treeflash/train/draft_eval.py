@@ -1,0 +1,185 @@
+"""How good a draft is on held-out text: by its rows, in the trees they make, and in the engine that serves.
+
+Also the gate before anything is shipped: the trainer's logits and the engine's must be the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from treeflash.config import SpecConfig
+from treeflash.engine.engine import Done, Engine, Request
+from treeflash.engine.sampler import SamplingParams
+from treeflash.errors import TreeFlashError
+from treeflash.models.dflash import DFlashDraft
+from treeflash.spec.controller import Costs
+from treeflash.spec.draft import BlockDraft
+from treeflash.spec.proposal import Proposal, build_tree
+from treeflash.spec.speculator import Speculator
+from treeflash.spec.verify import walk
+from treeflash.state.draft_ring import draft_buffers
+from treeflash.train.draft_data import Batch, TokenData, make_batch
+from treeflash.train.draft_export import WEIGHTS
+from treeflash.train.draft_loss import Tally, block_loss
+from treeflash.train.draft_model import DraftModel
+from treeflash.train.draft_target import FeatureReader, Frozen, Target
+
+BUDGET = 22  # nodes of the trees
+_CANDIDATES = 24
+_SPINE = math.log(0.02)
+_TREES = 96  # blocks whose trees are walked
+_PARITY = 1e-3
+_PREFIXES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    step: int
+    loss: float
+    top1: list[float]  # by position behind the anchor
+    acceptance: float  # tokens a step would commit, with the likeliest chain
+    tree_acceptance: float  # with a tree of BUDGET nodes
+
+
+@torch.no_grad()
+def evaluate(
+    model: DraftModel, reader: FeatureReader, frozen: Frozen, batches: Sequence[Batch], *, step: int
+) -> Evaluation:
+    total: Tally | None = None
+    accepted: list[int] = []
+    for batch in batches:
+        hidden = block_rows(model, reader, frozen, batch)
+        tally = block_loss(hidden, batch.labels, batch.valid, frozen.head, kind="dpace")
+        if total is None:
+            total = tally
+        else:
+            total.merge(tally)
+        accepted += _walked(hidden, batch, frozen.head, _TREES - len(accepted))
+    assert total is not None
+    tree = sum(accepted) / len(accepted) if accepted else total.acceptance
+    return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree)
+
+
+def block_rows(model: DraftModel, reader: FeatureReader, frozen: Frozen, batch: Batch) -> Tensor:
+    """Hidden rows [B, M, T, width] of the batch's blocks; products in bfloat16 on a GPU."""
+    anchors = batch.tokens.gather(1, batch.anchors)
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
+        return model(reader(batch.tokens), frozen.embeddings(anchors), batch.anchors)
+
+
+def _walked(hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
+    """Tokens that a step would commit, for up to `most` whole blocks."""
+    whole = batch.valid.all(-1).nonzero().tolist()
+    counts = []
+    for text, block in whole[:: max(1, len(whole) // max(most, 1))][: max(most, 0)]:
+        logits = linear(hidden[text, block, 1:].to(head.dtype), head).float()
+        top = logits.topk(min(_CANDIDATES, logits.shape[1]), -1)
+        scores = top.values - logits.logsumexp(-1, keepdim=True)
+        anchor = batch.tokens[text, batch.anchors[text, block]][None]
+        tree = build_tree(anchor, Proposal.rows(top.indices, scores), nodes=BUDGET, spine=_SPINE)
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        depths = [0] * len(tokens)
+        for row in range(1, len(tokens)):
+            depths[row] = depths[parents[row]] + 1
+        text_goes_on = [*batch.labels[text, block].tolist(), -1]
+        counts.append(len(walk(tokens, parents, [text_goes_on[depth] for depth in depths]).rows))
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the engine did with a draft."""
+
+    acceptance: float  # tokens a step
+    tokens: int
+    steps: int
+
+
+def measure(
+    target: Target,
+    draft: Path,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int = 128,
+    sampling: SamplingParams | None = None,
+) -> Measured:
+    """Decodes with the draft alone, no copies from the text, and trees of BUDGET nodes at every step."""
+    decoder = target.decoder
+    loaded = DFlashDraft.load(draft, target.spec, device=target.device, dtype=decoder.dtype)
+    max_ctx = max(map(len, prompts)) + max_tokens
+    buffers = draft_buffers(loaded.spec, max_ctx=max_ctx, device=target.device)
+    speculator = Speculator(
+        BlockDraft(loaded, decoder, buffers),
+        SpecConfig(budget=BUDGET, lookup=False, adaptive=False),
+        Costs(),
+        device=target.device,
+    )
+    engine = Engine(decoder, max_ctx=max_ctx, drafter=speculator, max_rows=BUDGET + 1)
+    steps = tokens = 0
+    for prompt in prompts:
+        request = Request(
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingParams(),
+            stop_ids=target.tokenizer.stop_ids,
+        )
+        for event in engine.generate(request):
+            if isinstance(event, Done):
+                steps += event.stats.steps
+                tokens += event.stats.step_tokens
+    return Measured(tokens / max(1, steps), tokens, steps)
+
+
+@torch.no_grad()
+def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
+    """The largest relative difference of logits between the trainer's model and the engine's, same weights.
+
+    Refuses a draft whose two forward passes disagree: it would be trained well and serve badly.
+    """
+    decoder, device = target.decoder, target.device
+    draft = DFlashDraft.load(folder, target.spec, device=device, dtype=torch.float32)
+    model = DraftModel(draft.spec).to(device)
+    weights = load_file(folder / WEIGHTS, device=str(device))
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    reader = FeatureReader(decoder, draft.spec.taps)
+    frozen = Frozen(decoder, draft.spec.mask_id, draft.spec.block_size)
+    head = frozen.head.float()
+    worst, left = 0.0, _PREFIXES
+    for number in numbers:
+        batch = make_batch(data, [number], anchors=4, block=draft.spec.block_size, seed=number).to(device)
+        features = reader(batch.tokens)
+        rows = frozen.embeddings(batch.tokens.gather(1, batch.anchors))
+        trained = model(features, rows, batch.anchors)
+        for block, anchor in enumerate(batch.anchors[0].tolist()):
+            buffers = draft_buffers(draft.spec, max_ctx=anchor + draft.spec.block_size, device=device)
+            slots = torch.zeros(1, dtype=torch.int64, device=device)
+            draft.append(features[:, :anchor], slots, buffers)
+            served = draft.block(rows[:, block], slots, buffers)
+            ours, theirs = linear(trained[0, block], head), linear(served[0], head)
+            worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+            left -= 1
+        if left <= 0:
+            break
+    if not worst <= _PARITY:
+        raise TreeFlashError(
+            f"{folder}: the trainer's and the engine's logits differ by {worst:.2g}, at most {_PARITY:g} is right",
+            "this is a fault of the program: please report it",
+        )
+    return worst
+
+
+def held_out_batches(
+    data: TokenData, numbers: np.ndarray, *, size: int, anchors: int, block: int, device: torch.device
+) -> list[Batch]:
+    parts = [numbers[start : start + size].tolist() for start in range(0, len(numbers), size)]
+    return [
+        make_batch(data, part, anchors=anchors, block=block, seed=number).to(device)
+        for number, part in enumerate(parts)
+    ]

@@ -1,0 +1,148 @@
+"""Writes a trained draft in the formats that are shipped: z-lab's safetensors folder and llama.cpp's GGUF."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from treeflash.gguf.header import ValueType
+from treeflash.gguf.quantise import quantise
+from treeflash.gguf.types import QuantType
+from treeflash.gguf.writer import GGUFWriter
+from treeflash.models.draft_spec import DraftSpec
+from treeflash.models.safetensors_source import gguf_name
+from treeflash.models.spec import ModelSpec
+from treeflash.text.tokenizer import Tokenizer
+from treeflash.train.files import write_json, write_whole
+
+WEIGHTS, CONFIG, GGUF = "model.safetensors", "config.json", "draft-q8_0.gguf"
+_Q8_0_FILE = 7  # general.file_type of files that are mostly Q8_0
+_QUANTISATION_VERSION = 2
+
+
+def draft_config(
+    spec: DraftSpec, target: ModelSpec, tokenizer: Tokenizer, dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json: what the method needs stands at the top level, as readers of the older generation expect
+    it, and nested, as those of the newer do."""
+    method = {
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_id,
+        "target_layer_ids": list(spec.taps),
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **method,
+        "dflash_config": method,
+        "num_target_layers": len(target.layers),
+        "num_hidden_layers": len(spec.layers),
+        "layer_types": [f"{kind}_attention" for kind in spec.layers],
+        "use_sliding_window": "sliding" in spec.layers,
+        "sliding_window": spec.window or None,
+        "hidden_size": spec.width,
+        "intermediate_size": spec.feed_forward,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": spec.eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": target.context_length,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": target.tied_head,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def export_draft(
+    folder: Path,
+    spec: DraftSpec,
+    weights: Mapping[str, Tensor],
+    target: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Weights under z-lab's names, and their config.json."""
+    data = save(
+        {name: tensor.to(dtype).cpu().contiguous() for name, tensor in weights.items()}, {"format": "pt"}
+    )
+    write_whole(folder / WEIGHTS, lambda file: file.write(data), needed=len(data))
+    write_json(folder / CONFIG, draft_config(spec, target, tokenizer, dtype))
+
+
+def export_gguf(
+    path: Path,
+    spec: DraftSpec,
+    weights: Mapping[str, Tensor],
+    target: ModelSpec,
+    metadata: Mapping[str, Any],
+) -> Path:
+    """A `dflash` file with Q8_0 matrices; `metadata` is the target's, whose vocabulary goes along."""
+    types = {name: _type(tensor) for name, tensor in weights.items()}
+    with GGUFWriter(path, "dflash") as writer:
+        for key, value, kind in _entries(spec, target, metadata):
+            writer.add(key, value, kind)
+        for name, tensor in weights.items():
+            writer.add_tensor(_renamed(name), tuple(tensor.shape), types[name])
+        writer.write_header()
+        for name, tensor in weights.items():
+            writer.write_tensor(_renamed(name), quantise(tensor.float().cpu(), types[name]).numpy())
+    return path
+
+
+def _entries(
+    spec: DraftSpec, target: ModelSpec, metadata: Mapping[str, Any]
+) -> list[tuple[str, Any, ValueType | None]]:
+    entries: list[tuple[str, Any, ValueType | None]] = [
+        ("general.type", "model", None),
+        ("general.name", f"{target.name} DFlash", None),
+        ("general.file_type", _Q8_0_FILE, None),
+        ("general.quantization_version", _QUANTISATION_VERSION, None),
+        ("dflash.block_count", len(spec.layers), None),
+        ("dflash.context_length", target.context_length, None),
+        ("dflash.embedding_length", spec.width, None),
+        ("dflash.feed_forward_length", spec.feed_forward, None),
+        ("dflash.attention.head_count", spec.heads, None),
+        ("dflash.attention.head_count_kv", spec.kv_heads, None),
+        ("dflash.attention.key_length", spec.head_dim, None),
+        ("dflash.attention.value_length", spec.head_dim, None),
+        ("dflash.attention.layer_norm_rms_epsilon", spec.eps, ValueType.FLOAT32),
+        ("dflash.rope.freq_base", spec.rope_theta, ValueType.FLOAT32),
+        ("dflash.block_size", spec.block_size, None),
+        # This format names the layers whose inputs are read.
+        ("dflash.target_layers", [tap + 1 for tap in spec.taps], ValueType.INT32),
+    ]
+    if "sliding" in spec.layers:
+        pattern = [kind == "sliding" for kind in spec.layers]
+        entries += [
+            ("dflash.attention.sliding_window", spec.window, None),
+            ("dflash.attention.sliding_window_pattern", pattern, None),
+        ]
+    mask = "tokenizer.ggml.mask_token_id"
+    for key, value in metadata.items():
+        if key.startswith("tokenizer.") and key != mask and value != []:
+            entries.append((key, value, ValueType.INT32 if key.endswith("token_type") else None))
+    return [*entries, (mask, spec.mask_id, None)]
+
+
+def _type(tensor: Tensor) -> QuantType:
+    if tensor.ndim == 1:
+        return QuantType.F32
+    return QuantType.Q8_0 if tensor.shape[1] % QuantType.Q8_0.block_elements == 0 else QuantType.F16
+
+
+def _renamed(name: str) -> str:
+    renamed = gguf_name(name)
+    assert renamed is not None, name
+    return renamed

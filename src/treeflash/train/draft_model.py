@@ -1,0 +1,234 @@
+"""The DFlash draft as a module to train: the blocks of many anchors in one pass. Knows no data, no loss.
+
+Parameters bear z-lab's names, so that a state dict is a checkpoint. The forward pass gives what
+`models.dflash.DFlashDraft` gives for each anchor alone; nothing flows from one block to another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+from treeflash.errors import UsageError
+from treeflash.kernels.norm_rope import rope_angles
+from treeflash.models.draft_spec import DraftSpec, LayerKind, default_taps
+from treeflash.models.spec import ModelSpec
+
+_TAPS = 5
+_HEAD_DIM = 128
+_GROUP = 4  # query heads of a KV head
+_MOST_KV_HEADS = 8
+_DEVIATION = 0.02  # of fresh weights
+
+
+def new_spec(
+    target: ModelSpec,
+    *,
+    mask_id: int,
+    layers: int = 3,
+    block_size: int = 16,
+    window: int = 0,
+    source: str = "the new draft",
+) -> DraftSpec:
+    """A draft for `target` in z-lab's proportions; with a window all layers but the last one slide."""
+    for name, value, least, most in (
+        ("layers", layers, 1, 64),
+        ("block", block_size, 2, 64),
+        ("window", window, 0, 1 << 20),
+    ):
+        if not least <= value <= most:
+            raise UsageError(f"--{name} is {value}, needed {least} to {most}")
+    depth = len(target.layers)
+    # Small targets have fewer layers than the rule has taps.
+    taps = sorted({min(max(tap, 0), depth - 1) for tap in default_taps(depth, _TAPS)})
+    head_dim = min(_HEAD_DIM, max(16, target.width // 4 * 2))
+    kv_heads = min(_MOST_KV_HEADS, max(1, target.width // (2 * _HEAD_DIM)))
+    kinds: tuple[LayerKind, ...] = ("full",) * layers
+    if window:
+        kinds = ("sliding",) * (layers - 1) + ("full",)
+    return DraftSpec(
+        source=source,
+        layers=kinds,
+        causal=tuple(kind == "sliding" for kind in kinds),
+        window=window if "sliding" in kinds else 0,
+        width=target.width,
+        feed_forward=-(-3 * target.width // 256) * 256,
+        heads=_GROUP * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=target.rope_theta,
+        eps=target.eps,
+        block_size=block_size,
+        taps=tuple(taps),
+        mask_id=mask_id,
+        vocab_size=target.vocab_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the rows of a pass stand, shared by its layers."""
+
+    context: tuple[Tensor, Tensor]  # cos and sin of the context's positions
+    blocks: tuple[Tensor, Tensor]  # of the blocks' rows
+    hidden: dict[tuple[LayerKind, bool], Tensor]  # by kind and causality: [B, 1, M, 1, T or 1, n + T] bool
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
+        super().__init__()
+        self._spec, self._kind, self._causal = spec, kind, causal
+        queries, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.width, queries, bias=False)
+        self.k_proj = nn.Linear(spec.width, kv, bias=False)
+        self.v_proj = nn.Linear(spec.width, kv, bias=False)
+        self.o_proj = nn.Linear(queries, spec.width, bias=False)
+        self.q_norm = nn.RMSNorm(spec.head_dim, spec.eps)
+        self.k_norm = nn.RMSNorm(spec.head_dim, spec.eps)
+
+    def forward(self, rows: Tensor, context: Tensor, at: Geometry) -> Tensor:
+        """rows [B, M, T, width], normed, and context [B, n, width] to [B, M, T, width]."""
+        dim, kv_heads = self._spec.head_dim, self._spec.kv_heads
+        blocks, size = rows.shape[1:3]
+        flat = rows.flatten(1, 2)
+        q = _rotated(self.q_norm(self.q_proj(flat).unflatten(-1, (-1, dim)).float()), *at.blocks)
+        keys, values = self._key_value(context, at.context)
+        own_keys, own_values = (
+            part.unflatten(1, (blocks, size)).permute(0, 3, 1, 2, 4)  # [B, KV, M, T, D]
+            for part in self._key_value(flat, at.blocks)
+        )
+        # [B, KV, M, group, T, D]: a KV head's queries are rows of one product.
+        q = (
+            (q * dim**-0.5)
+            .unflatten(2, (kv_heads, -1))
+            .unflatten(1, (blocks, size))
+            .permute(0, 3, 1, 4, 2, 5)
+        )
+        group = q.shape[3]
+        scores = torch.cat(
+            [
+                (q.flatten(2, 4) @ keys.permute(0, 2, 3, 1)).unflatten(2, (blocks, group * size)),
+                q.flatten(3, 4) @ own_keys.mT,
+            ],
+            -1,
+        ).unflatten(3, (group, size))
+        scores = scores.masked_fill_(at.hidden[self._kind, self._causal], -torch.inf)
+        # In the products' type: autocast would hold the weights twice, in float32 besides.
+        with torch.autocast(scores.device.type, enabled=False):
+            weights = scores.softmax(-1)
+        length = context.shape[1]
+        out = (weights[..., :length].flatten(2, 4) @ values.transpose(1, 2)).unflatten(2, (blocks, -1))
+        out = out + weights[..., length:].flatten(3, 4) @ own_values
+        out = out.unflatten(3, (group, size)).permute(0, 2, 4, 1, 3, 5)  # [B, M, T, KV, group, D]
+        return self.o_proj(out.flatten(3))
+
+    def _key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [B, N, width] to keys and values [B, N, KV, D]."""
+        k, v = (part(x).unflatten(-1, (-1, self._spec.head_dim)) for part in (self.k_proj, self.v_proj))
+        return _rotated(self.k_norm(k.float()), *angles), v
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: DraftSpec):
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.width, spec.feed_forward, bias=False)
+        self.up_proj = nn.Linear(spec.width, spec.feed_forward, bias=False)
+        self.down_proj = nn.Linear(spec.feed_forward, spec.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(spec.width, spec.eps)
+        self.self_attn = Attention(spec, kind, causal)
+        self.post_attention_layernorm = nn.RMSNorm(spec.width, spec.eps)
+        self.mlp = FeedForward(spec)
+
+    def forward(self, x: Tensor, context: Tensor, at: Geometry) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, at)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftModel(nn.Module):
+    def __init__(self, spec: DraftSpec, *, seed: int = 0):
+        super().__init__()
+        self.spec = spec
+        self.recompute = False  # layers' activations are computed again for the backward pass, not kept
+        self.fc = nn.Linear(len(spec.taps) * spec.width, spec.width, bias=False)
+        self.hidden_norm = nn.RMSNorm(spec.width, spec.eps)
+        self.layers = nn.ModuleList(
+            Layer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
+        )
+        self.norm = nn.RMSNorm(spec.width, spec.eps)
+        pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+        self._frequencies: Tensor
+        frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)
+        self.register_buffer("_frequencies", frequencies, persistent=False)
+        self._initialise(seed)
+
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        # What writes into the residual stream is smaller the more there is of it.
+        writing = _DEVIATION * (2 * len(self.layers)) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                written = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=writing if written else _DEVIATION, generator=generator)
+
+    def forward(self, features: Tensor, embeddings: Tensor, anchors: Tensor) -> Tensor:
+        """The rows of all blocks, for the target's head: [B, M, T, width].
+
+        features [B, n, taps * width] of the positions from 0 on; embeddings [B, M, T, width] of anchors and
+        masks; anchors [B, M], where the blocks begin. A block sees the features before its anchor and itself.
+        """
+        context = self.hidden_norm(self.fc(features).float())
+        at = self._geometry(anchors, features.shape[1], embeddings.shape[2])
+        x = embeddings
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, context, at, use_reentrant=False)
+            else:
+                x = layer(x, context, at)
+        return self.norm(x)
+
+    def _geometry(self, anchors: Tensor, length: int, size: int) -> Geometry:
+        rows = torch.arange(size, device=anchors.device)
+        context = torch.arange(length, device=anchors.device)
+        at = (anchors[..., None] + rows).flatten(1)
+        kinds = set(zip(self.spec.layers, self.spec.causal, strict=True))
+        return Geometry(
+            context=rope_angles(context[None], self._frequencies),
+            blocks=rope_angles(at, self._frequencies),
+            hidden={
+                (kind, causal): self._hidden(anchors, context, rows, kind, causal) for kind, causal in kinds
+            },
+        )
+
+    def _hidden(
+        self, anchors: Tensor, context: Tensor, rows: Tensor, kind: LayerKind, causal: bool
+    ) -> Tensor:
+        """[B, 1, M, 1, T or 1, n + T]: what a row must not see."""
+        before = context[None, None] >= anchors[..., None]  # [B, M, n]: the anchor's own feature is unknown
+        before, ahead = before[:, :, None], rows - rows[:, None]  # ahead [T, T] = key - query
+        own = torch.zeros_like(ahead, dtype=torch.bool)
+        if kind == "sliding":
+            queries = (anchors[..., None] + rows)[..., None]
+            before = before | (queries - context >= self.spec.window)
+            own = own | (ahead.abs() >= self.spec.window)
+        if causal:
+            own = own | (ahead > 0)
+        if kind == "full" and not causal:
+            own = own[:1]
+        hidden = torch.cat([before.expand(-1, -1, own.shape[0], -1), own.expand(*anchors.shape, -1, -1)], -1)
+        return hidden[:, None, :, None]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rope on x [B, N, H, D] by halves; the kernels' own need not have a gradient."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -1,0 +1,380 @@
+"""The training loop of a DFlash draft: schedule, steps, checkpoints, evaluation, export. Draws no progress.
+
+Everything random is a function of the seed and the step, so that a run that was interrupted and went on gives
+the draft of one that was not.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import treeflash
+from treeflash.engine.memory import available_memory, device_name
+from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UsageError
+from treeflash.models.draft_spec import DraftSpec
+from treeflash.train.draft_data import Batch, TokenData, epoch_batches, make_batch
+from treeflash.train.draft_eval import (
+    BUDGET,
+    Evaluation,
+    block_rows,
+    check_parity,
+    evaluate,
+    held_out_batches,
+    measure,
+)
+from treeflash.train.draft_export import GGUF, export_draft, export_gguf
+from treeflash.train.draft_loss import Tally, block_loss
+from treeflash.train.draft_model import DraftModel, new_spec
+from treeflash.train.draft_settings import Event, Progress, Result, Saved, TrainConfig
+from treeflash.train.draft_target import FeatureReader, Frozen, Target, mask_token
+from treeflash.train.files import write_json, write_whole
+from treeflash.train.muon import optimisers
+from treeflash.train.ranks import Ranks
+
+CHECKPOINT, REPORT = "checkpoint.pt", "training.json"
+_FORMAT = 1
+_EPOCHS = 6  # where neither steps nor minutes are given
+_WARM_UP = 0.04  # of the run
+_CLIP = 1.0
+_EVALUATIONS = 10  # of a run
+_MEMORY = 0.5  # of what is free that activations may take
+_REMEMBERED = 0.95  # of the running averages, a step
+_MOST_FAULTS = 20  # steps in a row whose gradient is no number
+_PROMPTS = 8  # held-out prompts that the engine answers
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where in the run we are; goes into checkpoints."""
+
+    step: int = 0
+    elapsed: float = 0.0  # seconds, of all runs
+    epoch: int = 0
+    cursor: int = 0  # batches of the epoch that are done
+    tokens: int = 0
+    untrained: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    def __init__(
+        self,
+        target: Target,
+        data: TokenData,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        resume: bool = False,
+        ranks: Ranks | None = None,
+        notify: Callable[[Event], None] = lambda event: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ):
+        self._target, self._data, self._folder, self._config = target, data, folder, config
+        self._ranks, self._notify, self._cancelled = ranks or Ranks(), notify, cancelled
+        self._train, self._held_out = data.split(config.held_out)
+        if not len(self._train) or not len(self._held_out):
+            raise UsageError(
+                f"{len(data)} texts of {len(set(data.prompts.tolist()))} prompts are too few to train on,"
+                " needed some for training and others to hold out",
+                "give more prompts",
+            )
+        self.spec = new_spec(
+            target.spec,
+            mask_id=mask_token(target, config.mask_token),
+            layers=config.layers,
+            block_size=config.block,
+            window=config.window,
+            source=str(folder),
+        )
+        self.model = DraftModel(self.spec, seed=config.seed).to(target.device)
+        self._optimisers = optimisers(
+            self.model.parameters(), kind=config.optimiser, lr=config.lr, weight_decay=config.weight_decay
+        )
+        self._place = _Place()
+        self._open(resume)
+        self._reader = FeatureReader(target.decoder, self.spec.taps)
+        self._frozen = Frozen(target.decoder, self.spec.mask_id, self.spec.block_size)
+        if config.batch % self._ranks.count:
+            raise UsageError(f"--batch is {config.batch}, needed a multiple of {self._ranks.count} processes")
+        self._micro = self._fitting(config.batch // self._ranks.count)
+        anchors = min(32, config.anchors)
+        self._evaluated = held_out_batches(
+            data,
+            self._held_out[:: max(1, len(self._held_out) // 64)],
+            size=self._micro,
+            anchors=anchors,
+            block=self.spec.block_size,
+            device=target.device,
+        )
+
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def run(self) -> Result:
+        """Trains until the schedule ends, or until cancelled, and then says how it went."""
+        if self._place.step == 0 and self._ranks.first:
+            self._place.untrained = self._untrained()
+        finished = self._loop()
+        self._save()
+        if not finished:
+            return Result(False, self._place.step, self._folder)
+        result = None
+        if self._ranks.first:
+            result = self._finish()
+        self._ranks.wait()
+        return result or Result(True, self._place.step, self._folder)
+
+    def _loop(self) -> bool:
+        """False where the run was cancelled."""
+        place, device = self._place, self._target.device
+        begun, before = time.perf_counter(), place.elapsed
+        saved = shown = text_at = begun
+        running = Tally.zero(self.spec.block_size - 1, device)
+        text = faults = 0
+        evaluated = len(place.history)
+        batches = self._epoch(place.epoch)
+        while True:
+            now = time.perf_counter()
+            place.elapsed = before + now - begun
+            due = now - saved > 60 * self._config.checkpoint_minutes
+            share, stop, save = self._ranks.agreed([self._share(), self._cancelled(), due], device)
+            if share >= 1 or stop:
+                return not stop
+            if save:
+                self._save()
+                saved = time.perf_counter()
+            if share * _EVALUATIONS >= evaluated + 1:
+                evaluated += 1
+                self._evaluate()
+                text, text_at = 0, time.perf_counter()
+            if place.cursor >= len(batches):
+                place.epoch, place.cursor = place.epoch + 1, 0
+                batches = self._epoch(place.epoch)
+            batch = self._batch(batches[place.cursor])
+            tally, sound = self._step(batch, share)
+            running.merge(tally, keep=_REMEMBERED)
+            faults = 0 if sound else faults + 1
+            if faults >= _MOST_FAULTS:
+                raise TreeFlashError(
+                    f"the gradient was no number in {faults} steps in a row, at step {place.step}",
+                    "lower --lr, and go on from the last checkpoint with --resume",
+                )
+            place.step, place.cursor = place.step + 1, place.cursor + 1
+            place.tokens, text = place.tokens + batch.real, text + batch.real
+            now = time.perf_counter()
+            if now - shown > 1 or place.step == 1:
+                shown = now
+                self._show(running, text / (now - text_at), before + now - begun)
+
+    def _step(self, batch: Batch, share: float) -> tuple[Tally, bool]:
+        config = self._config
+        pace = min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP), 1.0)
+        tally = Tally.zero(self.spec.block_size - 1, self._target.device)
+        for part in batch.split(self._micro):
+            part = part.to(self._target.device)
+            hidden = block_rows(self.model, self._reader, self._frozen, part)
+            tally.merge(
+                block_loss(
+                    hidden,
+                    part.labels,
+                    part.valid,
+                    self._frozen.head,
+                    kind=config.loss,
+                    scale=len(part) / len(batch),
+                )
+            )
+        parameters = list(self.model.parameters())
+        self._ranks.average([each.grad for each in parameters if each.grad is not None])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
+        sound = bool(norm.isfinite())
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = config.lr * max(pace, 1e-3)
+            if sound:
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return tally, sound
+
+    def _share(self) -> float:
+        """How much of the run is done."""
+        config, place = self._config, self._place
+        if config.minutes is not None:
+            return min(1.0, place.elapsed / (60 * config.minutes))
+        return min(1.0, place.step / self._steps)
+
+    @property
+    def _steps(self) -> int:
+        return self._config.steps or max(1, _EPOCHS * len(self._train) // self._config.batch)
+
+    def _epoch(self, number: int) -> list[Any]:
+        """The batches of one pass over the texts; every process makes the same list."""
+        seed = 1_000_003 * self._config.seed + number
+        return epoch_batches(self._data.lengths, self._train, batch=self._config.batch, seed=seed)
+
+    def _batch(self, numbers: Any) -> Batch:
+        """This process's share of the texts, with anchors that are new at every step."""
+        ranks, config = self._ranks, self._config
+        seed = (config.seed * 1_000_003 + self._place.step) * 1024 + ranks.rank
+        return make_batch(
+            self._data,
+            numbers[ranks.rank :: ranks.count].tolist(),
+            anchors=config.anchors,
+            block=self.spec.block_size,
+            seed=seed,
+        )
+
+    def _show(self, running: Tally, tokens_s: float, elapsed: float) -> None:
+        if not self._ranks.first:
+            return
+        share = self._share()
+        remaining = elapsed / share * (1 - share) if share else math.inf
+        self._notify(
+            Progress(
+                step=self._place.step,
+                share=share,
+                loss=running.mean_loss,
+                acceptance=running.acceptance,
+                tokens_s=tokens_s * self._ranks.count,
+                remaining_s=remaining,
+            )
+        )
+
+    def _evaluate(self) -> Evaluation | None:
+        if not self._ranks.first:
+            return None
+        found = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=self._place.step)
+        self._place.history.append(asdict(found))
+        self._notify(found)
+        return found
+
+    def _fitting(self, texts: int) -> int:
+        """How many texts' blocks can be computed at a time."""
+        spec, config = self.spec, self._config
+        # Float32 numbers that a row of a block leaves for the backward pass, a layer.
+        kept = 14 * spec.width + 8 * spec.heads * spec.head_dim + 4 * spec.feed_forward
+        kept += 2 * spec.heads * int(self._data.lengths.max())
+        rows = config.anchors * spec.block_size
+        size = 4 * rows * kept * len(spec.layers)
+        room = int(_MEMORY * available_memory(self._target.device))
+        if size > room:
+            self.model.recompute = True
+            size //= len(spec.layers)
+        if size > 2 * room:
+            raise ResourceError(
+                f"the blocks of one text take about {size / 2**30:.1f} GiB,"
+                f" {room / 2**30:.1f} GiB may be used on {self._target.device}",
+                "lower --anchors or --seq",
+            )
+        return max(1, min(texts, room // size))
+
+    def _open(self, resume: bool) -> None:
+        path = self._folder / CHECKPOINT
+        if not path.exists():
+            return
+        if not resume:
+            raise UsageError(
+                f"{path} is there from an earlier run", "--resume goes on with it; -o names another folder"
+            )
+        state = _load(path, self._target.device)
+        found = DraftSpec(**{**state["spec"], "source": self.spec.source})
+        if found != self.spec:
+            names = [name for name in asdict(found) if getattr(found, name) != getattr(self.spec, name)]
+            raise UsageError(
+                f"{path}: the draft in it has another shape: {names[0]} is {getattr(found, names[0])},"
+                f" now asked for is {getattr(self.spec, names[0])}",
+                "--resume needs the flags of the first run; -o names another folder",
+            )
+        if state["optimiser"] != self._config.optimiser:
+            raise UsageError(
+                f"{path}: was trained with --optimiser {state['optimiser']}, not {self._config.optimiser}"
+            )
+        self.model.load_state_dict(state["model"])
+        for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(kept)
+        self._place = _Place(**state["place"])
+
+    def _save(self) -> None:
+        """Beside the old checkpoint, then in its place: there is always a whole one."""
+        if not self._ranks.first:
+            return
+        state = {
+            "format": _FORMAT,
+            "spec": asdict(self.spec),
+            "optimiser": self._config.optimiser,
+            "model": self.model.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
+            "place": asdict(self._place),
+        }
+        path = self._folder / CHECKPOINT
+        needed = 12 * sum(each.numel() for each in self.model.parameters())
+        write_whole(path, lambda file: torch.save(state, file), needed=needed)
+        self._notify(Saved(self._place.step, path))
+
+    def _export(self, folder: Path) -> None:
+        target = self._target
+        dtype = torch.float32 if self._config.float32 else torch.bfloat16
+        export_draft(folder, self.spec, self._weights, target.spec, target.tokenizer, dtype=dtype)
+
+    def _untrained(self) -> float:
+        """What the engine makes of fresh weights, in a few steps: the measure of all that follows."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            self._export(Path(folder))
+            return measure(self._target, Path(folder), self._prompts()[:2], max_tokens=32).acceptance
+
+    def _prompts(self) -> list[list[int]]:
+        """Of held-out texts, each prompt once."""
+        data = self._data
+        first = {int(data.prompts[number]): int(number) for number in self._held_out[::-1]}
+        numbers = list(first.values())[:_PROMPTS]
+        return [data.text(number)[: data.boundaries[number]].tolist() for number in numbers]
+
+    def _finish(self) -> Result:
+        target, config, place = self._target, self._config, self._place
+        evaluation = self._evaluate()
+        self._export(self._folder)
+        measured = measure(target, self._folder, self._prompts())
+        parity = check_parity(target, self._folder, self._data, self._held_out.tolist())
+        if config.gguf:
+            export_gguf(self._folder / GGUF, self.spec, self._weights, target.spec, target.metadata)
+        write_json(
+            self._folder / REPORT,
+            {
+                "treeflash": treeflash.__version__,
+                "torch": torch.__version__,
+                "device": device_name(target.device),
+                "target": target.path.name,
+                "target_bytes": target.size,
+                "config": asdict(config),
+                "texts": len(self._train),
+                "held_out": len(self._held_out),
+                "steps": place.step,
+                "seconds": round(place.elapsed, 1),
+                "tokens": place.tokens,
+                "parameters": sum(each.numel() for each in self.model.parameters()),
+                "parity": parity,
+                "engine": {"budget": BUDGET, "untrained": place.untrained, **asdict(measured)},
+                "history": place.history,
+            },
+        )
+        return Result(True, place.step, self._folder, evaluation, place.untrained, measured, parity)
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler meets
+        raise ModelFileError(
+            f"{path}: not a readable checkpoint: {error}", "remove it to begin anew"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise ModelFileError(f"{path}: not a checkpoint of this version", "remove it to begin anew")
+    return state

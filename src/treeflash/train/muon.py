@@ -1,0 +1,84 @@
+"""Muon: momentum whose every matrix is made orthogonal before it is a step; AdamW for all that is no matrix.
+
+Steps are scaled to the size of AdamW's, so that one learning rate serves both.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOMENTUM = 0.95
+_ITERATIONS = 5
+# A quintic whose fixed iteration drives singular values from anywhere in (0, 1] to about 1.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_ADAM_SIZE = 0.2  # root mean square of a step of AdamW
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """[N, rows, columns] to about the nearest matrices with orthonormal rows or columns."""
+    # Only the sign pattern of the singular values matters: bfloat16 will do where it is fast.
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = _QUINTIC
+    for _ in range(_ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """For parameters with two dimensions; those of one shape are treated together."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, lr: float, weight_decay: float = 0.0):
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes[parameter.shape].append(parameter)
+            for shape, parameters in shapes.items():
+                updates = orthogonalised(torch.stack([self._momentum(each) for each in parameters]))
+                size = group["lr"] * _ADAM_SIZE * max(shape) ** 0.5
+                for parameter, update in zip(parameters, updates, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        """The gradient with Nesterov's momentum."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(gradient)
+        state["momentum"].lerp_(gradient, 1 - _MOMENTUM)
+        return gradient.lerp(state["momentum"], _MOMENTUM)
+
+
+def optimisers(
+    parameters: Iterable[Tensor], *, kind: str, lr: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """`kind`: muon, for matrices, with AdamW for the rest; or adamw for all."""
+    parameters = list(parameters)
+    matrices = [each for each in parameters if each.ndim == 2]
+    others = [each for each in parameters if each.ndim != 2]
+
+    def adam(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=parameters[0].is_cuda)
+
+    if kind == "muon":
+        return [
+            Muon(matrices, lr=lr, weight_decay=weight_decay),
+            adam([{"params": others, "weight_decay": 0.0}]),
+        ]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [adam(groups)]

@@ -1,0 +1,82 @@
+"""What the documents say about the command line: it is what the program says, and it runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hub.fake_pairs import make_draft
+from tests.tools.hf_models import build_hf, save_hf
+
+ROOT = Path(__file__).parents[2]
+# Lines that need more than this test has: a package index, and half an hour for all other tests.
+ELSEWHERE = [
+    'pip install . && treeflash run -p "Write a haiku about trees."',
+    "pip install -e '.[test]' && pytest -n 2",
+]
+SHORT = ["-n", "3"]
+
+
+def command_lines() -> list[str]:
+    """Every line of a code block that starts a program of ours, without its remark."""
+    found = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
+            found += [line.split("  #")[0].strip() for line in block.splitlines()]
+    return [line for line in dict.fromkeys(found) if re.search(r"\b(treeflash|pytest|pip) ", line)]
+
+
+LINES = [line for line in command_lines() if line not in ELSEWHERE]
+
+
+def test_the_page_is_up_to_date():
+    check = [sys.executable, str(ROOT / ".ci/make_cli_docs.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "src")})
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_lines_that_are_not_run_here_are_known():
+    assert [line for line in command_lines() if not re.match(r"(git diff \| )?treeflash ", line)] == ELSEWHERE
+    assert len(LINES) > 12
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, hub, treeflash, tiny_model) -> Path:
+    """A folder with what the documents' lines name, and a hub that has the models they name."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "model.gguf").symlink_to(tiny_model())
+    hub.repos["Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF"] = {
+        "qwen2.5-q4_k_m.gguf": tiny_model("qwen2").read_bytes()
+    }
+    make_draft(tiny_model(), folder / "draft")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_hf(*build_hf("qwen35"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_the_documents(line, workplace, treeflash, request):
+    before, _, command = line.rpartition("|")
+    program, *arguments = shlex.split(command)
+    assert program == "treeflash" and before.strip() in ("", "git diff")
+    stdin = "- old\n+ new\n" if before else ""
+    if arguments[0] == "convert":
+        (workplace / arguments[1]).symlink_to(request.getfixturevalue("checkpoint"))
+    elif arguments[0] in ("rm", "show"):
+        assert treeflash("pull", "qwen3.6-27b").exit_code == 0
+        stdin = "y\n"
+    elif arguments[0] == "run":
+        arguments += SHORT
+    result = treeflash(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    assert result.stdout

@@ -1,0 +1,208 @@
+"""`treeflash list`, `pull` and `rm` with the real client against a hub on this machine."""
+
+import json
+
+import pytest
+
+from tests.hub.fake_pairs import DRAFT, TARGET, add_pair, make_draft
+from treeflash.errors import ModelNotFound
+from treeflash.hub.cache import contents
+
+OTHER = ("unsloth/Qwen3.5-27B-GGUF", "z-lab/Qwen3.5-27B-DFlash")
+
+
+def here() -> set[str]:
+    return {str(each) for each in contents()}
+
+
+def listed(treeflash) -> dict:
+    result = treeflash("list", "--json")
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
+
+
+def test_pulling_a_pair(treeflash, hub):
+    result = treeflash("pull", "qwen3.6-27b")
+    assert result.exit_code == 0, result.output
+    target, draft = result.stdout.splitlines()
+    assert target == f"target  {TARGET}:Q4_K_M  1.72 MiB" and draft.startswith(f"draft   {DRAFT}  4")
+    assert [line.split(",")[0] for line in result.stderr.splitlines()] == [
+        f"Fetching {TARGET}:Q4_K_M",
+        f"Fetching the draft {DRAFT}",
+    ]
+    assert here() == {f"{TARGET}:Q4_K_M", DRAFT}
+    again = treeflash("pull", "qwen3.6-27b")
+    assert again.stdout == result.stdout and again.stderr == "" and len(hub.downloads()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["qwen3.6-27b", "--draft-only"], {DRAFT}),
+        (["qwen3.6-27b", "--target-only"], {f"{TARGET}:Q4_K_M"}),
+        (["qwen3.6-27b", "--quant", "Q8_0"], {f"{TARGET}:Q8_0", DRAFT}),
+        (["qwen3.6-27b:q8_0", "--target-only"], {f"{TARGET}:Q8_0"}),
+        ([f"{TARGET}:Q8_0"], {f"{TARGET}:Q8_0", DRAFT}),
+        ([TARGET, "--draft-only"], {DRAFT}),
+        ([DRAFT], {DRAFT}),
+    ],
+)
+def test_pulling_parts(treeflash, hub, arguments, wanted):
+    result = treeflash("pull", *arguments)
+    assert result.exit_code == 0, result.output
+    assert here() == wanted
+
+
+def test_a_broken_pull_goes_on(treeflash, hub):
+    hub.break_off = [500_000, 0, 0, 0, 0, 0]
+    broken = treeflash("pull", "qwen3.6-27b")
+    assert broken.exit_code == 3 and "cannot be reached" in broken.stderr and here() == set()
+    assert treeflash("pull", "qwen3.6-27b").exit_code == 0
+    assert [headers["Range"] for headers in hub.downloads()][-2:] == ["bytes=500000-", "bytes=0-"]
+
+
+def test_models_without_a_known_draft(treeflash, hub, tiny_model):
+    hub.repos["me/Other-GGUF"] = {"other-Q8_0.gguf": tiny_model().read_bytes()}
+    result = treeflash("pull", "me/Other-GGUF")
+    assert result.exit_code == 0 and "No draft is known for me/Other-GGUF" in result.stderr
+    only = treeflash("pull", "me/Other-GGUF", "--draft-only")
+    assert only.exit_code == 2 and "no draft is known for me/Other-GGUF" in only.stderr
+
+
+def test_a_draft_that_no_card_knows(treeflash, hub, tiny_model, tmp_path):
+    folder = make_draft(tiny_model(), tmp_path / "own")
+    hub.repos["me/Own-DFlash"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    result = treeflash("pull", "me/Own-DFlash")
+    assert result.exit_code == 0 and result.stdout.startswith("draft   me/Own-DFlash  ")
+    assert [row["cards"] for row in listed(treeflash)["drafts"]] == [[]]
+    assert treeflash("rm", "me/Own-DFlash", "--yes").exit_code == 0 and here() == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["qwen3.6-27b", "--draft-only", "--target-only"], 2, "exclude each other"),
+        (["qwen3.6-27b", "--draft-only", "--quant", "Q8_0"], 2, "--quant is of the target"),
+        (["qwen3.6-27b:Q8_0", "--quant", "Q4_K_M"], 2, "name different files"),
+        (["qwen3.6-27b", "--quant", "Q2_K"], 3, f"{TARGET} has no Q2_K; it has"),
+        (["qwen3.5-0.8b", "--draft-only"], 2, "no draft is known for qwen3.5-0.8b"),
+        (["qwen3.6-72b"], 3, "did you mean qwen3.6-27b"),
+        (["me/nothing"], 3, "me/nothing was not found"),
+        (["me/plain"], 3, "me/plain holds no GGUF file"),
+        ([__file__], 2, "is on this machine already"),
+    ],
+)
+def test_what_cannot_be_pulled(treeflash, hub, arguments, code, message):
+    hub.repos["me/plain"] = {"config.json": b'{"architectures": ["X"]}', "model.safetensors": b"x"}
+    result = treeflash("pull", *arguments)
+    assert result.exit_code == code and message in result.stderr
+    assert not hub.downloads()
+
+
+def test_a_gated_draft(treeflash, hub):
+    hub.gated.add(DRAFT)
+    result = treeflash("pull", "qwen3.6-27b")
+    assert result.exit_code == 3 and result.stdout.startswith("target  ")
+    assert f"error: {DRAFT} is gated" in result.stderr and f"{hub.endpoint}/{DRAFT}" in result.stderr
+    assert "HF_TOKEN" in result.stderr and here() == {f"{TARGET}:Q4_K_M"}
+
+
+def test_listing(treeflash, hub, tiny_model, tmp_path):
+    empty = listed(treeflash)
+    assert empty["models"] == empty["drafts"] == [] and len(empty["available"]) >= 9
+    assert {"name": "qwen3.5-0.8b", "target": "unsloth/Qwen3.5-0.8B-GGUF:Q4_K_M", "draft": None} in empty[
+        "available"
+    ]
+    assert "There are no models" in treeflash("list").stdout
+
+    add_pair(hub, tiny_model(), tmp_path / "more", repos=OTHER)
+    hub.repos["me/Odd-GGUF"] = {
+        "odd-Q8_0.gguf": tiny_model("qwen2").read_bytes().replace(b"qwen2", b"bert9"),
+        "bad-Q4_0.gguf": b"no GGUF",
+        "fine-Q6_K.gguf": tiny_model("llama").read_bytes(),
+    }
+    for arguments in (
+        ["qwen3.6-27b"],
+        ["qwen3.5-27b", "--target-only"],
+        *([f"me/Odd-GGUF:{quant}"] for quant in ("Q8_0", "Q4_0", "Q6_K")),
+    ):
+        assert treeflash("pull", *arguments).exit_code == 0
+    found = listed(treeflash)
+    models = {row["name"]: row for row in found["models"]}
+    assert set(models) == {f"{TARGET}:Q4_K_M", f"{OTHER[0]}:Q4_K_M", "me/Odd-GGUF:Q6_K"}
+    assert models[f"{TARGET}:Q4_K_M"]["draft"] == {"repo": DRAFT, "present": True}
+    assert models[f"{OTHER[0]}:Q4_K_M"]["draft"] == {"repo": OTHER[1], "present": False}
+    odd = models["me/Odd-GGUF:Q6_K"]
+    assert odd["draft"] is None and odd["card"] is None and odd["architecture"] == "llama"
+    assert odd["size_bytes"] == tiny_model("llama").stat().st_size and odd["quant"] == "Q6_K"
+    assert [row["name"] for row in found["drafts"]] == [DRAFT]
+    assert found["drafts"][0]["cards"] == ["qwen3.6-27b"] and found["others"] == 2
+    names = [row["name"] for row in found["available"]]
+    assert "qwen3.6-27b" not in names and "qwen3.5-27b" not in names and "qwen3.5-9b" in names
+
+    shown = " ".join(treeflash("list").stdout.split())
+    assert f"{TARGET}:Q4_K_M qwen3.6-27b Q4_K_M 1.72 MiB {DRAFT}" in shown
+    assert "missing: treeflash pull qwen3.5-27b --draft-only" in shown
+    assert "me/Odd-GGUF:Q6_K – Q6_K" in shown and "none known" in shown
+    assert "Not here yet (treeflash pull NAME)" in shown and "qwen3.5-9b unsloth/" in shown
+    assert "2 other GGUF files there cannot be run." in shown
+
+
+def test_a_gguf_draft_is_listed_as_one(treeflash, hub, tiny_model, tmp_path):
+    data = (
+        tiny_model("qwen3").read_bytes().replace(b"\x05\0\0\0\0\0\0\0qwen3", b"\x06\0\0\0\0\0\0\0dflash", 1)
+    )
+    hub.repos["me/Draft-GGUF"] = {"draft-Q8_0.gguf": data}
+    assert treeflash("pull", "me/Draft-GGUF").exit_code == 0
+    found = listed(treeflash)
+    assert [row["name"] for row in found["drafts"]] == ["me/Draft-GGUF:Q8_0"] and not found["models"]
+
+
+def test_removing_a_pair(treeflash, hub):
+    treeflash("pull", "qwen3.6-27b")
+    declined = treeflash("rm", "qwen3.6-27b", stdin="n\n")
+    assert declined.exit_code == 1 and "Nothing was removed." in declined.stdout
+    silent = treeflash("rm", "qwen3.6-27b")
+    assert silent.exit_code == 1 and "Traceback" not in silent.output and len(here()) == 2
+    result = treeflash("rm", "qwen3.6-27b", stdin="y\n")
+    assert result.exit_code == 0 and here() == set()
+    shown = " ".join(result.stdout.split())
+    assert f"{TARGET}:Q4_K_M 1.72 MiB" in shown and DRAFT in shown
+    assert "Frees 2.1" in shown and "Removed, 2.1" in shown and "MiB freed." in shown
+    gone = treeflash("rm", "qwen3.6-27b", "--yes")
+    assert gone.exit_code == 3 and "not in the Hugging Face cache" in gone.stderr
+    assert "treeflash list" in gone.stderr
+
+
+def test_a_draft_that_is_still_used_stays(treeflash, hub):
+    treeflash("pull", "qwen3.6-27b")
+    treeflash("pull", "qwen3.6-27b", "--quant", "Q8_0")
+    first = treeflash("rm", "qwen3.6-27b", "-y")
+    assert first.exit_code == 0 and here() == {f"{TARGET}:Q8_0", DRAFT}
+    assert f"{DRAFT}: {TARGET}:Q8_0 uses it" in " ".join(first.stdout.split())
+    assert treeflash("rm", "qwen3.6-27b", "-y").exit_code == 0 and here() == set()
+
+
+def test_removing_one_of_a_pair(treeflash, hub):
+    treeflash("pull", "qwen3.6-27b")
+    assert treeflash("rm", DRAFT, "-y").exit_code == 0 and here() == {f"{TARGET}:Q4_K_M"}
+    treeflash("pull", "qwen3.6-27b")
+    assert treeflash("rm", f"{TARGET}:q4_k_m", "-y").exit_code == 0 and here() == {DRAFT}
+    assert treeflash("rm", "qwen3.6-27b", "-y").exit_code == 0 and here() == set()
+
+
+def test_what_cannot_be_removed(treeflash, hub):
+    own = treeflash("rm", __file__, "-y")
+    assert own.exit_code == 2 and "is not in the Hugging Face cache" in own.stderr
+    treeflash("pull", "qwen3.6-27b")
+    wrong = treeflash("rm", "qwen3.6-27b:Q2_K", "-y")
+    assert wrong.exit_code == ModelNotFound.exit_code and "has no Q2_K; it has Q4_K_M" in wrong.stderr
+    assert len(here()) == 2
+
+
+def test_what_is_left_of_a_download_can_be_removed(treeflash, hub, tmp_path):
+    hub.break_off = [500_000, 0, 0, 0, 0, 0]
+    assert treeflash("pull", "qwen3.6-27b").exit_code == 3
+    result = treeflash("rm", "qwen3.6-27b", "-y")
+    assert result.exit_code == 0 and "unfinished download" in result.stdout
+    assert not list((tmp_path / "hf").rglob("*.incomplete"))

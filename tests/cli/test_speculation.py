@@ -1,0 +1,250 @@
+"""`treeflash run` with drafts: which one is taken, and that the text never changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.hub.fake_pairs import DRAFT, TARGET, make_draft
+from treeflash.hub import catalog
+
+CARD = """\
+name = "tiny"
+title = "Tiny"
+target = "me/Tiny-GGUF:Q8_0"
+draft = "{draft}"
+[match]
+names = ["tiny random qwen35"]
+architecture = "qwen35"
+width = 64
+layers = 8
+[settings]
+budget = 3
+thinking = false
+[sampling]
+thinking = {{ temperature = 1.0, top_p = 0.95, top_k = 20, presence_penalty = 0.0 }}
+plain = {{ temperature = 0.7, top_p = 0.8, top_k = 20, presence_penalty = 0.0 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_model, tmp_path_factory) -> Path:
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    folder = tmp_path_factory.mktemp("drafts") / "tiny-dflash"
+    return make_draft(
+        tiny_model(), folder, nested=True, layer_types=layers, sliding_window=16, use_sliding_window=True
+    )
+
+
+@pytest.fixture
+def model(tiny_model) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path) -> catalog.Card:
+    """The catalogue knows the tiny model and its draft."""
+    folder = tmp_path / "cards"
+    folder.mkdir()
+    (folder / "tiny.toml").write_text(CARD.format(draft=DRAFT))
+    monkeypatch.setattr(catalog, "FOLDER", folder)
+    return catalog.cards()[0]
+
+
+@pytest.fixture
+def answer(treeflash, model):
+    def ask(*flags: object, **options):
+        result = treeflash("run", model, "hello hello hello", "-n", 30, "--json", *flags, **options)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    return ask
+
+
+@pytest.mark.parametrize("sampling", [[], ["-t", "0.9", "--seed", "5", "--presence-penalty", "0.5"]])
+def test_the_text_is_the_same_with_everything(answer, draft, sampling):
+    plain = answer("--no-draft", *sampling)
+    assert plain["draft"] is None and plain["stats"]["rows_per_step"] == 1.0
+    assert plain["stats"]["acceptance_histogram"] == [29] and plain["stats"]["steps"] == 29
+    for flags in (
+        [],
+        ["--chain"],
+        ["--budget", "1"],
+        ["--draft", draft],
+        ["--draft", draft, "--chain"],
+        ["--draft", draft, "--budget", "63", "--draft-ctx", "1k"],
+        ["--draft", draft / "model.safetensors", "--draft-bidirectional", "--draft-quant", "q8_0"],
+        ["--draft", draft, "--draft-causal", "--draft-ctx", "8", "--draft-quant", "none"],
+    ):
+        found = answer(*flags, *sampling)
+        assert found["tokens"] == plain["tokens"], flags
+        assert found["draft"] == (str(flags[1]) if "--draft" in flags else None)
+        stats = found["stats"]
+        assert sum(stats["acceptance_histogram"]) == stats["steps"]
+        assert (stats["draft_s"] > 0) and stats["rows_per_step"] >= 1
+
+
+def test_a_draft_shows_in_the_line_and_its_budget_counts(treeflash, model, draft, answer):
+    result = treeflash("run", model, "hello", "-n", 12, "--draft", draft)
+    (line,) = result.stderr.splitlines()
+    assert "/step · " in line and " rows/step · draft " in line and line.endswith("% · length limit")
+    plain = treeflash("run", model, "hello", "-n", 12, "--draft", "none").stderr.splitlines()
+    assert len(plain) == 1 and "accept" not in plain[0] and "rows" not in plain[0] and "draft" not in plain[0]
+    assert answer("--draft", draft, "--budget", 5)["stats"]["rows_per_step"] <= 6
+
+
+def test_without_a_known_draft_one_quiet_line(treeflash, model):
+    result = treeflash("run", model, "hello", "-n", 3)
+    assert result.stderr.splitlines()[1:] == [
+        "No draft is known for this model, only copies from the text were proposed: --draft names one."
+    ]
+    assert treeflash("run", model, "hello", "-n", 3, "--json").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--chain", "--no-draft"], "--chain and --no-draft exclude each other"),
+        (["--draft", "x", "--no-draft"], "--draft x and --no-draft exclude each other"),
+        (["--draft", "none", "--budget", "3"], "--budget and --draft none exclude each other"),
+        (["--no-draft", "--draft-quant", "q8_0"], "--draft-quant and --no-draft exclude"),
+        (["--no-draft", "--draft-ctx", "4k"], "--draft-ctx and --no-draft exclude"),
+        (["--no-draft", "--draft-bidirectional"], "--draft-bidirectional and --no-draft exclude"),
+        (["--draft-causal"], "--draft-causal needs a draft, and none is known for qwen35.gguf"),
+        (["--logprobs", "2"], "--logprobs needs --json"),
+        (["--logit-bias", "3:4"], "--logit-bias is '3:4', needed a token's number and a value"),
+        (["--logit-bias", "3=1", "--logit-bias", "3=2"], "--logit-bias names token 3 twice"),
+        (["--logit-bias", "320=1"], "logit_bias has token 320, the vocabulary has ids 0 to 319"),
+        (["--draft", "qwen3.5-2b"], "no draft is known for qwen3.5-2b"),
+    ],
+)
+def test_what_contradicts_itself(treeflash, model, flags, message):
+    result = treeflash("run", model, "hi", *flags)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr
+
+
+@pytest.mark.parametrize("flags", [["--budget", "0"], ["--budget", "64"], ["--draft-ctx", "0"]])
+def test_limits(treeflash, model, flags):
+    result = treeflash("run", model, "hi", *flags)
+    assert result.exit_code == 2 and "Usage: " in result.stderr and flags[0] in result.stderr
+
+
+def test_a_draft_that_is_missing_or_of_another_target(treeflash, tiny_model, draft, tmp_path):
+    missing = treeflash("run", tiny_model(), "hi", "--draft", tmp_path / "none")
+    assert missing.exit_code == 3 and "no such file" in missing.stderr
+    other = tiny_model("qwen35", width=128)
+    result = treeflash("run", other, "hi", "--draft", draft)
+    assert result.exit_code == 4
+    assert "hidden_size is 64, needed the target's width, 128" in result.stderr
+    assert "--draft none" in result.stderr
+
+
+def test_the_environment_names_a_draft(answer, monkeypatch, draft, treeflash, model):
+    monkeypatch.setenv("DFLASH_DRAFT", str(draft))
+    assert answer()["draft"] == str(draft)
+    assert answer("--no-draft")["draft"] is None
+    assert answer("--draft", draft / "model.safetensors")["draft"].endswith("model.safetensors")
+    monkeypatch.setenv("DFLASH_DRAFT", "none")
+    assert answer()["stats"]["rows_per_step"] == 1
+    result = treeflash("run", model, "hi", "--chain")
+    assert result.exit_code == 2 and "--chain and DFLASH_DRAFT=none exclude each other" in result.stderr
+
+
+def test_a_known_draft_that_is_not_here(treeflash, model, card):
+    result = treeflash("run", model, "hello", "-n", 4)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[:2] == [
+        "warning: the draft of Tiny is not on this machine, answers come slower without it",
+        "hint: treeflash pull tiny --draft-only",
+    ]
+    assert len(result.stderr.splitlines()) == 3 and "accept" in result.stderr
+    assert treeflash("run", model, "hello", "-n", 4, "-q").stderr == ""
+    assert "warning" not in treeflash("run", model, "hello", "-n", 4, "--no-draft").stderr
+    assert "warning" in treeflash("run", model, "hello", "-n", 4, "--draft-quant", "q8_0").stderr
+
+
+def test_a_file_finds_its_draft_in_the_cache(treeflash, hub, model, card):
+    pulled = treeflash("pull", "tiny", "--draft-only")
+    assert pulled.exit_code == 0 and pulled.stdout.startswith(f"draft   {DRAFT}  ")
+    asked = len(hub.requests)
+    result = treeflash("run", model, "hello", "-n", 8, "--json")
+    found = json.loads(result.stdout)
+    assert DRAFT.replace("/", "--") in found["draft"] and found["draft"].endswith("model.safetensors")
+    assert found["stats"]["rows_per_step"] <= 4  # the card's budget
+    assert len(hub.requests) == asked and result.stderr == ""
+
+
+def test_the_first_run_of_a_name_fetches_both(treeflash, hub):
+    first = treeflash("run", "qwen3.6-27b", "hello", "-n", 4)
+    assert first.exit_code == 0
+    lines = first.stderr.splitlines()
+    assert lines[0].startswith(f"Fetching {TARGET}:Q4_K_M, 1.72 MiB")
+    assert lines[1].startswith(f"Fetching its draft {DRAFT}, 4")
+    assert "draft" in lines[2] and len(lines) == 3
+    asked = len(hub.requests)
+    second = treeflash("run", "qwen3.6-27b", "hello", "-n", 4)
+    assert second.stdout == first.stdout and len(second.stderr.splitlines()) == 1
+    assert len(hub.requests) == asked
+
+
+def test_a_repository_brings_its_draft_too_but_only_the_first_time(treeflash, hub, tmp_path):
+    hub.gated.add(DRAFT)
+    first = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4)
+    assert first.exit_code == 0
+    lines = first.stderr.splitlines()
+    assert lines[1].startswith(f"warning: the draft was not fetched, answers come slower: {DRAFT} is gated")
+    assert lines[2].startswith(f"hint: accept it at {hub.endpoint}/{DRAFT} and then set HF_TOKEN")
+    assert lines[2].endswith("; then: treeflash pull qwen3.6-27b --draft-only")
+    hub.gated.clear()
+    second = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4)
+    assert second.stderr.startswith("warning: the draft of Qwen3.6 27B is not on this machine")
+    assert second.stdout == first.stdout
+    named = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--draft", DRAFT)
+    assert named.stderr.startswith(f"Fetching the draft {DRAFT}, 4") and named.stdout == first.stdout
+
+
+def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
+    hopeless = tmp_path / "hopeless"
+    hopeless.mkdir()
+    (hopeless / "config.json").write_bytes((draft / "config.json").read_bytes())
+    tensors = load_file(draft / "model.safetensors")
+    tensors["norm.weight"] *= 0  # every token is as likely as any other: it proposes the first, a "!"
+    save_file(tensors, hopeless / "model.safetensors")
+    result = treeflash("run", model, "hello", "-n", 600, "--draft", hopeless, "--chain", "--budget", 2)
+    assert result.exit_code == 0 and "!" not in result.stdout
+    line, note = result.stderr.splitlines()
+    assert "accept 1.00/step" in line
+    assert "draft of this target" in note
+
+
+def test_penalties_and_bias_reach_the_draw(answer):
+    plain = answer()["tokens"]
+    assert answer("--logit-bias", f"{plain[0]}=-inf")["tokens"][0] != plain[0]
+    assert set(answer("--logit-bias", "7=1e6", "--logit-bias", "9=-1")["tokens"]) == {7}
+    often = answer("--logit-bias", "7=6", "--logit-bias", "8=6")["tokens"]
+    for flag, value in (
+        ("--repetition-penalty", 50),
+        ("--presence-penalty", 90),
+        ("--frequency-penalty", 90),
+    ):
+        fewer = answer("--logit-bias", "7=6", "--logit-bias", "8=6", flag, value)["tokens"]
+        assert len(set(fewer)) > len(set(often)), flag
+
+
+def test_logprobs(answer):
+    found = answer("--logprobs", 2)
+    assert [each["id"] for each in found["logprobs"]] == found["tokens"]
+    assert "".join(each["token"] for each in found["logprobs"]) == found["text"]
+    for each in found["logprobs"]:
+        assert each["top"][0] == {key: each[key] for key in ("token", "id", "logprob")}  # greedy
+        assert 0 > each["top"][0]["logprob"] >= each["top"][1]["logprob"] and len(each["top"]) == 2
+    assert [each["top"] for each in answer("--logprobs", 0)["logprobs"]] == [[]] * 30
+    assert "logprobs" not in answer()
+
+
+def test_costs_are_kept(answer, tmp_path, draft):
+    answer("--draft", draft)
+    book = json.loads((tmp_path / "cache/treeflash/step-costs.json").read_text())
+    (key,) = book
+    assert "qwen35.gguf" in key and str(draft) in key

@@ -1,0 +1,164 @@
+"""The cards of the package, and what makes a card."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from treeflash.errors import ModelFileError
+from treeflash.hub import catalog
+from treeflash.hub.names import RepoName
+from treeflash.models.spec import FAMILIES
+
+CARDS = catalog.cards()
+GOOD = """\
+name = "tiny"
+title = "Tiny"
+target = "me/Tiny-GGUF:Q8_0"
+draft = "me/Tiny-DFlash"
+[match]
+names = ["tiny random"]
+architecture = "qwen35"
+width = 64
+layers = 8
+[settings]
+budget = 7
+thinking = false
+[sampling]
+thinking = { temperature = 1.0, top_p = 0.95, top_k = 20, presence_penalty = 0.0 }
+plain = { temperature = 0.7, top_p = 0.8, top_k = 20, presence_penalty = 0.0 }
+"""
+
+
+def test_every_file_is_a_card_of_its_name():
+    files = sorted(catalog.FOLDER.iterdir())
+    assert [file.name for file in files] == sorted(f"{card.name}.toml" for card in CARDS)
+    assert {"qwen3.5-27b", "qwen3.6-27b", "qwen3.5-9b", "qwen3.5-4b", "qwen3.5-2b", "qwen3.5-0.8b"} <= {
+        card.name for card in CARDS
+    }
+    assert {"qwen3.5-35b-a3b", "qwen3-4b", "qwen3-8b"} <= {card.name for card in CARDS}
+    for file in files:
+        tomllib.loads(file.read_text())
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_values_make_sense(card):
+    assert card.target is not None and card.target.quant == "Q4_K_M" and card.target.repo.endswith("-GGUF")
+    assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b"))
+    if card.draft is not None:
+        assert card.draft.repo.startswith("z-lab/") and "DFlash" in card.draft.repo
+        assert card.draft.quant is None
+    assert card.match.architecture in FAMILIES
+    assert 1 <= card.budget <= 63 and card.title
+    for mode in catalog.MODES:
+        sampling = card.sampling[mode]
+        assert 0 < sampling.temperature <= 1 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0
+        assert 0 <= sampling.presence_penalty <= 2
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_card_knows_its_own_files_and_no_other_does(card):
+    shape = {
+        "architecture": card.match.architecture,
+        "width": card.match.width,
+        "layers": card.match.layers,
+    }
+    repo = card.target.repo.rpartition("/")[2]
+    stem = repo.removesuffix("-GGUF")
+    for name in (stem, f"{stem}-Q4_K_M", f"{stem}-UD-Q4_K_XL-00001-of-00002", f"Qwen_{stem}-Q8_0", repo):
+        assert catalog.recognise([name], **shape) is card
+        assert catalog.recognise(["unknown", name.replace("-", " ")], **shape) is card
+    assert catalog.of_repo(f"bartowski/Qwen_{repo}") is card
+    assert catalog.recognise([stem], **(shape | {"width": 7})) is None
+    assert catalog.recognise([stem], **(shape | {"layers": 7})) is None
+    assert catalog.recognise([f"{stem}-Base"], **shape) is None
+    assert catalog.recognise(["model"], **shape) is None
+    assert catalog.recognise(["model"], **(shape | {"width": 7}), repo=card.target.repo) is card
+    assert [each for each in CARDS if each.draft and each.draft == card.draft] in ([card], [])
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-4B-Instruct-2507", "DeepSeek-R1-0528-Qwen3-8B", "Qwen3-Embedding-4B", "Qwen3-40B", "Qwen"]
+)
+def test_other_models_of_the_same_shape(name):
+    for width in (2560, 4096):
+        assert catalog.recognise([name], architecture="qwen3", width=width, layers=36) is None
+
+
+def test_the_first_name_that_is_known_counts():
+    shape = {"architecture": "qwen35", "width": 5120, "layers": 64}
+    assert catalog.recognise(["Qwen3.5-27B", "Qwen3.6-27B"], **shape).name == "qwen3.5-27b"
+    assert catalog.recognise(["weights", "Qwen3.6-27B"], **shape).name == "qwen3.6-27b"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("qwen3.6-27b", ("qwen3.6-27b", None)),
+        ("Qwen3.6-27B", ("qwen3.6-27b", None)),
+        ("qwen3.6-27b:Q8_0", ("qwen3.6-27b", "Q8_0")),
+        ("qwen3.5-35b", ("qwen3.5-35b-a3b", None)),
+        ("qwen3.6-27b:", None),
+        ("qwen3.6", None),
+        ("", None),
+    ],
+)
+def test_short_names(text, wanted):
+    found = catalog.named(text)
+    assert (found and (found[0].name, found[1])) == wanted
+
+
+def test_drafts_lead_to_their_cards():
+    assert [card.name for card in catalog.of_draft("z-lab/qwen3.6-27b-dflash")] == ["qwen3.6-27b"]
+    assert catalog.of_draft("z-lab/other") == []
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(catalog, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_a_card_of_an_embedded_pair(folder):
+    text = GOOD.replace('target = "me/Tiny-GGUF:Q8_0"\ndraft = "me/Tiny-DFlash"\n', "")
+    (folder / "tiny.toml").write_text(text + '[pair]\ntarget = "pair/t.gguf"\ndraft = "pair/d.safetensors"\n')
+    (card,) = catalog.cards()
+    assert card.target is None and card.draft is None
+    assert card.pair.target == Path(catalog.__file__).parents[1] / "pair/t.gguf"
+    assert card.pair.draft.name == "d.safetensors"
+
+
+def test_a_good_card(folder):
+    (folder / "tiny.toml").write_text(GOOD)
+    (card,) = catalog.cards()
+    assert card.target == RepoName("me/Tiny-GGUF", "Q8_0") and card.draft == RepoName("me/Tiny-DFlash")
+    assert catalog.named("tiny") == (card, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('title = "Tiny"', 'title = "Tiny"\ncolour = "red"', "colour is not a field of a card"),
+        ("budget = 7", "budget = 7\nbudgets = 8", "settings: budgets is not a field"),
+        ("top_k = 20", "top_k = 20, top_q = 1", "sampling: thinking: top_q is not a field"),
+        ("budget = 7", 'budget = "7"', "settings: budget is '7', needed a value of type int"),
+        ("budget = 7\n", "", "settings: budget is None, needed"),
+        ("width = 64", "width = 64.0", "match: width is 64.0, needed a value of type int"),
+        ('names = ["tiny random"]', "names = [1]", "match: names is"),
+        ('name = "tiny"', 'name = "Tiny Model"', "name is 'Tiny Model', needed letters"),
+        ('"me/Tiny-DFlash"', '"Tiny"', r"draft is 'Tiny', needed USER/REPO"),
+        ("[match]", "[match", "not readable as TOML"),
+    ],
+)
+def test_mistakes_in_a_card(folder, old, new, message):
+    assert old in GOOD
+    (folder / "tiny.toml").write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ModelFileError, match=message):
+        catalog.cards()
+
+
+def test_two_cards_of_one_name(folder):
+    (folder / "a.toml").write_text(GOOD)
+    (folder / "b.toml").write_text(GOOD.replace('name = "tiny"', 'name = "small"\naliases = ["tiny"]'))
+    with pytest.raises(ModelFileError, match="two cards have the name 'tiny'"):
+        catalog.cards()
