@@ -20,10 +20,6 @@ HEAD = """\
 <!-- Written by .ci/make_cli_docs.py: edit the program, not this file. -->
 # The command line
 
-```
-treeflash [--debug] COMMAND ...
-```
-
 A MODEL is a `.gguf` file, a folder that holds one, a [short name](#short-names), or `USER/REPO[:QUANT]` on
 huggingface.co. Downloads go to the Hugging Face cache, which other programs share. Answers, tables and JSON
 go to standard output, everything else to standard error. `-h` after any command shows its help;

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from treeflash.cli import interrupt
-from treeflash.cli.interrupt import Interrupt
+from treeflash.cli.interrupt import Interrupt, held
 
 
 def test_the_first_asks_and_the_second_forces():
@@ -33,3 +33,18 @@ def test_an_end_in_time_is_no_interrupt(monkeypatch):
         signal.raise_signal(signal.SIGINT)
     time.sleep(0.15)
     assert asked.requested
+
+
+def test_held_until_the_end_unless_it_comes_twice():
+    before = signal.getsignal(signal.SIGINT)
+    done = []
+    with pytest.raises(KeyboardInterrupt), held():
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+    with pytest.raises(KeyboardInterrupt), held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    with held():
+        done.append("undisturbed")
+    assert done == ["all of it", "undisturbed"] and signal.getsignal(signal.SIGINT) is before

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.hub.fake_pairs import DRAFT, TARGET, add_pair, make_draft
+from tests.tiny_draft import save_gguf
 from treeflash.errors import ModelNotFound
 from treeflash.hub.cache import contents
 
@@ -41,7 +42,7 @@ def test_pulling_a_pair(treeflash, hub):
         (["qwen3.6-27b", "--draft-only"], {DRAFT}),
         (["qwen3.6-27b", "--target-only"], {f"{TARGET}:Q4_K_M"}),
         (["qwen3.6-27b", "--quant", "Q8_0"], {f"{TARGET}:Q8_0", DRAFT}),
-        (["qwen3.6-27b:q8_0", "--target-only"], {f"{TARGET}:Q8_0"}),
+        (["qwen3.6-27b:q8_0", "--quant", "Q8_0", "--target-only"], {f"{TARGET}:Q8_0"}),
         ([f"{TARGET}:Q8_0"], {f"{TARGET}:Q8_0", DRAFT}),
         ([TARGET, "--draft-only"], {DRAFT}),
         ([DRAFT], {DRAFT}),
@@ -149,10 +150,8 @@ def test_listing(treeflash, hub, tiny_model, tmp_path):
 
 
 def test_a_gguf_draft_is_listed_as_one(treeflash, hub, tiny_model, tmp_path):
-    data = (
-        tiny_model("qwen3").read_bytes().replace(b"\x05\0\0\0\0\0\0\0qwen3", b"\x06\0\0\0\0\0\0\0dflash", 1)
-    )
-    hub.repos["me/Draft-GGUF"] = {"draft-Q8_0.gguf": data}
+    path = save_gguf(tmp_path / "draft.gguf", {}, {})
+    hub.repos["me/Draft-GGUF"] = {"draft-Q8_0.gguf": path.read_bytes()}
     assert treeflash("pull", "me/Draft-GGUF").exit_code == 0
     found = listed(treeflash)
     assert [row["name"] for row in found["drafts"]] == ["me/Draft-GGUF:Q8_0"] and not found["models"]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.hub.fake_pairs import DRAFT, TARGET, make_draft
 from treeflash.hub import catalog
+from treeflash.spec import controller
 
 CARD = """\
 name = "tiny"
@@ -164,6 +165,21 @@ def test_a_known_draft_that_is_not_here(treeflash, model, card):
     assert "warning" in treeflash("run", model, "hello", "-n", 4, "--draft-quant", "q8_0").stderr
 
 
+def test_a_pair_that_comes_with_the_package(treeflash, model, draft, card, monkeypatch, tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    text = "\n".join(line for line in CARD.splitlines() if not line.startswith(("target", "draft")))
+    pair = f'[pair]\ntarget = "{model}"\ndraft = "{draft / "model.safetensors"}"\n'
+    (folder / "tiny.toml").write_text(text.format() + "\n" + pair)
+    monkeypatch.setattr(catalog, "FOLDER", folder)
+    for name in ("tiny", model):
+        result = treeflash("run", name, "hello", "-n", 4, "--json")
+        found = json.loads(result.stdout)
+        assert found["model"] == str(model) and found["draft"] == str(draft / "model.safetensors")
+    assert "comes with treeflash" in treeflash("show", "tiny").stdout
+    assert treeflash("pull", "tiny").exit_code == treeflash("rm", "tiny", "-y").exit_code == 2
+
+
 def test_a_file_finds_its_draft_in_the_cache(treeflash, hub, model, card):
     pulled = treeflash("pull", "tiny", "--draft-only")
     assert pulled.exit_code == 0 and pulled.stdout.startswith(f"draft   {DRAFT}  ")
@@ -204,15 +220,17 @@ def test_a_repository_brings_its_draft_too_but_only_the_first_time(treeflash, hu
     assert named.stderr.startswith(f"Fetching the draft {DRAFT}, 4") and named.stdout == first.stdout
 
 
-def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
+def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "_SILENCE", (3, 60))  # a shorter patience: proposals, steps
     hopeless = tmp_path / "hopeless"
     hopeless.mkdir()
     (hopeless / "config.json").write_bytes((draft / "config.json").read_bytes())
     tensors = load_file(draft / "model.safetensors")
-    tensors["norm.weight"] *= 0  # every token is as likely as any other: it proposes the first, a "!"
+    tensors["norm.weight"] *= 0  # to it every token is as likely as any other, but for the bias
     save_file(tensors, hopeless / "model.safetensors")
-    result = treeflash("run", model, "hello", "-n", 600, "--draft", hopeless, "--chain", "--budget", 2)
-    assert result.exit_code == 0 and "!" not in result.stdout
+    flags = ["--draft", hopeless, "--chain", "--budget", 2, "--logit-bias", "318=3"]  # a filler token
+    result = treeflash("run", model, "hello", "-n", 150, *flags)
+    assert result.exit_code == 0
     line, note = result.stderr.splitlines()
     assert "accept 1.00/step" in line
     assert "draft of this target" in note

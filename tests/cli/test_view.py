@@ -1,9 +1,11 @@
 """What is drawn, on streams that say they are terminals."""
 
 import io
+import re
 import sys
 import time
 
+import pyte
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,3 +100,46 @@ def test_amounts(size, text):
 
 def test_counts():
     assert [view.count(n) for n in (7, 448_104, 27_400_000_000)] == ["7", "448.10 K", "27.40 B"]
+
+
+def test_warnings_are_two_lines_and_notes_can_be_left_out(monkeypatch):
+    stream = terminal(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = view.Screen(notes=False)
+    screen.warning("no draft \x1b here", "treeflash pull x")
+    screen.note("never mind")
+    view.Screen(quiet=True).warning("unheard", "")
+    view.Screen().note("a remark")
+    shown = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
+    assert shown == "warning: no draft ␛ here\nhint: treeflash pull x\na remark\n"
+
+
+def test_lines_appear_above_a_running_download(monkeypatch):
+    stream = terminal(monkeypatch)
+    monkeypatch.setattr(view, "PATIENCE_S", 0.01)
+    with view.Screen().downloading("me/model") as bar:
+        time.sleep(0.2)  # it runs
+        bar.downloading("model.gguf", 1 << 19, 1 << 20)
+        time.sleep(0.2)
+        bar.notice("the hub is slow")
+        time.sleep(0.2)
+        bar.downloading("model.gguf", 1 << 20, 1 << 20)
+    screen = pyte.Screen(80, 10)
+    pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display if line.strip()]
+    assert lines == ["Fetching me/model, 1.00 MiB", "the hub is slow"]
+    assert "Asking the hub" in stream.getvalue() and "Downloading model.gguf" in stream.getvalue()
+
+
+def test_tables_of_what_is_not_here_are_dim(monkeypatch):
+    stream = terminal(monkeypatch)
+    view.table("Here", ["name", "size"], [["a\x1b", "1"]])
+    view.table("Not here", ["name", "what"], [["b", "[bold]"]], texts=("what",), dim=True)
+    drawn = stream.getvalue()
+    assert "\x1b[90m  b " in drawn and "\x1b[90m[bold]" in drawn and "  a␛ " in drawn
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_questions(monkeypatch, typed, meant):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert view.confirm("Remove?") is meant

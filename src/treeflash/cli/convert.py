@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from treeflash.cli import view
+from treeflash.cli.interrupt import held
 from treeflash.errors import UsageError
 
 
@@ -35,7 +36,7 @@ def convert(
     if target.exists() and not force:
         raise UsageError(f"{target} exists", "--force writes over it, --output names another file")
     screen = view.Screen()
-    with screen.waiting("Starting PyTorch"):
+    with screen.waiting("Starting PyTorch"), held():
         from treeflash.tools.convert import convert as write_gguf
     with screen.converting(f"Converting to {mix}") as bar:
         report = write_gguf(folder, target, mix=mix, progress=lambda _, done, total: bar.update(done, total))

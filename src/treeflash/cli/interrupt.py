@@ -1,8 +1,10 @@
-"""Ctrl-C while text is written: first a request to stop, then force. Knows no engine."""
+"""Ctrl-C while text is written or libraries load: first a request to stop, then force. Knows no engine."""
 
 import _thread
+import contextlib
 import signal
 import threading
+from collections.abc import Generator
 from types import FrameType
 from typing import Any, Self
 
@@ -31,3 +33,25 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         self._timer.start()
+
+
+@contextlib.contextmanager
+def held() -> Generator[None]:
+    """While inside, the first Ctrl-C waits for the end.
+
+    An import that it breaks into may swallow it: callbacks of weak references, for one, only print it.
+    """
+    caught: list[int] = []
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = signal.signal(signal.SIGINT, catch)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt

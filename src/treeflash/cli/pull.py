@@ -44,7 +44,7 @@ def pull(
     meant = meaning(name)
     if meant.repo is None:
         raise UsageError(f"{name} is on this machine already: {meant.path}", f"treeflash run {name}")
-    if quant and (meant.repo.file or meant.repo.quant not in (None, quant)):
+    if quant and (meant.repo.file or (meant.repo.quant or quant).upper() != quant.upper()):
         raise UsageError(f"{name} and --quant {quant} name different files, needed one of them")
     wanted = RepoName(meant.repo.repo, quant) if quant else meant.fetched
     screen = view.Screen()

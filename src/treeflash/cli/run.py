@@ -11,10 +11,10 @@ from treeflash.cli import report, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.default_model import NOTICE, default_model
-from treeflash.cli.interrupt import Interrupt
+from treeflash.cli.interrupt import Interrupt, held
 from treeflash.cli.inventory import card_of
 from treeflash.cli.options import bias, unescape
-from treeflash.cli.speculation import Target, Wishes, decide, downloading
+from treeflash.cli.speculation import Chosen, Wishes, decide, downloading
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
@@ -87,7 +87,7 @@ def run(
     offline = offline or settings.offline
     target = _find(model or settings.target, think=think, offline=offline, screen=screen)
     speculation = decide(wishes, target, offline=offline, screen=screen)
-    with screen.waiting("Starting PyTorch"):
+    with screen.waiting("Starting PyTorch"), held():
         from treeflash.engine.sampler import SamplingParams
         from treeflash.engine.session import Session, TextRequest
     messages = None
@@ -186,15 +186,15 @@ def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
     return "\n\n".join(parts)
 
 
-def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Target:
+def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
     if name is None:
         screen.notice(NOTICE)
-        with screen.waiting("Making the model"):
-            return Target(default_model(), card=None, known=False)
+        with screen.waiting("Making the model"), held():
+            return Chosen(default_model(), card=None, known=False)
     meant = meaning(name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
-    return Target(path, _card(path, meant, think=think), fetched=bar.began)
+    return Chosen(path, _card(path, meant, think=think), fetched=bar.began)
 
 
 def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:

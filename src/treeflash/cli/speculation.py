@@ -60,7 +60,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Chosen:
     """A model about to be loaded."""
 
     path: Path
@@ -76,7 +76,7 @@ class Speculation:
     note: str = ""  # for the end of a run, where nobody minds it
 
 
-def decide(wishes: Wishes, target: Target, *, offline: bool, screen: view.Screen) -> Speculation:
+def decide(wishes: Wishes, target: Chosen, *, offline: bool, screen: view.Screen) -> Speculation:
     if wishes.plain:
         return Speculation(None)
     card, asked = target.card, wishes.draft or wishes.default_draft

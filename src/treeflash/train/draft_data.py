@@ -23,7 +23,7 @@ from treeflash.train.files import read_json, write_json, write_whole
 
 INDEX = "index.json"
 _FORMAT = 1
-_SHARD = 1024  # prompts
+_SHARD = {"cuda": 1024, "cpu": 64}  # prompts: about a minute's work
 _SLOTS = 256  # answers at a time
 _LEAST_ANSWER = 2  # tokens: an anchor and a label
 _PADDING = 64  # lengths of batches are multiples of it, so that few shapes occur
@@ -94,10 +94,11 @@ def regenerate(
     cancelled: Callable[[], bool] = lambda: False,
     rank: int = 0,
     ranks: int = 1,
-) -> None:
+) -> bool:
     """Answers the prompts of a file and keeps the tokens; shards that are there already are not made again.
 
-    `progress` hears of answers; `cancelled` is asked before each shard. Each of several ranks makes its share.
+    `progress` hears of answers; `cancelled` is asked at each of them: False where it said yes. Each rank
+    makes its share of the shards.
     """
     lines = read_prompts(prompts)
     encoded = []
@@ -115,10 +116,10 @@ def regenerate(
             f"needed at most {room}",
             "--seq N takes longer texts",
         )
-    _check_index(folder, _index(target, prompts, settings))
+    size = _open_folder(folder, _index(target, prompts, settings))
     shards = [
-        (temperature, fitting[start : start + _SHARD])
-        for start in range(0, len(fitting), _SHARD)
+        (temperature, fitting[start : start + size])
+        for start in range(0, len(fitting), size)
         for temperature in settings.temperatures
     ]
     total = len(settings.temperatures) * len(fitting)
@@ -126,52 +127,44 @@ def regenerate(
     for number, (temperature, part) in enumerate(shards):
         path = folder / f"tokens-{number:05}.npz"
         if number % ranks == rank and not path.exists():
-            if cancelled():
-                return
-            before = done
-            _make_shard(
-                target,
-                part,
-                path,
-                settings,
-                SamplingParams(
-                    temperature=temperature,
-                    top_p=settings.top_p if temperature else 1.0,
-                    seed=settings.seed + number,
-                ),
-                lambda made, _, before=before: progress(before + made, total) if progress else None,
+            sampling = SamplingParams(
+                temperature=temperature,
+                top_p=settings.top_p if temperature else 1.0,
+                seed=settings.seed + number,
             )
+            texts = []
+            for text in _answered(target, part, settings, sampling):
+                if cancelled():
+                    return False
+                texts.append(text)
+                if progress is not None:
+                    progress(done + len(texts), total)
+            _write_shard(path, sorted(text for text in texts if text is not None))
         done += len(part)
         if progress is not None:
             progress(done, total)
+    return True
 
 
-def _make_shard(
-    target: Target,
-    prompts: list[tuple[int, list[int]]],
-    path: Path,
-    settings: Regeneration,
-    sampling: SamplingParams,
-    progress: Callable[[int, int], None],
-) -> None:
-    tokenizer = target.tokenizer
+def _answered(
+    target: Target, prompts: list[tuple[int, list[int]]], settings: Regeneration, sampling: SamplingParams
+) -> Iterator[tuple[int, list[int], int] | None]:
+    """The prompt's number, its text with the answer, where the answer begins; None where that is too short."""
     answers = generate_batch(
         target.decoder,
         [ids for _, ids in prompts],
         max_tokens=settings.max_tokens,
         sampling=sampling,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=target.tokenizer.stop_ids,
         slots=min(_SLOTS, len(prompts)),
-        progress=progress,
     )
-    texts: list[tuple[int, list[int], int]] = []
     for index, answer in answers:
         number, prompt = prompts[index]
-        answer = _finished(answer, settings.max_tokens, tokenizer.eos_id)
-        text = (prompt + answer)[: settings.length]
-        if len(text) - len(prompt) >= _LEAST_ANSWER:
-            texts.append((number, text, len(prompt)))
-    texts.sort()
+        text = (prompt + _finished(answer, settings.max_tokens, target.tokenizer.eos_id))[: settings.length]
+        yield (number, text, len(prompt)) if len(text) - len(prompt) >= _LEAST_ANSWER else None
+
+
+def _write_shard(path: Path, texts: list[tuple[int, list[int], int]]) -> None:
     write_whole(
         path,
         lambda file: np.savez_compressed(
@@ -205,23 +198,27 @@ def _index(target: Target, prompts: Path, settings: Regeneration) -> dict[str, A
         "prompts_sha256": hashlib.sha256(prompts.read_bytes()).hexdigest(),
         **asdict(settings),
         "temperatures": list(settings.temperatures),
-        "shard": _SHARD,
+        "shard": _SHARD[target.device.type],
     }
 
 
-def _check_index(folder: Path, index: dict[str, Any]) -> None:
-    """Writes the index, or refuses a folder made in another way."""
+def _open_folder(folder: Path, index: dict[str, Any]) -> int:
+    """Writes the index, or refuses a folder made in another way; says how many prompts a shard has."""
     path = folder / INDEX
     if not path.exists():
         write_json(path, index)
-        return
+        return index["shard"]
     found = read_json(path)
     for key, value in index.items():
-        if found.get(key) != value:
+        if found.get(key) != value and key != "shard":
             raise UsageError(
                 f"{folder} was made with {key} {found.get(key)!r}, now it is {value!r}",
                 "name another folder with -o, remove this one, or use it as it is with --tokens",
             )
+    size = found.get("shard")
+    if type(size) is not int or size < 1:
+        raise ModelFileError(f"{path}: shard is {size!r}, needed a number of prompts")
+    return size
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequenc
             break
     if not worst <= _PARITY:
         raise TreeFlashError(
-            f"{folder}: the trainer's and the engine's logits differ by {worst:.2g}, at most {_PARITY:g} is right",
+            f"{folder}: the trainer's and the engine's logits differ by {worst:.2g}, needed <= {_PARITY:g}",
             "this is a fault of the program: please report it",
         )
     return worst

@@ -41,8 +41,9 @@ def new_spec(
         if not least <= value <= most:
             raise UsageError(f"--{name} is {value}, needed {least} to {most}")
     depth = len(target.layers)
-    # Small targets have fewer layers than the rule has taps.
-    taps = sorted({min(max(tap, 0), depth - 1) for tap in default_taps(depth, _TAPS)})
+    taps = default_taps(depth, _TAPS)
+    if len(set(taps)) < _TAPS:  # the rule needs eight layers
+        taps = list(range(max(0, depth - 1 - _TAPS), max(1, depth - 1)))
     head_dim = min(_HEAD_DIM, max(16, target.width // 4 * 2))
     kv_heads = min(_MOST_KV_HEADS, max(1, target.width // (2 * _HEAD_DIM)))
     kinds: tuple[LayerKind, ...] = ("full",) * layers

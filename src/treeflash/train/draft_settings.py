@@ -8,6 +8,8 @@ from treeflash.errors import UsageError
 from treeflash.train.draft_eval import Evaluation, Measured
 from treeflash.train.draft_loss import LossKind
 
+_RATES = {"muon": 2e-3, "adamw": 6e-4}
+
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
@@ -19,7 +21,7 @@ class TrainConfig:
     minutes: float | None = None
     batch: int = 64  # texts a step, of all processes together
     anchors: int = 128  # blocks a text
-    lr: float = 1e-3
+    lr: float | None = None  # None: as suits the optimiser
     weight_decay: float = 0.01
     optimiser: Literal["muon", "adamw"] = "muon"
     loss: LossKind = "dpace"
@@ -30,14 +32,21 @@ class TrainConfig:
     float32: bool = False  # weights in the safetensors file; else bfloat16
 
     def __post_init__(self) -> None:
-        for flag, value in (("--steps", self.steps), ("--minutes", self.minutes)):
+        for flag, value in (
+            ("--steps", self.steps),
+            ("--minutes", self.minutes),
+            ("--batch", self.batch),
+            ("--anchors", self.anchors),
+            ("--lr", self.lr),
+        ):
             if value is not None and not value > 0:
                 raise UsageError(f"{flag} is {value}, needed a number above 0")
         if self.steps is not None and self.minutes is not None:
             raise UsageError("--steps and --minutes exclude each other")
-        for flag, value in (("--batch", self.batch), ("--anchors", self.anchors), ("--lr", self.lr)):
-            if not value > 0:
-                raise UsageError(f"{flag} is {value}, needed a number above 0")
+
+    @property
+    def rate(self) -> float:
+        return self.lr if self.lr is not None else _RATES[self.optimiser]
 
 
 @dataclass(frozen=True, slots=True)

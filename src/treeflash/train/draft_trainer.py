@@ -85,20 +85,14 @@ class Trainer:
                 " needed some for training and others to hold out",
                 "give more prompts",
             )
-        self.spec = new_spec(
-            target.spec,
-            mask_id=mask_token(target, config.mask_token),
-            layers=config.layers,
-            block_size=config.block,
-            window=config.window,
-            source=str(folder),
-        )
+        self.spec = draft_spec(target, config, folder)
         self.model = DraftModel(self.spec, seed=config.seed).to(target.device)
         self._optimisers = optimisers(
-            self.model.parameters(), kind=config.optimiser, lr=config.lr, weight_decay=config.weight_decay
+            self.model.parameters(), kind=config.optimiser, lr=config.rate, weight_decay=config.weight_decay
         )
         self._place = _Place()
-        self._open(resume)
+        check_folder(folder, resume=resume)
+        self._open()
         self._reader = FeatureReader(target.decoder, self.spec.taps)
         self._frozen = Frozen(target.decoder, self.spec.mask_id, self.spec.block_size)
         if config.batch % self._ranks.count:
@@ -197,7 +191,7 @@ class Trainer:
         sound = bool(norm.isfinite())
         for optimiser in self._optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = config.lr * max(pace, 1e-3)
+                group["lr"] = config.rate * max(pace, 1e-3)
             if sound:
                 optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -275,23 +269,18 @@ class Trainer:
             )
         return max(1, min(texts, room // size))
 
-    def _open(self, resume: bool) -> None:
+    def _open(self) -> None:
         path = self._folder / CHECKPOINT
         if not path.exists():
             return
-        if not resume:
-            raise UsageError(
-                f"{path} is there from an earlier run", "--resume goes on with it; -o names another folder"
-            )
         state = _load(path, self._target.device)
-        found = DraftSpec(**{**state["spec"], "source": self.spec.source})
-        if found != self.spec:
-            names = [name for name in asdict(found) if getattr(found, name) != getattr(self.spec, name)]
-            raise UsageError(
-                f"{path}: the draft in it has another shape: {names[0]} is {getattr(found, names[0])},"
-                f" now asked for is {getattr(self.spec, names[0])}",
-                "--resume needs the flags of the first run; -o names another folder",
-            )
+        found, asked = state["spec"], asdict(self.spec)
+        for name in asked.keys() - {"source"}:
+            if found[name] != asked[name]:
+                raise UsageError(
+                    f"{path}: the draft in it has {name} {found[name]}, now {asked[name]} is asked for",
+                    "--resume needs the flags of the first run; -o names another folder",
+                )
         if state["optimiser"] != self._config.optimiser:
             raise UsageError(
                 f"{path}: was trained with --optimiser {state['optimiser']}, not {self._config.optimiser}"
@@ -366,6 +355,26 @@ class Trainer:
             },
         )
         return Result(True, place.step, self._folder, evaluation, place.untrained, measured, parity)
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuses to write over an earlier run."""
+    path = folder / CHECKPOINT
+    if path.exists() and not resume:
+        raise UsageError(
+            f"{path} is there from an earlier run", "--resume goes on with it; -o names another folder"
+        )
+
+
+def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
+    return new_spec(
+        target.spec,
+        mask_id=mask_token(target, config.mask_token),
+        layers=config.layers,
+        block_size=config.block,
+        window=config.window,
+        source=str(folder),
+    )
 
 
 def _load(path: Path, device: torch.device) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """One process, or several that torchrun started: who they are and what they tell each other. No models."""
 
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
+
+_PATIENCE = timedelta(hours=6)
 
 
 class Ranks:
@@ -20,7 +23,8 @@ class Ranks:
             return cls(), device
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         if not distributed.is_initialized():
-            distributed.init_process_group("nccl" if cuda else "gloo")
+            # Processes wait for the slowest to answer its prompts.
+            distributed.init_process_group("nccl" if cuda else "gloo", timeout=_PATIENCE)
         if cuda:
             device = f"cuda:{distributed.get_node_local_rank()}"
             torch.cuda.set_device(device)
@@ -42,6 +46,14 @@ class Ranks:
         told = torch.tensor(values, dtype=torch.float64, device=device)
         distributed.broadcast(told, 0)
         return told.tolist()
+
+    def all(self, flag: bool, device: torch.device) -> bool:
+        """Whether it holds for every process."""
+        if self.count == 1:
+            return flag
+        told = torch.tensor(float(flag), device=device)
+        distributed.all_reduce(told, distributed.ReduceOp.MIN)
+        return bool(told)
 
     def average(self, tensors: Iterable[Tensor]) -> None:
         """In place, over all processes."""

@@ -285,7 +285,9 @@ def _head_loss(
 ) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, embedding.to(hidden.dtype)).float()
     total = logits.logsumexp(-1)
-    wanted = logits.gather(-1, labels[:, None])[:, 0]
+    # Not a gather: its gradient would be scattered into a second matrix of this size.
+    chosen = torch.arange(logits.shape[-1], device=labels.device) == labels[:, None]
+    wanted = torch.where(chosen, logits, 0.0).sum(-1)
     counted = mask.sum().clamp(min=1)
     cross_entropy = ((total - wanted) * mask).sum() / counted
     objective = cross_entropy + z_loss * (total.square() * mask).sum() / counted

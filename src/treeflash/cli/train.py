@@ -1,0 +1,314 @@
+"""`treeflash train`: a DFlash draft for a target, from prompts."""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Generator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, TimeRemainingColumn
+
+from treeflash.cli import view
+from treeflash.cli.command import INTERRUPTED
+from treeflash.cli.interrupt import held
+from treeflash.cli.run_flags import MODEL_HELP, Device
+from treeflash.cli.speculation import downloading
+from treeflash.config import environment
+from treeflash.errors import UsageError
+from treeflash.hub.resolve import meaning, resolve
+
+if TYPE_CHECKING:
+    from treeflash.train.draft_settings import Event, Result
+
+_PARTS = 10_000  # of a bar
+_NOTES_EVERY_S = 60  # where there is no terminal to draw on
+
+
+class Optimiser(StrEnum):
+    muon = "muon"
+    adamw = "adamw"
+
+
+class Loss(StrEnum):
+    dpace = "dpace"
+    decay = "decay"
+
+
+def _data(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Text", **options)
+
+
+def _draft(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Draft", **options)
+
+
+def _run(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Training", **options)
+
+
+def train(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{MODEL_HELP}, or a Hugging Face folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the draft goes.")],
+    prompts: Annotated[
+        Path | None,
+        _data(
+            "--prompts", help='JSONL of {"messages": [...]} or {"prompt": "..."}; the target answers them.'
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path | None, _data("--tokens", help="Answers from an earlier run, instead: FOLDER/tokens.")
+    ] = None,
+    seq: Annotated[
+        int, _data("--seq", min=32, metavar="N", help="Tokens of a text: prompt and answer.")
+    ] = 512,
+    n_gen: Annotated[
+        int | None, _data("--n-gen", "-n", min=2, metavar="N", help="Of an answer. Default: 3/4 of --seq.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        _data(
+            "--temperature",
+            "-t",
+            min=0,
+            max=100,
+            metavar="X",
+            help="Each prompt is answered once at each temperature given. Default: 0 and 0.8.",
+        ),
+    ] = None,
+    top_p: Annotated[
+        float, _data("--top-p", min=0.01, max=1, metavar="X", help="For temperatures above 0.")
+    ] = 0.95,
+    layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3,
+    block: Annotated[
+        int, _draft("--block", min=2, max=64, metavar="N", help="Tokens of a block, the anchor included.")
+    ] = 16,
+    window: Annotated[
+        int,
+        _draft("--window", min=0, metavar="N", help="All layers but the last look back so far; 0: all do."),
+    ] = 0,
+    mask_token: Annotated[
+        int | None,
+        _draft("--mask-token", metavar="ID", help="Default: <|mask|>, else the first unused token."),
+    ] = None,
+    gguf: Annotated[bool, _draft("--gguf", help="Write a Q8_0 GGUF file too.")] = False,
+    float32: Annotated[bool, _draft("--float32", help="Keep weights in float32, not bfloat16.")] = False,
+    minutes: Annotated[
+        float | None,
+        _run("--minutes", metavar="X", help="How long to train. Default: 6 passes over the text."),
+    ] = None,
+    steps: Annotated[int | None, _run("--steps", metavar="N", help="The same in steps.")] = None,
+    batch: Annotated[int, _run("--batch", min=1, metavar="N", help="Texts a step.")] = 64,
+    anchors: Annotated[int, _run("--anchors", min=1, metavar="N", help="Blocks of a text.")] = 128,
+    lr: Annotated[
+        float | None, _run("--lr", metavar="X", help="Default: 0.002 for muon, 0.0006 for adamw.")
+    ] = None,
+    optimiser: Annotated[
+        Optimiser, _run("--optimiser", help="Of matrices; adamw does the rest.")
+    ] = Optimiser.muon,
+    loss: Annotated[
+        Loss, _run("--loss", help="Weight of a token: what hangs on it, or less the deeper.")
+    ] = Loss.dpace,
+    save_every: Annotated[
+        float, _run("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
+    ] = 5.0,
+    seed: Annotated[int, _run("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0,
+    resume: Annotated[bool, _run("--resume", help="Go on from the checkpoint in FOLDER.")] = False,
+    device: Annotated[Device, _run("--device", help="Where to compute.")] = Device.auto,
+    offline: Annotated[bool, _run("--offline", help="Use only what is on this machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for errors too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")] = False,
+) -> None:
+    """Train a draft for a target.
+
+    The target answers the prompts; the draft learns to foresee its words from its hidden states. What is
+    interrupted goes on with `--resume`. docs/training.md says what to expect.
+
+    treeflash train model.gguf --prompts prompts.jsonl -o my-draft
+    """
+    screen = view.Screen(quiet=quiet, notes=not as_json)
+    if (prompts is None) == (tokens is None):
+        raise UsageError(
+            "needed either --prompts or --tokens",
+            "--prompts FILE has the target answer prompts, --tokens FOLDER takes answers that are there",
+        )
+    path = _target(target, output, offline=offline or environment().offline, screen=screen)
+    with screen.waiting("Starting PyTorch"), held():
+        from treeflash.train.draft_data import Regeneration
+        from treeflash.train.draft_run import Job, train_draft
+        from treeflash.train.draft_settings import TrainConfig
+    job = Job(
+        target=path,
+        folder=output,
+        prompts=prompts,
+        tokens=tokens,
+        regeneration=Regeneration(
+            length=seq,
+            max_tokens=n_gen or max(2, seq * 3 // 4),
+            temperatures=tuple(temperature or (0.0, 0.8)),
+            top_p=top_p,
+            seed=seed,
+        ),
+        config=TrainConfig(
+            layers=layers,
+            block=block,
+            window=window,
+            mask_token=mask_token,
+            steps=steps,
+            minutes=minutes,
+            batch=batch,
+            anchors=anchors,
+            lr=lr,
+            optimiser=optimiser.value,
+            loss=loss.value,
+            checkpoint_minutes=save_every,
+            seed=seed,
+            gguf=gguf,
+            float32=float32,
+        ),
+        resume=resume,
+        device=device.value,
+    )
+    shown = _Shown(screen, quiet=quiet)
+    with _stopping() as stop, shown:
+        result = train_draft(
+            job,
+            loading=shown.loading,
+            answering=shown.answering,
+            notify=shown.notify,
+            cancelled=lambda: bool(stop),
+        )
+    if not result.finished:
+        screen.notice("Interrupted. Nothing is lost: the same command with --resume goes on from here.")
+        raise typer.Exit(INTERRUPTED)
+    if result.evaluation is not None:  # only the first of several processes has one
+        _report(result, path, as_json=as_json)
+
+
+def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> Path:
+    """The GGUF file; a Hugging Face folder is converted first, once."""
+    folder = Path(name).expanduser()
+    is_checkpoint = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    if not is_checkpoint or any(folder.glob("*.gguf")):
+        meant = meaning(name)
+        with downloading(screen, str(meant.fetched), again="the same command") as bar:
+            return resolve(meant, offline=offline, progress=bar)
+    path = output / "target-f16.gguf"
+    if not path.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        with screen.waiting("Starting PyTorch"), held():
+            from treeflash.tools.convert import convert as write_gguf
+        with screen.converting("Converting to f16") as bar:
+            write_gguf(folder, path, mix="f16", progress=lambda _, done, total: bar.update(done, total))
+        screen.note(f"Converted to {path}. A draft fits best the quantisation that it was trained on.")
+    return path
+
+
+@contextlib.contextmanager
+def _stopping() -> Generator[list[int]]:
+    """Fills the list at the first Ctrl-C or request to end; the second ends at once."""
+    caught: list[int] = []
+
+    def catch(number: int, _frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Shown:
+    """One bar for each part of the run, and a line for each evaluation."""
+
+    def __init__(self, screen: view.Screen, *, quiet: bool):
+        self._screen = screen
+        self._drawn = not quiet and sys.stderr.isatty()
+        self._bars = contextlib.ExitStack()
+        self._bar: view.Bar | None = None
+        self._part = ""
+        self._noted = time.monotonic()
+
+    def __enter__(self) -> "_Shown":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.close()
+
+    def loading(self, done: int, total: int) -> None:
+        self._at("loading", self._screen.loading, "Loading the target").update(done, total)
+
+    def answering(self, done: int, total: int) -> None:
+        self._at("answering", self._clocked, "Answering").update(done, total, label=f"{done:,} answers")
+        self._note(f"{done:,} of {total:,} answers")
+
+    def notify(self, event: "Event") -> None:
+        from treeflash.train.draft_eval import Evaluation
+        from treeflash.train.draft_settings import Progress
+
+        bar = self._at("training", self._clocked, "Training")
+        if isinstance(event, Progress):
+            line = f"loss {event.loss:.2f}  accepts {event.acceptance:.2f}  {event.tokens_s:,.0f} tok/s"
+            bar.update(int(_PARTS * event.share), _PARTS, label=line)
+            self._note(f"step {event.step}: {line}")
+        elif isinstance(event, Evaluation):
+            with bar.paused():
+                self._screen.note(
+                    f"step {event.step}: held-out loss {event.loss:.3f}, accepted tokens a step about"
+                    f" {event.acceptance:.2f} in a chain and {event.tree_acceptance:.2f} in a tree"
+                )
+
+    def _at(self, part: str, make: Any, label: str) -> view.Bar:
+        if self._bar is None or self._part != part:
+            self._bars.close()
+            self._bar, self._part = self._bars.enter_context(make(label)), part
+        return self._bar
+
+    def _clocked(self, label: str) -> view.Bar:
+        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._drawn)
+
+    def _note(self, text: str) -> None:
+        if not self._drawn and time.monotonic() - self._noted > _NOTES_EVERY_S:
+            self._noted = time.monotonic()
+            self._screen.note(text)
+
+
+def _report(result: "Result", target: Path, *, as_json: bool) -> None:
+    assert result.evaluation is not None and result.measured is not None
+    if as_json:
+        view.print_json(
+            {
+                "draft": str(result.folder),
+                "target": str(target),
+                "steps": result.step,
+                "held_out_loss": result.evaluation.loss,
+                "acceptance_length": result.measured.acceptance,
+                "untrained_acceptance_length": result.untrained,
+                "parity": result.parity,
+            }
+        )
+        return
+    view.sections(
+        "Trained a draft",
+        {
+            "Result": [
+                ("draft", str(result.folder)),
+                ("steps", f"{result.step:,}"),
+                ("held-out loss", f"{result.evaluation.loss:.3f}"),
+                (
+                    "acceptance",
+                    f"{result.measured.acceptance:.2f} tokens a step on held-out prompts, greedy"
+                    f" ({result.untrained:.2f} before training)",
+                ),
+                ("parity", f"trainer and engine agree to {result.parity:.1g}"),
+                ("use it", f"treeflash run {target} --draft {result.folder}"),
+            ]
+        },
+    )

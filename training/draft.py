@@ -1,0 +1,127 @@
+"""Stage 5: trains the draft of the pair. The same as `treeflash train`, without its terminal.
+
+    PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --data-only
+    PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --minutes 8
+    ... --minutes 24 --stop-after 9    and then the same with --resume
+
+Writes tokens/, checkpoint.pt and at the end model.safetensors, config.json and training.json into --output.
+Needs torch, numpy, safetensors, tokenizers and jinja2; one process, or several under torchrun.
+"""
+
+import argparse
+import signal
+import time
+from pathlib import Path
+
+from treeflash.train.draft_data import Regeneration
+from treeflash.train.draft_eval import Evaluation
+from treeflash.train.draft_run import Job, train_draft
+from treeflash.train.draft_settings import Event, Progress, TrainConfig
+
+EVERY_S = 10.0  # between two lines of progress
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--output", "-o", type=Path, default=Path("training/work/draft"))
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--tokens", type=Path, help="answers of an earlier run, instead of prompts")
+    parser.add_argument("--data-only", action="store_true", help="answer the prompts, do not train")
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--stop-after", type=float, help="minutes; leaves a checkpoint for --resume")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--n-gen", type=int, default=384)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--anchors", type=int, default=128)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--optimiser", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--loss", choices=["dpace", "decay"], default="dpace")
+    parser.add_argument("--save-every", type=float, default=2.0, help="minutes between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", action="store_true")
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args()
+
+
+class Log:
+    """Lines on standard output, at once."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._last = 0.0
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._start:7.1f} s  {text}", flush=True)
+
+    def answering(self, done: int, total: int) -> None:
+        if done == total or time.monotonic() - self._last > EVERY_S:
+            self._last = time.monotonic()
+            self.say(f"{done} of {total} answers")
+
+    def notify(self, event: Event) -> None:
+        match event:
+            case Progress() if time.monotonic() - self._last > EVERY_S or event.step == 1:
+                self._last = time.monotonic()
+                self.say(
+                    f"step {event.step}  {event.share:.1%}  loss {event.loss:.3f}"
+                    f"  accepts {event.acceptance:.2f}  {event.tokens_s:,.0f} tok/s"
+                )
+            case Evaluation():
+                self.say(
+                    f"step {event.step}  held out: loss {event.loss:.3f}  chain {event.acceptance:.3f}"
+                    f"  tree {event.tree_acceptance:.3f}  top-1 {event.top1[0]:.3f} {event.top1[-1]:.3f}"
+                )
+
+
+def main() -> None:
+    args, log = arguments(), Log()
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, _: asked.append(caught))
+    deadline = time.monotonic() + 60 * args.stop_after if args.stop_after else float("inf")
+    job = Job(
+        target=args.target,
+        folder=args.output,
+        prompts=args.prompts,
+        tokens=args.tokens,
+        regeneration=Regeneration(
+            length=args.seq,
+            max_tokens=args.n_gen,
+            temperatures=tuple(args.temperature),
+            top_p=args.top_p,
+            seed=args.seed,
+        ),
+        config=TrainConfig(
+            layers=args.layers,
+            steps=args.steps,
+            minutes=args.minutes,
+            batch=args.batch,
+            anchors=args.anchors,
+            lr=args.lr,
+            optimiser=args.optimiser,
+            loss=args.loss,
+            checkpoint_minutes=args.save_every,
+            seed=args.seed,
+            gguf=args.gguf,
+        ),
+        resume=args.resume,
+        device=args.device,
+    )
+    result = train_draft(
+        job,
+        answering=log.answering,
+        notify=log.notify,
+        cancelled=lambda: bool(asked) or time.monotonic() > deadline,
+        data_only=args.data_only,
+    )
+    log.say(f"{'done' if result.finished else 'stopped, go on with --resume'}: {result}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Lists of words for the generators, read once from templates/words.txt; knows nothing about their use."""
+
+import functools
+import random
+from pathlib import Path
+
+WORDS = Path(__file__).parent / "templates" / "words.txt"
+
+
+@functools.cache
+def _lists() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for line in WORDS.read_text(encoding="utf-8").splitlines():
+        name, _, entries = line.partition(": ")
+        if entries:
+            separator = "; " if ";" in entries else None
+            found[name] = (*found.get(name, ()), *entries.split(separator))
+    return found
+
+
+def words(name: str) -> tuple[str, ...]:
+    """The list of that name; several lines of one name are one list."""
+    return _lists()[name]
+
+
+def pick(rng: random.Random, name: str) -> str:
+    return rng.choice(_lists()[name])
+
+
+def pick_several(rng: random.Random, name: str, count: int) -> list[str]:
+    """Different entries of one list."""
+    return rng.sample(_lists()[name], count)
