@@ -42,7 +42,12 @@ def _linear(rng: random.Random) -> Exchange:
     verb, value = ("Subtracting", b) if b > 0 else ("Adding", -b)
     side = "from" if b > 0 else "to"
     return (
-        rng.choice((f"Solve for $x$: ${a}x{_term(b, '')} = {right}$.", f"If ${a}x{_term(b, '')} = {right}$, what is $x$?")),
+        rng.choice(
+            (
+                f"Solve for $x$: ${a}x{_term(b, '')} = {right}$.",
+                f"If ${a}x{_term(b, '')} = {right}$, what is $x$?",
+            )
+        ),
         f"{verb} ${value}$ {side} both sides gives ${a}x = {right - b}$. "
         f"Dividing both sides by ${a}$ gives $x = BOX$.",
         str(x),
@@ -145,7 +150,9 @@ def _distance(rng: random.Random) -> Exchange:
 
 
 def _logarithm(rng: random.Random) -> Exchange:
-    base, power = rng.choice(((2, 5), (2, 6), (2, 3), (3, 4), (3, 3), (5, 3), (10, 4), (4, 3), (7, 2), (6, 3)))
+    base, power = rng.choice(
+        ((2, 5), (2, 6), (2, 3), (3, 4), (3, 3), (5, 3), (10, 4), (4, 3), (7, 2), (6, 3))
+    )
     sign = rng.choice((1, 1, -1))
     inside = str(base**power) if sign > 0 else rf"\frac{{1}}{{{base**power}}}"
     return (
@@ -195,8 +202,8 @@ def _marbles(rng: random.Random) -> Exchange:
     return (
         f"A bag holds {red} red, {blue} blue and {green} green marbles. One marble is drawn at random. "
         "What is the probability that it is red? Express your answer as a common fraction.",
-        f"There are ${red} + {blue} + {green} = {total}$ marbles, and {red} of them {'is' if red == 1 else 'are'} "
-        f"red. The probability is $BOX$.",
+        f"There are ${red} + {blue} + {green} = {total}$ marbles, and the number of red ones is {red}. "
+        "The probability is $BOX$.",
         _number(Fraction(red, total)),
     )
 
@@ -273,8 +280,8 @@ def _fractions(rng: random.Random) -> Exchange:
     x, y = a * bottom // b, c * bottom // d
     return (
         rf"Compute $\frac{{{a}}}{{{b}}} + \frac{{{c}}}{{{d}}}$.",
-        rf"With the common denominator ${bottom}$ we get $\frac{{{x}}}{{{bottom}}} + \frac{{{y}}}{{{bottom}}} = "
-        rf"\frac{{{x + y}}}{{{bottom}}}$, which is $BOX$.",
+        rf"With the common denominator ${bottom}$ we get $\frac{{{x}}}{{{bottom}}} + \frac{{{y}}}{{{bottom}}} "
+        rf"= \frac{{{x + y}}}{{{bottom}}}$, which is $BOX$.",
         _number(Fraction(x + y, bottom)),
     )
 
@@ -297,8 +304,8 @@ def _divisors(rng: random.Random) -> Exchange:
     e, f = exponents
     return (
         f"How many positive divisors does ${n}$ have?",
-        f"We factor ${n} = {shown}$. A divisor has {e + 1} possible exponents of ${powers[0]}$ and {f + 1} of "
-        rf"${powers[1]}$, so there are ${e + 1} \cdot {f + 1} = BOX$ divisors.",
+        f"We factor ${n} = {shown}$. A divisor has {e + 1} possible exponents of ${powers[0]}$ and {f + 1} "
+        rf"of ${powers[1]}$, so there are ${e + 1} \cdot {f + 1} = BOX$ divisors.",
         str((e + 1) * (f + 1)),
     )
 
@@ -306,7 +313,7 @@ def _divisors(rng: random.Random) -> Exchange:
 def _angles(rng: random.Random) -> Exchange:
     a, b = rng.randint(20, 80), rng.randint(20, 80)
     return (
-        rf"Two angles of a triangle measure ${a}^\circ$ and ${b}^\circ$. How many degrees is the third angle?",
+        rf"Two angles of a triangle measure ${a}^\circ$ and ${b}^\circ$. How many degrees is the third?",
         f"The angles of a triangle add up to $180$ degrees, so the third is $180 - {a} - {b} = BOX$ degrees.",
         str(180 - a - b),
     )

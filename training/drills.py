@@ -82,7 +82,10 @@ def _remainder(rng: random.Random) -> Exchange:
     a, b = rng.randint(10, 200), rng.randint(3, 12)
     quotient, rest = divmod(a, b)
     asked = f"What is the remainder when {a} is divided by {b}?"
-    return asked, f"{b} * {quotient} = {b * quotient} and {a} - {b * quotient} = {rest}, so the remainder is {rest}."
+    return (
+        asked,
+        f"{b} * {quotient} = {b * quotient} and {a} - {b * quotient} = {rest}, so the remainder is {rest}.",
+    )
 
 
 def _order(rng: random.Random) -> Exchange:
@@ -122,7 +125,9 @@ def _fraction_sum(rng: random.Random) -> Exchange:
     x, y = a * bottom // b, c * bottom // d
     total = Fraction(x + y, bottom)
     steps = f"{a}/{b} + {c}/{d} = {x}/{bottom} + {y}/{bottom} = {x + y}/{bottom}"
-    return _ask(rng, f"{a}/{b} + {c}/{d}"), steps if str(total) == f"{x + y}/{bottom}" else f"{steps} = {total}"
+    return _ask(rng, f"{a}/{b} + {c}/{d}"), steps if str(
+        total
+    ) == f"{x + y}/{bottom}" else f"{steps} = {total}"
 
 
 def _simplify(rng: random.Random) -> Exchange:
@@ -155,11 +160,11 @@ def _sequence(rng: random.Random) -> Exchange:
     start, step = rng.randint(1, 30), rng.randint(2, 15)
     if rng.random() < 0.6:
         terms = [start + step * i for i in range(5)]
-        why = f"Each number is {step} more than the one before, so the next is {terms[3]} + {step} = {terms[4]}."
+        why = f"Each number is {step} more than the last, so the next is {terms[3]} + {step} = {terms[4]}."
     else:
         start, step = rng.randint(1, 6), rng.randint(2, 4)
         terms = [start * step**i for i in range(5)]
-        why = f"Each number is {step} times the one before, so the next is {terms[3]} * {step} = {terms[4]}."
+        why = f"Each number is {step} times the last, so the next is {terms[3]} * {step} = {terms[4]}."
     return f"What comes next: {', '.join(map(str, terms[:4]))}, ...?", why
 
 
@@ -169,7 +174,10 @@ def _compare(rng: random.Random) -> Exchange:
     result = max(a, b) if word == "larger" else min(a, b)
     sign = ">" if result == max(a, b) else "<"
     other = a + b - result
-    return f"Which number is {word}, {a} or {b}?", f"{result} {sign} {other}, so the {word} number is {result}."
+    return (
+        f"Which number is {word}, {a} or {b}?",
+        f"{result} {sign} {other}, so the {word} number is {result}.",
+    )
 
 
 def _rounding(rng: random.Random) -> Exchange:
@@ -189,14 +197,16 @@ def _common_divisor(rng: random.Random) -> Exchange:
     while y:
         steps.append(f"{x} = {x // y} * {y} + {x % y}")
         x, y = y, x % y
-    asked = rng.choice((f"What is the greatest common divisor of {a} and {b}?", f"Find the GCD of {a} and {b}."))
+    asked = rng.choice(
+        (f"What is the greatest common divisor of {a} and {b}?", f"Find the GCD of {a} and {b}.")
+    )
     return asked, "\n".join([*steps, f"The greatest common divisor is {x}."])
 
 
 def _common_multiple(rng: random.Random) -> Exchange:
     a, b = rng.randint(2, 15), rng.randint(2, 15)
     divisor = math.gcd(a, b)
-    steps = f"The greatest common divisor of {a} and {b} is {divisor}, and {a} * {b} / {divisor} = {math.lcm(a, b)}"
+    steps = f"Their greatest common divisor is {divisor}, and {a} * {b} / {divisor} = {math.lcm(a, b)}"
     return f"What is the least common multiple of {a} and {b}?", steps
 
 
@@ -205,7 +215,10 @@ def _prime(rng: random.Random) -> Exchange:
     divisor = next(i for i in range(2, n + 1) if n % i == 0)
     if divisor == n:
         return f"Is {n} a prime number?", f"Yes, {n} is a prime number, because only 1 and {n} divide it."
-    return f"Is {n} a prime number?", f"No, {n} is not a prime number, because {n} = {divisor} * {n // divisor}."
+    return (
+        f"Is {n} a prime number?",
+        f"No, {n} is not a prime number, because {n} = {divisor} * {n // divisor}.",
+    )
 
 
 def _factors(rng: random.Random) -> Exchange:
@@ -225,7 +238,9 @@ def _average(rng: random.Random) -> Exchange:
     numbers = [mean + rng.randint(-4, 4) for _ in range(count - 1)]
     numbers.append(mean * count - sum(numbers))
     listed = ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
-    steps = f"The sum is {' + '.join(map(str, numbers))} = {sum(numbers)}, and {sum(numbers)} / {count} = {mean}"
+    steps = (
+        f"The sum is {' + '.join(map(str, numbers))} = {sum(numbers)}, and {sum(numbers)} / {count} = {mean}"
+    )
     return f"What is the average of {listed}?", steps
 
 
@@ -233,8 +248,9 @@ def _equation(rng: random.Random) -> Exchange:
     x, a, b = rng.randint(1, 20), rng.randint(2, 12), rng.randint(1, 40)
     name = rng.choice("xxxnya")
     total = a * x + b
-    steps = f"{a}{name} + {b} = {total}\n{a}{name} = {total} - {b} = {total - b}\n{name} = {total - b} / {a} = {x}"
-    return f"Solve for {name}: {a}{name} + {b} = {total}", steps
+    left = f"{a}{name}"
+    steps = f"{left} + {b} = {total}\n{left} = {total} - {b} = {total - b}\n{name} = {total - b} / {a} = {x}"
+    return f"Solve for {name}: {left} + {b} = {total}", steps
 
 
 def _missing(rng: random.Random) -> Exchange:
@@ -300,8 +316,8 @@ def _decimals(rng: random.Random) -> Exchange:
 
 DRILLS: tuple[Callable[[random.Random], Exchange], ...] = (
     _addition, _addition, _subtraction, _subtraction, _multiplication, _multiplication, _long_multiplication,
-    _division, _remainder, _order, _percent, _what_percent, _fraction_of, _fraction_sum, _simplify, _unit, _unit,
-    _clock, _sequence, _sequence, _compare, _rounding, _common_divisor, _common_multiple, _prime, _factors,
+    _division, _remainder, _order, _percent, _what_percent, _fraction_of, _fraction_sum, _simplify, _unit,
+    _unit, _clock, _sequence, _sequence, _compare, _rounding, _common_divisor, _common_multiple, _prime, _factors,
     _average, _equation, _equation, _missing, _power, _root, _rectangle, _parity, _words, _ordering, _spoken,
     _decimals,
 )  # fmt: skip

@@ -120,6 +120,8 @@ def test_a_cut_inside_a_block_ends_where_plain_decoding_would(target: Decoder) -
     for limit in (1, 2, 17, 41):
         tokens, done = run(engine, max_tokens=limit)
         assert (tokens, done.reason, done.stats.generated_tokens) == (plain[:limit], "length", limit)
+        # Prefill gave the first token, steps the others.
+        assert done.stats.step_tokens == limit - 1
     end = plain[25]
     tokens, done = run(engine, max_tokens=60, stop_ids=frozenset([end]))
     assert (tokens, done.reason) == (plain[: plain.index(end)], "stop")
@@ -210,7 +212,6 @@ def test_seeds_repeat_and_differ(target: Decoder) -> None:
     }
     assert texts[1] != texts[2]
     assert run(engine, max_tokens=30, sampling=SamplingParams(temperature=1.0, seed=1))[0] == texts[1]
-    _, done = run(engine, max_tokens=30, sampling=SamplingParams(temperature=1.0))
+    fresh, done = run(engine, max_tokens=30, sampling=SamplingParams(temperature=1.0))
     repeat = SamplingParams(temperature=1.0, seed=done.stats.seed)
-    tokens, again = run(engine, max_tokens=30, sampling=repeat)
-    assert again.stats.seed == done.stats.seed and len(tokens) == 30
+    assert run(engine, max_tokens=30, sampling=repeat)[0] == fresh

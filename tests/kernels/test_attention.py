@@ -19,6 +19,14 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor)
     return torch.stack(rows)
 
 
+def test_a_broken_sequence_does_not_reach_its_neighbours() -> None:
+    keys, values = torch.randn(2, 8, PAGE, 2, 8)
+    keys[0], values[0] = torch.nan, torch.nan  # page 0: where unused entries of a page table point
+    table, lengths = torch.tensor([[0, 1, 2], [3, 0, 0]]), torch.tensor([9, 1])
+    out = paged_attention(torch.randn(2, 2, 4, 8), keys, values, table, lengths, None)
+    assert bool(out[0].isnan().all()) and bool(out[1].isfinite().all())
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("consecutive", [False, True])

@@ -1,12 +1,19 @@
 """Products with packed weights against the expanded ones, over the slicing of large matrices."""
 
+import pytest
 import torch
 
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import quant_matmul
+from treeflash.kernels.quant_matmul import dense_matmul, quant_matmul
 from treeflash.kernels.quant_matmul.reference import SLICE
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (1, 7), (2, 4), (1, 16), (1, 17), (3, 20), (1, 0)])
+def test_any_number_of_rows(shape: tuple[int, int]) -> None:
+    weight, x = torch.randn(70, 48), torch.randn(*shape, 48)
+    assert torch.allclose(dense_matmul(x, weight), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_product_is_the_expanded_product() -> None:

@@ -98,6 +98,13 @@ def test_filters_keep_at_least_one_token() -> None:
     assert ids[0, scores[0] > -torch.inf].tolist() == [1]
 
 
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.randn(5, 40)
+    for options in ({}, {"top_k": 5}, {"top_p": 0.9}):
+        settings = {**PLAIN, **options, "temperature": 1e-40}
+        assert torch.equal(draw(logits, torch.arange(5), seed=1, **settings), logits.argmax(-1))
+
+
 def test_temperature_zero_is_the_likeliest_token() -> None:
     logits = torch.randn(5, 40)
     settings = {**PLAIN, "temperature": 0.0}

@@ -163,3 +163,16 @@ def test_packed_weights_compute_the_same(pair: Pair) -> None:
         packed = Decoder.load(file, device=pair.device, expand=False)
     output = feed(replace(pair, ours=packed), states, states.open(), ids)
     assert error(packed.logits(output.hidden[0]), pair.logits(ids)) <= TOLERANCE
+
+
+def test_sixteen_bit_states_hold_what_they_are_given(pair: Pair) -> None:
+    """A GPU keeps keys, values and convolution inputs in 16 bits: everything still fits together, roughly."""
+    states = states_of(pair, max_rows=8, kv_dtype=torch.float16, input_dtype=torch.bfloat16)
+    slot, text, rows = states.open(), ids_of(pair, 40, seed=9), ids_of(pair, 8, seed=10)
+    feed(pair, states, slot, text)
+    parents = random_parents(8, seed=11)
+    step, logits = stage(pair, states, [slot], rows[None], torch.tensor([parents]))
+    states.commit(step, torch.tensor([7], device=pair.device))
+    path = torch.cat([text, rows[path_to(parents, 7)]])
+    assert error(logits[0, 7], pair.logits(path)[-1]) < 0.1
+    assert states.lengths[slot] == len(path)

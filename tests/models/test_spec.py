@@ -113,6 +113,33 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         spec_of(tmp_path, architecture="gemma3")
 
 
+@pytest.mark.parametrize("extra", ["blk.0.attn_q.scale", "output.bias", "blk.0.ffn_down.bias"])
+def test_a_tensor_that_nobody_knows_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path, extra: str
+) -> None:
+    """Left out in silence it would mean another function than the file's."""
+    path = tmp_path / "extra.gguf"
+    with GGUFFile.open(tiny_model("qwen2")) as file, GGUFWriter(path, "qwen2") as writer:
+        for key, value in file.metadata.items():
+            if key.startswith("qwen2."):
+                writer.add(key, value)
+        for info in file.tensors.values():
+            writer.add_tensor(info.name, info.shape, info.type)
+        writer.add_tensor(extra, (64,), QuantType.F32)
+        writer.write_header()
+        for info in file.tensors.values():
+            writer.write_tensor(info.name, file.raw(info.name))
+        writer.write_tensor(extra, bytes(256))
+    with GGUFFile.open(path) as file, pytest.raises(UnsupportedModel, match=extra):
+        Decoder.load(file)
+
+
+def test_prediction_blocks_are_left_out(tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model(mtp=True)) as file:
+        assert any("nextn" in name for name in file.tensors)
+        assert Decoder.load(file).spec.mtp_layers == 1
+
+
 def test_a_missing_tensor_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with GGUFFile.open(tiny_model()) as file, GGUFWriter(tmp_path / "broken.gguf", "qwen35") as writer:
         for key, value in file.metadata.items():

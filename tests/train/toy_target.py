@@ -1,36 +1,34 @@
-"""A target of width 64 that has learnt a dozen phrases: its text is predictable, but for which comes next."""
+"""A target of width 64 that has learnt ten sentences: its text is predictable, but for which comes next."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from treeflash.text.tokenizer import Tokenizer
 from treeflash.tools.checkpoint import HFConfig
 from treeflash.tools.convert import write_model
 from treeflash.tools.families import read_sizes
 from treeflash.tools.rules import tensor_rules
 from treeflash.tools.tiny import VOCABULARY, vocabulary
 
-_PHRASES = 12
-_WORDS = 40  # tokens that phrases are made of
-
-
-def phrases() -> list[list[int]]:
-    """Each begins with a token of its own and goes on with shared ones."""
-    generator = np.random.default_rng(0)
-    return [
-        [200 + number, *(generator.integers(1, _WORDS, 5 + number % 6).tolist())] for number in range(_PHRASES)
-    ]
-
-
-def text(generator: np.random.Generator, length: int) -> list[int]:
-    known, words = phrases(), []
-    while len(words) < length:
-        words += known[generator.integers(len(known))]
-    return words[:length]
+SENTENCES = (
+    "Ants sing in the rain. ",
+    "Bread is one of two. ",
+    "Cats and dogs rest here. ",
+    "Do not wait for the sun! ",
+    "Every other tent is red. ",
+    "Four hens ran to the river. ",
+    "Give it to the tailor. ",
+    "Her hand was on the lid. ",
+    "It is so, said the owl. ",
+    "Just then a bell rang: ",
+)
+_LENGTH, _BATCH = 64, 16
 
 
 class _Weights:
@@ -47,13 +45,13 @@ class _Weights:
         return name
 
 
-def make_toy(path: Path, *, steps: int = 250) -> Path:
+def make_toy(path: Path, *, steps: int = 100, layers: int = 4) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -63,21 +61,32 @@ def make_toy(path: Path, *, steps: int = 250) -> Path:
         architectures=["Qwen3ForCausalLM"],
     )
     model = Qwen3ForCausalLM(config)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    entries = vocabulary("qwen2")
+    metadata: dict[str, Any] = {key: value for key, value, _ in entries}
+    known = [Tokenizer.from_metadata(metadata).encode(sentence) for sentence in SENTENCES]
     generator = np.random.default_rng(1)
+    loss = torch.zeros(())
     for step in range(steps):
         for group in optimiser.param_groups:
-            group["lr"] = 5e-3 * (1 - step / steps)
-        ids = torch.tensor([text(generator, 48) for _ in range(16)])
+            group["lr"] = 6e-3 * min(1.0, (step + 1) / 10) * (1 - step / steps)
+        ids = torch.tensor([_text(generator, known) for _ in range(_BATCH)])
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
     reached = loss.item()
-    assert reached < 0.7, f"the toy target has not learnt its phrases: loss {reached:.2f}"
+    assert reached < 0.6, f"the toy target has not learnt its sentences: loss {reached:.2f}"
     weights = _Weights({name: tensor.detach() for name, tensor in model.state_dict().items()})
     sizes = read_sizes(HFConfig(config.to_dict(), "toy"))
     rules = tensor_rules(sizes)
-    entries = vocabulary("qwen2")
     write_model(path, sizes, weights, name="toy", entries=entries, mix="f32", rules=rules)
     return path
+
+
+def _text(generator: np.random.Generator, known: list[list[int]]) -> list[int]:
+    words: list[int] = []
+    while len(words) < _LENGTH:
+        words += known[generator.integers(len(known))]
+    start = generator.integers(len(words) - _LENGTH + 1)
+    return words[start : start + _LENGTH]

@@ -16,6 +16,7 @@ from treeflash.cli.pull import pull
 from treeflash.cli.remove import remove
 from treeflash.cli.run import run
 from treeflash.cli.show import show
+from treeflash.cli.train import train
 
 app = typer.Typer(
     name="treeflash",
@@ -52,6 +53,7 @@ app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
 app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
 app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)
 app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
+app.command("train", cls=Command, rich_help_panel="Prepare")(train)
 app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 
 

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from treeflash.engine.memory import kv_dtype
 from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import PromptTooLong, UsageError
+from treeflash.errors import UsageError
 from treeflash.kernels.sampling import draw
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import SequenceStates
 
 # Noise is keyed by position; sequences are kept apart by giving each a range of positions of its own.
-_POSITIONS = 1 << 16
+_POSITIONS = 1 << 32
 
 
 class _Sequence:
@@ -39,9 +40,6 @@ def generate_batch(
     A draw depends on the seed, the prompt's number and the position, not on what else is there. Penalties
     and biases are not offered here.
     """
-    longest = max(map(len, prompts), default=0)
-    if longest + max_tokens > _POSITIONS:
-        raise PromptTooLong(longest, _POSITIONS - max_tokens, "shorten the prompts or lower the token limit")
     if any(not prompt for prompt in prompts):
         raise UsageError("a prompt has no tokens")
     return _run(target, prompts, max_tokens, sampling.seeded(), stop_ids, slots, progress)
@@ -59,7 +57,12 @@ def _run(
 ) -> Iterator[tuple[int, list[int]]]:
     longest = max(map(len, prompts), default=0)
     states = SequenceStates(
-        target.spec, max_ctx=longest + max_tokens, slots=slots, device=target.device, input_dtype=target.dtype
+        target.spec,
+        max_ctx=longest + max_tokens,
+        slots=slots,
+        device=target.device,
+        kv_dtype=kv_dtype(target.device),
+        input_dtype=target.dtype,
     )
     waiting = [_Sequence(index, prompt) for index, prompt in enumerate(prompts)]
     waiting.sort(key=lambda sequence: len(sequence.prompt))
@@ -131,7 +134,7 @@ def _advance(
 ) -> None:
     """Draws the next token of every sequence."""
     places = [sequence.index * _POSITIONS + states.lengths[slot] for slot, sequence in active.items()]
-    positions = torch.tensor(places, device=target.device) & 0xFFFFFFFF
+    positions = torch.tensor(places, device=target.device)
     assert sampling.seed is not None
     tokens = draw(target.logits(hidden), positions, seed=sampling.seed, **sampling.filters)
     for sequence, token in zip(active.values(), tokens.tolist(), strict=True):

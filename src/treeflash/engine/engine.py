@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treeflash.engine.memory import kv_dtype
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
-from treeflash.errors import PromptTooLong, UsageError
+from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome
@@ -87,7 +88,12 @@ class Engine:
         check_taps(target.spec, self._drafter.taps)
         self._max_rows = max_rows
         self.states = SequenceStates(
-            target.spec, max_ctx=max_ctx, max_rows=max_rows, device=target.device, input_dtype=target.dtype
+            target.spec,
+            max_ctx=max_ctx,
+            max_rows=max_rows,
+            device=target.device,
+            kv_dtype=kv_dtype(target.device),
+            input_dtype=target.dtype,
         )
 
     def generate(self, request: Request) -> Generator[Event]:
@@ -132,11 +138,17 @@ class Engine:
         # The last token needs no room in the cache: nothing is computed from it.
         limit = min(request.max_tokens, self.max_ctx - len(request.prompt) + 1)
         logits = self.target.logits(hidden)
+        if not bool(logits.isfinite().all()):
+            raise ModelFileError(
+                "the model's logits behind this prompt are not finite numbers: its weights are damaged",
+                "fetch the file again, or try --device cpu",
+            )
         fresh, verified = self._first(logits, len(request.prompt), sampler), None
         undecided: list[int] = []  # the anchor, which the sampler meets again as the root of the next tree
         while True:
-            stats.token_came()
             cut = _cut(fresh, request, limit - stats.generated_tokens)
+            if cut.tokens:
+                stats.token_came()
             if verified is not None:
                 logits = verified.logits[verified.rows]
                 self._commit(slot, verified, cut.rows, stats)
@@ -193,7 +205,6 @@ class Engine:
         chosen = sampler.draw(logits, step.positions[0] + 1, tree.tokens, step.visible()[0]).tolist()
         tokens = tree.tokens.tolist()
         path = walk(tokens, tree.parents.tolist(), chosen)
-        stats.step_done(rows=len(tree), accepted=len(path.rows) - 1)
         stats.draft_s += proposed - start
         stats.verify_s += time.perf_counter() - proposed
         decided = [tokens[row] for row in path.rows[1:]] + [path.next_token]
@@ -203,6 +214,7 @@ class Engine:
         """Keeps the first `count` accepted rows: what plain decoding would have processed by now."""
         start = time.perf_counter()
         rows = verified.rows[:count]
+        stats.step_done(rows=verified.step.rows, committed=len(rows))
         last = torch.tensor([rows[-1] if rows else -1], device=self.target.device)
         self.states.commit(verified.step, last)
         if rows:

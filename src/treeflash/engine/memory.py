@@ -45,14 +45,26 @@ def available_memory(device: torch.device) -> int:
     """Bytes that can be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    # A container may have less than its machine: control groups, both versions.
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most, taken = _read(limit).strip(), _read(used).strip()
+        if most.isdigit() and taken.isdigit():
+            free = min(free, max(0, int(most) - int(taken)))
+    return free
+
+
+def _read(path: str) -> str:
     try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        return Path(path).read_text()
     except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +102,9 @@ def plan_memory(
 ) -> MemoryPlan:
     available = available_memory(device)
     draft_bytes = draft_size(draft, dtype) if draft is not None else 0
-    packed = sum(info.nbytes for info in file.tensors.values())
-    floats = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
-    # The embedding rows stay packed beside the expanded head when the two are tied.
-    floats += file.tensors["token_embd.weight"].nbytes if spec.tied_head else 0
+    packed, floats = weight_sizes(file, spec, dtype)
     recurrent = spec.recurrent_bytes()
-    kv = spec.kv_bytes_per_token(32)
+    kv = spec.kv_bytes_per_token(8 * kv_dtype(device).itemsize)
     expanded = weights == "expanded" or (
         weights == "auto" and floats + draft_bytes + recurrent < 0.8 * available
     )
@@ -103,16 +112,37 @@ def plan_memory(
     room = int(0.9 * available) - needed
     context = max_ctx or min(spec.context_length, DEFAULT_CTX[device.type])
     if max_ctx is None and kv:
-        context = min(context, max(0, room // kv))
-    if room < kv * min(context, 256) or context < 1:
+        context = min(context, max(256, room // kv))
+    if room < kv * context:
         raise ResourceError(
-            f"{file.path.name} needs {gib(needed + kv * 256)} with a context of 256 tokens, "
+            f"{file.path.name} needs {gib(needed + kv * context)} with a context of {context} tokens, "
             f"{gib(available)} are free on {device}",
-            "close other programs, or take a smaller model or quantisation",
+            "lower --max-ctx, close other programs, or take a smaller model or quantisation",
         )
     return MemoryPlan(
         expanded, floats if expanded else packed, draft_bytes, recurrent, kv, context, available
     )
+
+
+def kv_dtype(device: torch.device) -> torch.dtype:
+    """Float32 on a CPU, whose text is then the same however it is cut into steps; 16 bits on a GPU."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def weight_sizes(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the weights that are loaded: as stored, and expanded."""
+    packed = floats = 0
+    for info in file.tensors.values():
+        block = info.name.split(".")[1] if info.name.startswith("blk.") else ""
+        if block.isdigit() and int(block) >= len(spec.layers):
+            continue  # prediction blocks
+        packed += info.nbytes
+        if info.name == "token_embd.weight":
+            # Its rows stay packed; a tied head is an expanded copy beside them.
+            floats += info.nbytes + (info.elements * dtype.itemsize if spec.tied_head else 0)
+        else:
+            floats += info.elements * dtype.itemsize
+    return packed, floats
 
 
 def gib(size: int) -> str:

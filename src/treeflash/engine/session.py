@@ -17,7 +17,7 @@ from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
-from treeflash.errors import UsageError
+from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.models.decoder import Decoder
@@ -90,6 +90,11 @@ class Session:
             spec = ModelSpec.from_gguf(file)
             tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
             template = ChatTemplate.from_metadata(file.metadata, source=str(path))
+            if tokenizer.vocab_size != spec.vocab_size:
+                raise BadGGUF(
+                    f"{path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
+                    f"needed {spec.vocab_size}, the rows of token_embd.weight"
+                )
             if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
                 raise UsageError(
                     f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
@@ -121,9 +126,13 @@ class Session:
             raise UsageError("give either messages or a raw prompt")
         if request.messages is not None:
             rendered = self.template.render(request.messages, thinking=request.thinking)
-            # What a message merely spells like a control token stays text.
-            return self.tokenizer.encode(rendered.text, literals=rendered.literals)
-        ids = self.tokenizer.encode(request.prompt or "")
+            # What a message merely spells like a control token stays text. Templates write the first token
+            # themselves, all but the one we supply.
+            ids = self.tokenizer.encode(rendered.text, literals=rendered.literals)
+            return self._begun(ids) if self.template.is_fallback else ids
+        return self._begun(self.tokenizer.encode(request.prompt or ""))
+
+    def _begun(self, ids: list[int]) -> list[int]:
         return ids if self.tokenizer.bos_id is None else [self.tokenizer.bos_id, *ids]
 
     def generate(self, request: TextRequest) -> Iterator[Progress | Text | Finished]:

@@ -32,10 +32,12 @@ class RequestStats:
         if self._first is None:
             self._first = self._last
 
-    def step_done(self, *, rows: int, accepted: int) -> None:
+    def step_done(self, *, rows: int, committed: int) -> None:
+        """`committed` of the step's rows, the root among them."""
         self.steps += 1
         self.verified_rows += rows
-        self.step_tokens += accepted + 1
+        self.step_tokens += committed
+        accepted = max(0, committed - 1)
         self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
         for place in range(accepted):
             self.accepted_by_position[place] += 1

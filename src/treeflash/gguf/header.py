@@ -212,7 +212,7 @@ class _Cursor:
         if depth == MAX_ARRAY_DEPTH:
             self.fail(f"nests arrays {depth + 1} deep, needed: at most {MAX_ARRAY_DEPTH} levels")
         # an empty array is a type and a count
-        self.reserve(count, smallest=12)
+        self.reserve(count, smallest=12, items=ENTRY_ITEMS)
         return [self.array(depth=depth + 1) for _ in range(count)]
 
     def numbers(self, kind: ValueType, count: int) -> list[Any]:
@@ -287,7 +287,8 @@ def _check_version(cursor: _Cursor) -> None:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         seen = f"is {swapped} in big-endian order" if 0 < swapped < 256 < version else f"is {version}"
         cursor.fail(
-            f"{seen}, needed: 2 or 3, little-endian", "fetch a newer file of the model, or convert it again"
+            f"{seen}, needed: 2 or 3, little-endian",
+            "upgrade treeflash for a newer version; for an older one convert the model again",
         )
     cursor.what = "header"
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Sequence
@@ -32,13 +33,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class GGUFWriter:
     """A file in the making: add() and add_tensor(), write_header(), write_tensor() in any order, close().
 
-    The data goes to PATH.part, which close() renames to PATH once every tensor is there. Leaving a `with`
-    closes the file, or removes the .part after an exception.
+    The data goes to a .part file beside PATH, which close() renames to PATH once every tensor is there.
+    Leaving a `with` closes the file, or removes the .part after an exception.
     """
 
     def __init__(self, path: Path, architecture: str, *, alignment: int = DEFAULT_ALIGNMENT):
         self.path = Path(path)
-        self.part_path = self.path.with_name(self.path.name + ".part")
+        self.part_path = self.path.with_name(f"{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
         self._file: BinaryIO | None = None
         self._closed = False
         self._metadata: dict[str, bytes] = {}

@@ -70,7 +70,10 @@ class Decoder:
         """Reads all weights and holds them as `dtype`; without `expand` they stay packed."""
         device = torch.device(device)
         loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
-        return cls(ModelSpec.from_gguf(file), loader, device)
+        spec = ModelSpec.from_gguf(file)
+        decoder = cls(spec, loader, device)
+        _refuse_unknown(file, spec, loader.unread())
+        return decoder
 
     def forward(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> Output:
         """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows
@@ -92,7 +95,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] to [..., vocabulary]."""
-        return self._head(hidden)
+        return self._head(hidden, exact=True)
 
     def _frame(self, step: Step, buffers: Buffers) -> Frame:
         lengths, page_table = buffers.lengths[step.slots], buffers.page_table[step.slots]
@@ -119,6 +122,16 @@ class Decoder:
             pending=pending,
             accepted=accepted,
         )
+
+
+def _refuse_unknown(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
+    """A tensor that nothing uses means another function than ours; prediction blocks are left out."""
+    prediction = {f"blk.{len(spec.layers) + i}" for i in range(spec.mtp_layers)}
+    for name in unread:
+        if ".".join(name.split(".")[:2]) not in prediction:
+            raise UnsupportedModel(
+                f"{file.path}: tensor {name} is not part of a {spec.architecture} model as it is known here"
+            )
 
 
 def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:

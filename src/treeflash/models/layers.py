@@ -106,12 +106,12 @@ class GatedDelta:
         if frame.is_chunk:
             out, state = chunk_delta(q, k, v, g, beta, state)
             buffers.state[frame.slots] = state
-            buffers.window[frame.slots] = window
+            buffers.window[frame.slots] = window.to(buffers.window.dtype)
         else:
             assert frame.visible is not None
             out, writes, decay = tree_delta(q, k, v, g, beta, state, frame.visible)
             rows = x.shape[1]
-            buffers.tree_inputs[frame.slots, :rows] = inputs
+            buffers.tree_inputs[frame.slots, :rows] = inputs.to(buffers.tree_inputs.dtype)
             buffers.tree_keys[frame.slots, :rows] = k
             buffers.tree_writes[frame.slots, :rows] = writes
             buffers.tree_decay[frame.slots, :rows] = decay
@@ -137,7 +137,7 @@ class GatedDelta:
         window = series.gather(1, pending.inputs[..., None].expand(-1, -1, series.shape[2]))
         if len(slots) > 1:
             buffers.state[slots] = state
-        buffers.window[slots] = window
+        buffers.window[slots] = window.to(buffers.window.dtype)
         return state, window
 
 

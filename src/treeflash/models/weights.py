@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treeflash.errors import UnsupportedModel
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
@@ -23,11 +24,11 @@ class Matrix:
     data: Tensor
     type: QuantType | None  # None: expanded
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] float32 to [..., N] float32."""
+    def __call__(self, x: Tensor, *, exact: bool = False) -> Tensor:
+        """x [..., K] float32 to [..., N] float32; not rounded to the weights' type on the way if `exact`."""
         if self.type is not None:
             return quant_matmul(x, self.data, self.type)
-        return dense_matmul(x, self.data).to(x.dtype)
+        return dense_matmul(x, self.data, exact=exact).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,12 @@ class WeightLoader:
         self.dtype = dtype if expand else torch.float32
         self._progress = progress
         self._done = 0
+        self._read: set[str] = set()
         self._total = sum(info.nbytes for info in file.tensors.values())
+
+    def unread(self) -> list[str]:
+        """Tensors of the file that nobody asked for."""
+        return [name for name in self._file.tensors if name not in self._read]
 
     def has(self, name: str) -> bool:
         return name in self._file.tensors
@@ -103,6 +109,9 @@ class WeightLoader:
         return dequantise(self._packed(name), info.type).reshape(shape)
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        bias = name.removesuffix("weight") + "bias"
+        if self.has(bias):
+            raise UnsupportedModel(f"tensor {bias}: a bias here is not part of any supported model")
         return self.projections([name], [rows], columns).matrices[0]
 
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
@@ -140,6 +149,7 @@ class WeightLoader:
     def _packed(self, name: str) -> Tensor:
         # A copy of the mapped bytes: the file may be on a slow disk, or replaced while we run.
         data = torch.from_numpy(self._file.raw(name).copy()).to(self._device)
+        self._read.add(name)
         self._done += self._file.tensors[name].nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)

@@ -79,7 +79,8 @@ class SequenceStates:
         pages = -(-(self.lengths[slot] + rows) // PAGE)
         missing = self._pages.missing(slot, pages)
         if missing:
-            self._grow(max(self._pages.capacity + missing, 2 * self._pages.capacity))
+            most = self.buffers.page_table.numel()
+            self._grow(min(max(self._pages.capacity + missing, 3 * self._pages.capacity // 2), most))
         start = len(self._pages.owned[slot])
         new = self._pages.take(slot, pages)
         if new:

@@ -149,7 +149,7 @@ def regenerate(
 def _answered(
     target: Target, prompts: list[tuple[int, list[int]]], settings: Regeneration, sampling: SamplingParams
 ) -> Iterator[tuple[int, list[int], int] | None]:
-    """The prompt's number, its text with the answer, where the answer begins; None where that is too short."""
+    """The prompt's number, its text with the answer, where that begins; None where it is too short."""
     answers = generate_batch(
         target.decoder,
         [ids for _, ids in prompts],

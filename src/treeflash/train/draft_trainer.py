@@ -47,7 +47,7 @@ _EVALUATIONS = 10  # of a run
 _MEMORY = 0.5  # of what is free that activations may take
 _REMEMBERED = 0.95  # of the running averages, a step
 _MOST_FAULTS = 20  # steps in a row whose gradient is no number
-_PROMPTS = 8  # held-out prompts that the engine answers
+_PROMPTS, _ANSWER = 8, 128  # held-out prompts that the engine answers, and its tokens
 
 
 @dataclass(slots=True)
@@ -330,7 +330,8 @@ class Trainer:
         target, config, place = self._target, self._config, self._place
         evaluation = self._evaluate()
         self._export(self._folder)
-        measured = measure(target, self._folder, self._prompts())
+        longest = int((self._data.lengths - self._data.boundaries).max())
+        measured = measure(target, self._folder, self._prompts(), max_tokens=min(_ANSWER, longest))
         parity = check_parity(target, self._folder, self._data, self._held_out.tolist())
         if config.gguf:
             export_gguf(self._folder / GGUF, self.spec, self._weights, target.spec, target.metadata)

@@ -23,6 +23,10 @@ def paged_attention(
     mask = None
     if rows > 1 or len(q) > 1:
         mask = _mask(lengths, rows, span, visible)
+        if len(q) > 1:
+            # What lies behind a shorter sequence is another one's: not even a NaN of it may get through.
+            foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
+            k, v = k.masked_fill(foreign, 0), v.masked_fill(foreign, 0)
         mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
     out = scaled_dot_product_attention(packed, k, v, attn_mask=mask)
     return out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)

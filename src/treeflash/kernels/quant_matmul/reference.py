@@ -17,9 +17,14 @@ SLICE = 1 << 22  # weights expanded at a time: 16 MiB of float32
 FEW_ROWS = 16
 
 
-def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., K] times weight [N, K], transposed: [..., N] in the weight's type."""
+def dense_matmul(x: Tensor, weight: Tensor, *, exact: bool = False) -> Tensor:
+    """x [..., K] times weight [N, K], transposed: [..., N] in the weight's type, or in float32 if `exact`."""
     x = x.to(weight.dtype)
+    if exact and weight.dtype != torch.float32:
+        # Sums are kept in float32 anyway; rounded to 16 bits, logits would tie.
+        return torch.mm(x.reshape(-1, x.shape[-1]), weight.T, out_dtype=torch.float32).reshape(
+            *x.shape[:-1], -1
+        )
     flat = x.reshape(-1, x.shape[-1])
     rows = len(flat)
     if weight.device.type != "cpu" or not 0 < rows <= FEW_ROWS:

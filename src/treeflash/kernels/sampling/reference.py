@@ -1,7 +1,8 @@
 """Drawing tokens: filters, and Gumbel noise that depends on (seed, position, token) alone, in plain torch.
 
-The noise is Philox4x32-10 with the seed as key and (token, position, 0, 0) as counter, first output word. A
-token is argmax(log p + noise), an exact draw from p, the same however the text was cut into steps.
+The noise is Philox4x32-10 with the seed as key and (token, position, position >> 32, 0) as counter, first
+output word. A token is argmax(log p + noise), an exact draw from p, the same however the text was cut into
+steps.
 """
 
 import torch
@@ -20,9 +21,9 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(seed: int, token: Tensor, position: Tensor) -> Tensor:
-    """The first of the four 32-bit words, as int64; token and position are broadcast."""
-    c0, c1 = torch.broadcast_tensors(token & _MASK, position & _MASK)
-    c2 = c3 = torch.zeros_like(c0)
+    """The first of the four 32-bit words, as int64; token and position (up to 64 bits) are broadcast."""
+    c0, c1, c2 = torch.broadcast_tensors(token & _MASK, position & _MASK, (position >> 32) & _MASK)
+    c3 = torch.zeros_like(c0)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
@@ -39,12 +40,18 @@ def gumbel(seed: int, token: Tensor, position: Tensor) -> Tensor:
     return -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()
 
 
+def _cooled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature, the largest at 0: a tiny temperature overflows downwards only."""
+    logits = logits.float()
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
+
+
 def filtered(
     logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor]:
     """logits [R, V] to scores [R, N] and token ids [R, N], best first; tokens cut by a filter score -inf."""
     vocabulary = logits.shape[-1]
-    scores, ids = (logits.float() / temperature).topk(min(top_k or vocabulary, vocabulary), -1)
+    scores, ids = _cooled(logits, temperature).topk(min(top_k or vocabulary, vocabulary), -1)
     if top_p < 1 or min_p > 0:
         probability = scores.softmax(-1)
         above = probability.cumsum(-1) - probability
@@ -76,7 +83,7 @@ def draw(
     if top_k == 0 and top_p >= 1 and min_p <= 0:
         if noise is None:
             noise = gumbel(seed, torch.arange(logits.shape[-1], device=logits.device), positions[:, None])
-        return (logits.float() / temperature + noise).argmax(-1)
+        return (_cooled(logits, temperature) + noise).argmax(-1)
     scores, ids = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     best = (scores + gumbel(seed, ids, positions[:, None])).argmax(-1, keepdim=True)
     return ids.gather(1, best)[:, 0]

@@ -1,0 +1,14 @@
+"""Targets to train drafts for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from treeflash.train.draft_target import Target, load_target
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_model: Callable[..., Path]) -> Target:
+    """A hybrid target with random weights."""
+    return load_target(tiny_model("qwen35", layers=4), device="cpu")

@@ -1,0 +1,165 @@
+"""The trainable draft: what a block may see, and that it is the draft that the engine serves."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny_draft import draft_config as config_of
+from tests.tiny_draft import draft_tensors
+from treeflash.errors import UsageError
+from treeflash.models.dflash import DFlashDraft
+from treeflash.models.draft_spec import DraftSpec
+from treeflash.state.draft_ring import draft_buffers
+from treeflash.train.draft_export import draft_config
+from treeflash.train.draft_model import DraftModel, new_spec
+from treeflash.train.draft_target import Target
+
+BLOCK, LENGTH = 8, 40
+ANCHORS = torch.tensor([[3, 11, 12, 30], [1, 6, 20, 32]])
+KINDS = {
+    "full": ((("full", False), ("full", False)), 0),
+    "causal": ((("full", True), ("full", True)), 0),
+    "sliding": ((("sliding", True), ("full", False)), 6),
+    "all sliding": ((("sliding", True), ("sliding", True)), 6),
+    "bidirectional sliding": ((("sliding", False), ("sliding", False)), 6),
+}
+
+
+def spec_of(target: Target, kind: str = "full") -> DraftSpec:
+    layers, window = KINDS[kind]
+    base = new_spec(target.spec, mask_id=target.spec.vocab_size - 1, layers=2, block_size=BLOCK)
+    kinds, causal = zip(*layers, strict=True)
+    return replace(base, layers=kinds, causal=causal, window=window)
+
+
+def model_of(spec: DraftSpec) -> DraftModel:
+    """With norms that are not all one, and weights large enough to matter."""
+    model = DraftModel(spec, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            else:
+                parameter *= 5
+    return model
+
+
+def inputs(spec: DraftSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(2, LENGTH, len(spec.taps) * spec.width, generator=generator)
+    embeddings = torch.randn(2, ANCHORS.shape[1], BLOCK, spec.width, generator=generator)
+    return features.requires_grad_(), embeddings.requires_grad_()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_sees_what_is_before_its_anchor_and_itself(tiny_target, kind):
+    spec = spec_of(tiny_target, kind)
+    model = model_of(spec)
+    features, embeddings = inputs(spec)
+    hidden = model(features, embeddings, ANCHORS)
+    for text in range(2):
+        for block, anchor in enumerate(ANCHORS[text].tolist()):
+            loss = hidden[text, block].square().sum()
+            seen, rows = torch.autograd.grad(loss, [features, embeddings], retain_graph=True)
+            reached = seen.abs().amax(-1) > 0  # [2, n]
+            # Layers pass nothing on between context positions, so one window is as far as any row looks.
+            first = max(0, anchor - spec.window + 1) if "full" not in spec.layers else 0
+            expected = torch.zeros(2, LENGTH, dtype=torch.bool)
+            expected[text, first:anchor] = True
+            assert torch.equal(reached, expected)
+            assert torch.equal(seen[~expected], torch.zeros_like(seen[~expected]))
+            others = rows.clone()
+            others[text, block] = 0
+            assert torch.equal(others, torch.zeros_like(others))
+            assert (rows[text, block].abs().amax(-1) > 0).all()
+
+
+def test_rows_of_a_causal_block_see_only_rows_before_them(tiny_target):
+    spec = spec_of(tiny_target, "causal")
+    features, embeddings = inputs(spec)
+    hidden = model_of(spec)(features, embeddings, ANCHORS)
+    rows = torch.autograd.grad(hidden[0, 1, 3].square().sum(), embeddings)[0][0, 1]
+    assert (rows[:4].abs().amax(-1) > 0).all() and torch.equal(rows[4:], torch.zeros_like(rows[4:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_draft_that_the_engine_serves(tiny_target, kind, tmp_path):
+    spec = spec_of(tiny_target, kind)
+    model = model_of(spec)
+    save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
+    config = draft_config(spec, tiny_target.spec, tiny_target.tokenizer, torch.float32)
+    if kind in ("causal", "bidirectional sliding"):  # against the rule that sliding layers are causal
+        config["is_causal"] = spec.causal[0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served = DFlashDraft.load(tmp_path, tiny_target.spec)
+    assert replace(served.spec, source=spec.source) == spec
+    features, embeddings = (each.detach() for each in inputs(spec))
+    with torch.no_grad():
+        trained = model(features, embeddings, ANCHORS)
+        for text in range(2):
+            for block, anchor in enumerate(ANCHORS[text].tolist()):
+                buffers, slot = draft_buffers(spec, max_ctx=64), torch.tensor([0])
+                served.append(features[text : text + 1, :anchor], slot, buffers)
+                rows = served.block(embeddings[text : text + 1, block], slot, buffers)[0]
+                assert (rows - trained[text, block]).norm() < 1e-5 * rows.norm()
+
+
+def test_a_state_dict_is_a_checkpoint(tiny_target):
+    spec = spec_of(tiny_target)
+    theirs = draft_tensors(
+        config_of(
+            tiny_target.spec,
+            layers=2,
+            taps=spec.taps,
+            intermediate_size=spec.feed_forward,
+            num_attention_heads=spec.heads,
+            num_key_value_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+        )
+    )
+    ours = DraftModel(spec).state_dict()
+    assert {name: tensor.shape for name, tensor in ours.items()} == {
+        name: tensor.shape for name, tensor in theirs.items()
+    }
+
+
+def test_recomputing_activations_changes_nothing(tiny_target):
+    spec = spec_of(tiny_target)
+    gradients = []
+    for recompute in (False, True):
+        model = model_of(spec)
+        model.recompute = recompute
+        features, embeddings = (each.detach() for each in inputs(spec))
+        model(features, embeddings, ANCHORS).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "heads", "feed_forward", "taps"),
+    [
+        (12, 512, (8, 2, 128), 1536, (1, 3, 5, 7, 9)),
+        (64, 5120, (32, 8, 128), 15360, (1, 16, 31, 46, 61)),
+        (32, 2560, (32, 8, 128), 7680, (1, 8, 15, 22, 29)),
+        (4, 64, (4, 1, 32), 256, (0, 1, 2)),
+        (1, 64, (4, 1, 32), 256, (0,)),
+    ],
+)
+def test_sizes_follow_the_target(tiny_target, depth, width, heads, feed_forward, taps):
+    target = replace(tiny_target.spec, width=width, layers=("attention",) * depth)
+    spec = new_spec(target, mask_id=1)
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == heads
+    assert (spec.feed_forward, spec.taps) == (feed_forward, taps)
+    spec.check_target(target)
+
+
+def test_a_window_leaves_the_last_layer_whole(tiny_target):
+    spec = new_spec(tiny_target.spec, mask_id=1, window=100)
+    assert spec.layers == ("sliding", "sliding", "full") and spec.causal == (True, True, False)
+    with pytest.raises(UsageError, match="--block is 1, needed 2 to 64"):
+        new_spec(tiny_target.spec, mask_id=1, block_size=1)

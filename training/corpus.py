@@ -1,0 +1,161 @@
+"""The gathered corpus sorted into parts, cleaned, and made into dialogues; knows no generators."""
+
+import ast
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from documents import Dialogue, Document, dialogue, fenced
+
+MAX_CHARACTERS = {"code_io": 3000, "topical": 20000}
+MAX_OTHERS = 6000
+DEFINITION = re.compile(r"^.+ \((noun|verb|adjective|adverb)\): ")
+# What the code collection's authors wrote to their own annotators.
+BOILERPLATE = re.compile(
+    r"^[ \t]*# (import necessary packages|all class and function definitions|main function\b"
+    r"|all input arguments|if you need to invoke functions|return, the returned value must|return$|all the necessary).*\n",
+    re.MULTILINE | re.IGNORECASE,
+)
+UNFIT = re.compile(
+    r"\b(sex\w*|hitler|kill\w*|stupid|idiot|drunk|hate|drugs?|god|jesus|religio\w*|suicide|dumb|marry|naked|"
+    r"democrats?|republicans?|communis\w+|terroris\w+|rap(e|ist))\b",
+    re.IGNORECASE,
+)
+ROLE = re.compile(r":[\w:+-]+:`([^`<]*?)\s*(?:<[^>]*>)?`")
+Item = Document | Dialogue
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records in the file's order."""
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def label(records: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each record with the name of its part; the novels are the plain texts before the first dialogue."""
+    first_dialogue = next((i for i, record in enumerate(records) if "m" in record), len(records))
+    return [(_part(record, is_novel=i < first_dialogue), record) for i, record in enumerate(records)]
+
+
+def _part(record: dict[str, Any], *, is_novel: bool) -> str:
+    if "t" in record:
+        if is_novel:
+            return "novels"
+        return "tldr" if re.match(r"# .*\n\n> ", record["t"]) else "manual"
+    messages = record["m"]
+    if len(messages) > 2:
+        return "topical"
+    request, answer = messages[0][1], messages[1][1]
+    if "Your code should pass" in request:
+        return "mbpp"
+    if answer.startswith("```python"):
+        return "code_io"
+    if re.search(r"^#### ", answer, re.MULTILINE):
+        return "gsm8k"
+    if r"\boxed" in answer:
+        return "math"
+    return "wordnet" if DEFINITION.match(answer) else "chatter"
+
+
+def items(part: str, record: dict[str, Any]) -> Iterator[Item]:
+    """What a record gives: documents and dialogues."""
+    if part == "novels":
+        yield Document(part, record["t"].strip() + "\n", record["t"])
+    elif part == "manual":
+        yield from _manual(record["t"])
+    elif part == "tldr":
+        yield from _tldr(record["t"])
+    else:
+        messages = [(role, text.strip()) for role, text in record["m"]]
+        while messages and messages[-1][0] != "assistant":
+            messages.pop()
+        if messages:
+            yield from _dialogue(part, messages)
+
+
+def _dialogue(part: str, messages: list[tuple[str, str]]) -> Iterator[Dialogue]:
+    request, answer = messages[0][1], messages[1][1]
+    if part == "math" and "[asy]" in request + answer:
+        return
+    if part == "chatter" and any(UNFIT.search(text) for _, text in messages):
+        return
+    if part == "code_io" and not (request + answer).isascii():
+        return
+    if part == "code_io":
+        answer = re.sub(r"\n{3,}", "\n\n\n", BOILERPLATE.sub("", answer)).replace(
+            "```python\n\n", "```python\n"
+        )
+        messages[1] = ("assistant", answer)
+    if part == "mbpp":
+        answer = _reformatted(answer)
+        messages[1] = ("assistant", answer)
+        # the same wish as people write it, without a test
+        yield dialogue(part, request.partition("\nYour code should pass")[0], answer, key=request)
+    if sum(len(text) for _, text in messages) <= MAX_CHARACTERS.get(part, MAX_OTHERS):
+        yield Dialogue(part, tuple(messages), request)
+
+
+def _reformatted(answer: str) -> str:
+    """The fenced code in the standard layout, where it parses."""
+    code = answer.removeprefix("```python\n").removesuffix("```")
+    try:
+        return fenced(ast.unparse(ast.parse(code)))
+    except SyntaxError:
+        return answer
+
+
+def _tldr(text: str) -> Iterator[Dialogue]:
+    """A page about a command as one answer, and each of its examples as a question of its own."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("> More information")]
+    command = lines[0].removeprefix("# ")
+    about = " ".join(line[2:] for line in lines if line.startswith("> ") and "See also" not in line)
+    examples = [
+        (line[2:].rstrip(":"), _placeholders(following.strip("`")))
+        for line, following in pairwise(lines)
+        if line.startswith("- ") and following.startswith("`")
+    ]
+    if not examples:
+        return
+    listed = "\n\n".join(f"{what}:\n\n`{how}`" for what, how in examples)
+    yield dialogue("tldr", f"How do I use the command `{command}`?", f"{about}\n\n{listed}", key=text)
+    what, how = examples[len(text) % len(examples)]
+    what = re.sub(r"\[(\w)\]", r"\1", what)
+    yield dialogue("tldr", f"Which shell command does this: {what}?", f"`{how}`", key=text)
+
+
+def _placeholders(command: str) -> str:
+    """`{{[i|install]}}` becomes `install`, `{{path/to/file}}` the bare words."""
+    command = re.sub(r"\{\{\[[^]|]*\|([^]]*)\]\}\}", r"\1", command)
+    return re.sub(r"\{\{(.*?)\}\}", r"\1", command)
+
+
+def _manual(text: str) -> Iterator[Item]:
+    plain = _without_markup(text)
+    if len(plain) > 80 and "toctree" not in plain:
+        yield Document("manual", plain + "\n", text)
+    entry = re.match(r"\.\. (?:function|method|class|exception|data):: ([\w.]+).*\n\n((?:   .*\n)+)", text)
+    if entry:
+        about = " ".join(_without_markup(entry[2]).split())
+        if 30 <= len(about) <= 500 and about[0].isupper():
+            yield dialogue("manual_dialogues", f"What is `{entry[1]}` in Python?", about, key=text)
+
+
+def _without_markup(text: str) -> str:
+    """reStructuredText without roles, labels and index entries."""
+    text = ROLE.sub(lambda match: f"`{match[1].lstrip('~!')}`", text)
+    text = re.sub(r"``([^`]+)``", r"`\1`", text)
+    text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"\1", text)
+    text = re.sub(
+        r"^\.\. (_[^\n]*|index::.*|currentmodule::.*|\w*toctree::.*)\n", "", text, flags=re.MULTILINE
+    )
+    text = re.sub(
+        r"^ *\.\. (versionadded|versionchanged|deprecated|availability)::.*\n( {4,}.*\n)*",
+        "",
+        text,
+        flags=re.M,
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).strip()

@@ -1,0 +1,26 @@
+"""Mathematics as dialogues: word problems, plain sums and LaTeX exercises; knows nothing about tokens."""
+
+import random
+
+from algebra import algebra_problem
+from documents import Dialogue, dialogue
+from drills import drill
+from stories import Problem, story_problem
+
+KINDS = (("story", story_problem, 0.62), ("drill", drill, 0.18), ("algebra", algebra_problem, 0.2))
+PREFIXES = ("Solve this problem step by step. ", "Solve the problem. ", "Please solve this: ")
+
+
+def mathematics_dialogue(rng: random.Random) -> Dialogue:
+    """One problem with its solution; short sums come several to a dialogue."""
+    (kind, make, _) = rng.choices(KINDS, [share for *_, share in KINDS])[0]
+    problem = make(rng)
+    if kind != "drill":
+        question = rng.choice(PREFIXES) + problem.question if rng.random() < 0.06 else problem.question
+        return dialogue(kind, question, problem.solution, key=problem.question)
+    problems = [problem, *(make(rng) for _ in range(rng.choice((0, 0, 0, 1, 2))))]
+    return Dialogue(kind, tuple(turn for each in problems for turn in _turns(each)), problem.question)
+
+
+def _turns(problem: Problem) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("user", problem.question), ("assistant", problem.solution)
