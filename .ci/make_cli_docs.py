@@ -13,6 +13,7 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 from treeflash import errors
 from treeflash.cli.command import BROKEN_PIPE, INTERRUPTED, UNEXPECTED
 from treeflash.cli.main import app
+from treeflash.cli.streams import OUTPUT_FAILED
 from treeflash.hub import catalog
 
 PLACE = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -22,7 +23,8 @@ HEAD = """\
 
 A MODEL is a `.gguf` file, a folder that holds one, a [short name](#short-names), or `USER/REPO[:QUANT]` on
 huggingface.co. Downloads go to the Hugging Face cache, which other programs share. Answers, tables and JSON
-go to standard output, everything else to standard error. `-h` after any command shows its help;
+go to standard output, everything else to standard error; with `--json` errors are an object
+`{"error": {"type", "message", "hint"}}` on standard output, mistakes on the command line too. `-h` after any command shows its help;
 `treeflash --install-completion` teaches your shell to complete.
 """
 TAIL = """\
@@ -165,6 +167,7 @@ def exit_codes() -> str:
             lines.append(f"| {value.exit_code} | {meaning} |")
     lines += [
         f"| {UNEXPECTED} | a mistake of ours, please report it |",
+        f"| {OUTPUT_FAILED} | the output cannot be written: a full disk, a closed stream |",
         f"| {INTERRUPTED} | Ctrl-C |",
         f"| {BROKEN_PIPE} | the reader of the output went away |",
     ]

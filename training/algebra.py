@@ -280,7 +280,7 @@ def _fractions(rng: random.Random) -> Exchange:
     x, y = a * bottom // b, c * bottom // d
     return (
         rf"Compute $\frac{{{a}}}{{{b}}} + \frac{{{c}}}{{{d}}}$.",
-        rf"With the common denominator ${bottom}$ we get $\frac{{{x}}}{{{bottom}}} + \frac{{{y}}}{{{bottom}}} "
+        rf"With denominator ${bottom}$ we get $\frac{{{x}}}{{{bottom}}} + \frac{{{y}}}{{{bottom}}} "
         rf"= \frac{{{x + y}}}{{{bottom}}}$, which is $BOX$.",
         _number(Fraction(x + y, bottom)),
     )

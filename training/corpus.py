@@ -17,7 +17,7 @@ DEFINITION = re.compile(r"^.+ \((noun|verb|adjective|adverb)\): ")
 # What the code collection's authors wrote to their own annotators.
 BOILERPLATE = re.compile(
     r"^[ \t]*# (import necessary packages|all class and function definitions|main function\b"
-    r"|all input arguments|if you need to invoke functions|return, the returned value must|return$|all the necessary).*\n",
+    r"|all input arguments|if you need to invoke functions|return, the returned value must|return$).*\n",
     re.MULTILINE | re.IGNORECASE,
 )
 UNFIT = re.compile(

@@ -317,7 +317,7 @@ def _decimals(rng: random.Random) -> Exchange:
 DRILLS: tuple[Callable[[random.Random], Exchange], ...] = (
     _addition, _addition, _subtraction, _subtraction, _multiplication, _multiplication, _long_multiplication,
     _division, _remainder, _order, _percent, _what_percent, _fraction_of, _fraction_sum, _simplify, _unit,
-    _unit, _clock, _sequence, _sequence, _compare, _rounding, _common_divisor, _common_multiple, _prime, _factors,
-    _average, _equation, _equation, _missing, _power, _root, _rectangle, _parity, _words, _ordering, _spoken,
-    _decimals,
+    _unit, _clock, _sequence, _sequence, _compare, _rounding, _common_divisor, _common_multiple, _prime,
+    _factors, _average, _equation, _equation, _missing, _power, _root, _rectangle, _parity, _words,
+    _ordering, _spoken, _decimals,
 )  # fmt: skip

@@ -77,9 +77,12 @@ class Pretraining:
     def __init__(self, options: argparse.Namespace, config: TargetConfig):
         self.options, self.config = options, config
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if options.seq % options.chunk:
+            raise SystemExit(f"--seq is {options.seq}, needed: a multiple of the chunk, {options.chunk}")
         self.rows = max(1, options.batch_tokens // options.seq)
         torch.manual_seed(options.seed)
-        torch.set_float32_matmul_precision("high")
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         self.fused, self.compiled = options.triton and self._kernels_agree(), False
         self.target = self._build()
         self._load_data()
@@ -95,6 +98,9 @@ class Pretraining:
 
     def _load_data(self) -> None:
         work, seq, end = self.options.work, self.options.seq, document_end(self.options.work)
+        for name in TOKENIZER_FILES:
+            if not (work / name).exists():
+                raise SystemExit(f"{work / name} is missing: run training/tokenizer.py")
         self.general = Streams(read_parts(work), seq=seq, document_end=end, device=self.device)
         self.instruct = Streams([read_instructions(work)], seq=seq, document_end=end, device=self.device)
         self.held_out = held_out_windows(work, seq=seq, limit=self.rows * MAX_EVALUATION_BATCHES)
@@ -160,10 +166,10 @@ class Pretraining:
             if not self.compiled or isinstance(failure, torch.OutOfMemoryError):
                 raise
             say(f"WARNING: compilation fails, the layers run as they are: {failure!r:.1500}")
-            weights, self.compiled = self.target.state_dict(), False
+            self.compiled, state = False, self.state()
             self.target = self._build()
-            self.target.load_state_dict(weights)
             self.optimisers = self._optimisers()
+            self.load_state(state)
             self.gradients(instruct=False).item()
         self.target.zero_grad(set_to_none=True)
 
@@ -202,6 +208,9 @@ class Pretraining:
             raise SystemExit(
                 f"{path} is of another shape: {state['config']}, asked for: {asdict(self.config)}"
             )
+        self.load_state(state)
+
+    def load_state(self, state: dict[str, Any]) -> None:
         self.target.load_state_dict(state["weights"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)

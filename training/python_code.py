@@ -1,9 +1,10 @@
-"""Functions of installed, permissively licensed Python packages; knows no tokens and no chat beyond a request.
+"""Functions of installed, permissively licensed Python packages; knows no tokens and no generated tasks.
 
 Functions of 3 to 60 lines from files of at most 60 kB, without tests, generated code and benchmark harnesses.
 """
 
 import ast
+import builtins
 import importlib.util
 import random
 import re
@@ -19,24 +20,15 @@ from documents import Dialogue, Document, dialogue, fenced
 from task_documents import third_person
 
 # BSD, MIT, Apache, PSF and ISC; the standard library is read as well.
-PACKAGES = """
-numpy scipy sympy mpmath networkx sklearn pandas torch torchvision torchaudio transformers tokenizers safetensors
-accelerate datasets diffusers peft trl timm einops jax jaxlib flax optax keras tensorflow triton torchgen functorch
-huggingface_hub filelock fsspec packaging setuptools pkg_resources wheel pip click typer rich pygments jinja2
-markupsafe markdown_it mdurl requests urllib3 idna charset_normalizer httpx httpx2 httpcore httpcore2 h11 h2 anyio
-sniffio starlette fastapi uvicorn pydantic annotated_types typing_inspection yaml tomli tomlkit attr attrs cattrs
-joblib threadpoolctl dateutil pytz six more_itertools toolz sortedcontainers matplotlib seaborn plotly skimage
-statsmodels xarray dask numba llvmlite ray nltk spacy werkzeug flask itsdangerous aiohttp yarl multidict frozenlist
-absl psutil IPython traitlets prompt_toolkit parso jedi black isort mypy pytest _pytest pluggy iniconfig execnet
-xdist grimp importlinter gguf platformdirs ptyprocess pexpect regex shellingham onnx onnxruntime cupy ml_dtypes
-opt_einsum tensorboard werkzeug nbformat nbconvert jsonschema referencing dill multiprocess pyarrow tabulate
-""".split()  # noqa: SIM905
-SKIPPED_FOLDERS = frozenset(
-    """
-    tests test testing _vendor vendored vendor benchmarks site-packages dist-packages lib2to3 idlelib turtledemo
-    human_eval lm_eval evalplus bigcode_eval bigcodebench generated _generated __pycache__ ensurepip lib-dynload
-    pydoc_data encodings examples
-    """.split()  # noqa: SIM905
+PACKAGES = Path(__file__).parent / "templates" / "packages.txt"
+SKIPPED_FOLDERS = re.compile(
+    r"tests?|testing|_?vendor(ed)?|benchmarks|examples|site-packages|dist-packages|_?generated|__pycache__"
+    r"|lib2to3|idlelib|turtledemo|ensurepip|lib-dynload|pydoc_data|encodings"
+    r"|human_eval|lm_eval|evalplus|bigcode.*"
+)
+# Modules that a function may use and still stand alone.
+KNOWN_MODULES = frozenset(
+    ("math", "np", "numpy", "re", "os", "sys", "itertools", "functools", "collections", "torch")
 )
 SKIPPED_FILES = re.compile(r"^(test_.*|.*_test|conftest|.*_pb2|_?version|setup)\.py$")
 GENERATED = re.compile(
@@ -48,7 +40,14 @@ MAX_LINE_CHARACTERS = 120
 # A longer docstring is cut to its first paragraph.
 MAX_DOCSTRING_LINES = 12
 MAX_REQUEST_LINES = 30
-PROSE_CHARACTERS = (300, 4000)
+MAX_FREE_NAMES = 2
+PROSE_CHARACTERS = (250, 4000)
+# Where a docstring stops being prose.
+SECTION = re.compile(
+    r"^\s*(Parameters|Args|Arguments|Examples?|References|Attributes|Methods|Notes|Returns|See Also)\b"
+    r"|>>>|```|\(`|:param|::$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,8 @@ class Function:
     head: str
     body: str
     summary: str
-    is_method: bool
+    # Not a method, no decorators, and hardly a name but its own, Python's and a few modules'.
+    stands_alone: bool
 
     @property
     def source(self) -> str:
@@ -68,9 +68,9 @@ class Function:
 
 
 def source_files(extra: Iterable[Path] = ()) -> list[Path]:
-    """Every file to read: listed packages wherever they are installed, the standard library, `extra` folders."""
+    """Every file to read: listed packages wherever they are, the standard library, `extra` folders."""
     folders = {Path(sysconfig.get_paths()["stdlib"]), *extra}
-    for name in PACKAGES:
+    for name in PACKAGES.read_text(encoding="utf-8").split():
         spec = importlib.util.find_spec(name)
         for location in (spec.submodule_search_locations or ()) if spec else ():
             folders.add(Path(location))
@@ -79,7 +79,7 @@ def source_files(extra: Iterable[Path] = ()) -> list[Path]:
     for folder in sorted(folders):
         for path in folder.rglob("*.py"):
             inner = path.relative_to(folder).parts[:-1]
-            if SKIPPED_FOLDERS.isdisjoint(inner) and not SKIPPED_FILES.match(path.name):
+            if not any(map(SKIPPED_FOLDERS.fullmatch, inner)) and not SKIPPED_FILES.match(path.name):
                 found.add(path)
     # by place inside site-packages, so that two machines with the same packages read in the same order
     roots = sorted((*installed, Path(sysconfig.get_paths()["stdlib"])), key=lambda root: -len(str(root)))
@@ -112,8 +112,8 @@ def items(text: str, rng: random.Random) -> Iterator[Document | Dialogue]:
             return
     lines = text.splitlines()
     for node in (module, *(node for node in module.body if isinstance(node, ast.ClassDef))):
-        prose = ast.get_docstring(node) or ""
-        if PROSE_CHARACTERS[0] <= len(prose) <= PROSE_CHARACTERS[1] and not GENERATED.search(prose):
+        prose = SECTION.split(ast.get_docstring(node) or "")[0].strip()
+        if PROSE_CHARACTERS[0] <= len(prose) <= PROSE_CHARACTERS[1] and prose[0].isupper():
             yield Document("prose", prose + "\n", prose)
         is_class = isinstance(node, ast.ClassDef)
         for child in node.body:
@@ -130,7 +130,7 @@ def _items(function: Function, rng: random.Random) -> Iterator[Document | Dialog
         yield Document("library_plain", function.source + "\n", key)
         return
     yield Document("library", function.source + "\n", key)
-    if function.is_method or function.name.startswith("_") or function.source.count("\n") > MAX_REQUEST_LINES:
+    if not function.stands_alone or function.source.count("\n") > MAX_REQUEST_LINES:
         return
     if not 20 <= len(function.summary) <= 200 or not function.summary[0].isupper():
         return
@@ -191,14 +191,30 @@ def _function(node: ast.FunctionDef, lines: list[str], *, is_class: bool) -> Fun
         return None
     dedented = source.splitlines()
     summary = " ".join((docstring or "").strip().split("\n\n")[0].split())
-    arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)][:1]
     return Function(
         node.name,
         "\n".join(dedented[: len(head_lines)]),
         "\n".join(dedented[len(head_lines) :]).strip("\n"),
         summary,
-        is_class or arguments in (["self"], ["cls"]),
+        not is_class and not node.decorator_list and len(_free_names(node) - KNOWN_MODULES) <= MAX_FREE_NAMES,
     )
+
+
+def _free_names(function: ast.FunctionDef) -> set[str]:
+    """Names that the function uses and neither binds nor gets from Python itself."""
+    bound: set[str] = {function.name}
+    used: set[str] = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                bound.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name.partition(".")[0])
+    return used - bound - set(dir(builtins))
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:

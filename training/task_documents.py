@@ -46,7 +46,7 @@ def task_source(rng: random.Random) -> Document:
     elif rng.random() < 0.3:
         calls = [f"    print({example.call})" for s in solutions for example in s.examples[:1]]
         pieces.append("\n".join(['if __name__ == "__main__":', *calls]))
-    return Document("tasks", "\n\n\n".join(pieces) + "\n", _key(solutions[0]))
+    return Document("task_sources", "\n\n\n".join(pieces) + "\n", _key(solutions[0]))
 
 
 def request(solution: Solution, rng: random.Random) -> Dialogue:

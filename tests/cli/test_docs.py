@@ -18,6 +18,7 @@ ELSEWHERE = [
     "pip install -e '.[test]' && pytest -n 2",
 ]
 SHORT = ["-n", "3"]
+QUICK = shlex.split("--steps 1 --layers 1 --batch 2 --anchors 2 --seq 48 -n 8 -t 0 --device cpu")
 
 
 def command_lines() -> list[str]:
@@ -77,6 +78,9 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
         stdin = "y\n"
     elif arguments[0] == "run":
         arguments += SHORT
+    elif arguments[0] == "train":
+        (workplace / "prompts.jsonl").write_text('{"prompt": "the"}\n{"prompt": "and"}\n')
+        arguments += QUICK
     result = treeflash(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.output
     assert result.stdout

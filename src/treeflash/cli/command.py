@@ -1,17 +1,47 @@
 """Where a command's errors become two lines, or one JSON object, and an exit code. Knows no command."""
 
+import contextlib
+import sys
+from collections.abc import Generator
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from treeflash.cli import view
+from treeflash.cli.streams import OutputFailed, abandon
 from treeflash.config import environment
-from treeflash.errors import ResourceError, TreeFlashError
+from treeflash.errors import ResourceError, TreeFlashError, UsageError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a program that SIGPIPE ends
 UNEXPECTED = 70
+# What every mistake on the command line is; its name and home depend on typer's version.
+_ParserError: Any = typer.BadParameter.mro()[1]
+
+
+class Program(TyperGroup):
+    """All commands; with --json among the arguments, mistakes in them become a JSON object too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = "--json" in args
+        with _mistakes(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _mistakes(ctx):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _mistakes(ctx: Any) -> Generator[None]:
+    try:
+        yield
+    except _ParserError as error:
+        if not ctx.meta[__name__]:
+            raise
+        known = UsageError(error.format_message(), f"{(error.ctx or ctx).command_path} --help")
+        raise typer.Exit(tell(known, as_json=True)) from None
 
 
 class Command(TyperCommand):
@@ -25,16 +55,36 @@ class Command(TyperCommand):
         except (typer.Exit, typer.BadParameter):
             raise
         except KeyboardInterrupt:
+            if ctx.params.get("as_json"):
+                tell(_Interrupted("interrupted before there was a result"), as_json=True)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            view.abandon_output()
+            abandon(sys.stdout)
             raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
             if ctx.find_root().params.get("debug") or environment().debug:
                 raise
             known = _in_our_words(error)
-            view.failure(known, as_json=bool(ctx.params.get("as_json")))
-            raise typer.Exit(known.exit_code) from None
+            raise typer.Exit(tell(known, as_json=bool(ctx.params.get("as_json")))) from None
+
+
+def tell(error: TreeFlashError, *, as_json: bool) -> int:
+    """Says what went wrong wherever it can still be said; the exit code."""
+    if isinstance(error, OutputFailed):
+        abandon(sys.stdout)
+        as_json = False
+    try:
+        view.failure(error, as_json=as_json)
+    except OutputFailed as failed:
+        return tell(failed, as_json=False)
+    except BrokenPipeError:
+        abandon(sys.stdout)
+        return BROKEN_PIPE
+    return error.exit_code
+
+
+class _Interrupted(TreeFlashError):
+    exit_code = INTERRUPTED
 
 
 class _Unexpected(TreeFlashError):

@@ -8,7 +8,7 @@ import typer
 
 import treeflash
 from treeflash.cli import view
-from treeflash.cli.command import Command
+from treeflash.cli.command import BROKEN_PIPE, Command, Program, tell
 from treeflash.cli.convert import convert
 from treeflash.cli.doctor import doctor
 from treeflash.cli.listing import list_models
@@ -16,10 +16,12 @@ from treeflash.cli.pull import pull
 from treeflash.cli.remove import remove
 from treeflash.cli.run import run
 from treeflash.cli.show import show
+from treeflash.cli.streams import OutputFailed, abandon, delivered, mend
 from treeflash.cli.train import train
 
 app = typer.Typer(
     name="treeflash",
+    cls=Program,
     help="Fast, exact tree-speculative decoding of GGUF language models on one GPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -58,11 +60,23 @@ app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 
 
 def main() -> None:
+    mend()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that lacks a character shows a question mark instead of ending the program.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app(prog_name="treeflash")
+    try:
+        # Commands account for their own errors; what is left is a help text that cannot be written.
+        with delivered():
+            try:
+                app(prog_name="treeflash")
+            finally:
+                view.flush()
+    except BrokenPipeError:
+        abandon(sys.stdout)
+        sys.exit(BROKEN_PIPE)
+    except OutputFailed as error:
+        sys.exit(tell(error, as_json=False))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,13 @@ def size(text: str | int) -> int:
     return int(number)
 
 
+def device(text: str) -> str:
+    """auto, cpu, cuda or cuda:N."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:
+        raise typer.BadParameter(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
+    return text
+
+
 def unescape(text: str) -> str:
     r"""\n, \t, \\, \x1b and \u2028 as the characters they stand for; any other backslash stays."""
 

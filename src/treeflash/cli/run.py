@@ -11,15 +11,17 @@ from treeflash.cli import report, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.default_model import NOTICE, default_model
+from treeflash.cli.footprint import BITS, footprint
 from treeflash.cli.interrupt import Interrupt, held
 from treeflash.cli.inventory import card_of
 from treeflash.cli.options import bias, unescape
 from treeflash.cli.speculation import Chosen, Wishes, decide, downloading
 from treeflash.config import EngineConfig, environment
-from treeflash.errors import UsageError
+from treeflash.errors import PromptTooLong, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card
 from treeflash.hub.resolve import Meaning, meaning, resolve
+from treeflash.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
@@ -51,7 +53,7 @@ def run(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
-    device: flags.Where = flags.Device.auto,
+    device: flags.Where = "auto",
     offline: flags.Offline = False,
     as_json: flags.AsJson = False,
     logprobs: flags.Logprobs = None,
@@ -85,7 +87,9 @@ def run(
     screen = view.Screen(quiet=quiet, notes=not as_json)
     asked = _prompt(text if text is not None else prompt, raw=raw, screen=screen)
     offline = offline or settings.offline
-    target = _find(model or settings.target, think=think, offline=offline, screen=screen)
+    target = _find(
+        model if model is not None else settings.target, think=think, offline=offline, screen=screen
+    )
     speculation = decide(wishes, target, offline=offline, screen=screen)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.engine.sampler import SamplingParams
@@ -116,7 +120,7 @@ def run(
         cancelled=lambda: interrupt.requested,
     )
     config = EngineConfig(
-        device=device.value,
+        device=device,
         max_ctx=max_ctx,
         speculation=speculation.config,
         draft=speculation.draft,
@@ -124,6 +128,10 @@ def run(
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)
+    if not session.plan.expanded:
+        _warn_of_packed_weights(session, target.path, screen)
+    if session.template.is_fallback and not raw:
+        screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     answer = view.Answer(shown=not as_json)
     with interrupt:
         finished = _generate(session, request, answer, screen)
@@ -172,9 +180,14 @@ def _check(
 def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
     """The prompt from the command line, from standard input, or the one followed by the other."""
     piped = ""
-    if sys.stdin is not None and not sys.stdin.isatty():
+    if sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty():
         with screen.waiting("Reading standard input"):
-            piped = sys.stdin.buffer.read().decode(errors="replace")
+            try:
+                piped = sys.stdin.buffer.read().decode(errors="replace")
+            except OSError as error:
+                raise UsageError(
+                    f"standard input cannot be read: {error.strerror}", "</dev/null gives it nothing"
+                ) from error
     if not raw:
         piped = piped.strip("\n")
     parts = [part for part in (given, piped) if part]
@@ -210,6 +223,20 @@ def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
         return meant.card or card_of(file, meant.repo.repo if meant.repo else None)
 
 
+def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:
+    kind = session.engine.target.device.type
+    with GGUFFile.open(path) as file:
+        need = footprint(file, ModelSpec.from_gguf(file), BITS["cpu" if kind == "cpu" else "gpu"])
+    draft = f" and its draft {view.amount(session.plan.draft)}" if session.plan.draft else ""
+    screen.warning(
+        f"the weights need {view.amount(need.weights)}{draft} expanded, with room for the context, and "
+        f"{view.amount(session.plan.available)} are free on this {kind.upper()}: they stay packed, "
+        "and answers come very slowly",
+        f"close other programs, {'use --no-draft, ' if draft else ''}take a model with fewer parameters, "
+        "or a machine with more memory; a smaller quantisation does not help",
+    )
+
+
 def _costs_file() -> Path:
     from platformdirs import user_cache_dir
 
@@ -224,14 +251,21 @@ def _generate(
     from treeflash.engine.session import Finished, Text
 
     finished = None
-    with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
-        for event in session.generate(request):
-            match event:
-                case Progress(done, total):
-                    bar.update(done, total)
-                case Text(piece):
-                    bar.stop()
-                    answer.write(piece)
-                case Finished():
-                    finished = event
+    try:
+        with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
+            for event in session.generate(request):
+                match event:
+                    case Progress(done, total):
+                        bar.update(done, total)
+                    case Text(piece):
+                        bar.stop()
+                        answer.write(piece)
+                    case Finished():
+                        finished = event
+    except PromptTooLong as error:
+        if error.limit < session.engine.target.spec.context_length:
+            raise
+        raise PromptTooLong(
+            error.tokens, error.limit, "shorten the prompt: the model was made for no more tokens"
+        ) from None
     return finished

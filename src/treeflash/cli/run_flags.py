@@ -5,15 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from treeflash.cli.options import size
+from treeflash.cli.options import device, size
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class DraftQuant(StrEnum):
@@ -50,7 +44,12 @@ PromptArgument = Annotated[
 
 Prompt = Annotated[
     str | None,
-    _prompt("--prompt", "-p", help="What to answer. Standard input, if piped in, is added to it."),
+    _prompt(
+        "--prompt",
+        "-p",
+        help="What to answer. Standard input, unless it is a terminal, is added to it: "
+        "in a loop that reads a file, write </dev/null behind the command.",
+    ),
 ]
 System = Annotated[str | None, _prompt("--system", "-s", help="Instructions that come before the prompt.")]
 Raw = Annotated[bool, _prompt("--raw", help="Continue the prompt as it is, without the chat template.")]
@@ -177,10 +176,13 @@ MaxContext = Annotated[
         "--max-ctx",
         parser=size,
         metavar="TOKENS",
-        help="Prompt and answer together: 8192, 8k, 1m. Default: as memory allows.",
+        help="Most tokens of the prompt, as the template writes it, and the answer together: 8192, 8k, 1m. "
+        "Default: what the model was made for, up to 32k on a CPU and 256k on a GPU, as memory allows.",
     ),
 ]
-Where = Annotated[Device, _engine("--device", help="Where to compute.")]
+Where = Annotated[
+    str, _engine("--device", parser=device, metavar="auto|cpu|cuda|cuda:N", help="Where to compute.")
+]
 Offline = Annotated[bool, _engine("--offline", help="Use only what is on this machine.")]
 
 AsJson = Annotated[bool, _output("--json", help="Print one JSON object, for errors too.")]

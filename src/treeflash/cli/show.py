@@ -1,6 +1,5 @@
 """`treeflash show`: what a model file holds and needs, without loading it. Torch stays out."""
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from treeflash.cli import view
+from treeflash.cli.footprint import BITS, footprint, stored, unused
 from treeflash.cli.inventory import card_of, draft_here
 from treeflash.cli.run_flags import MODEL_HELP
 from treeflash.config import environment
@@ -33,7 +33,7 @@ def show(
 
     treeflash show model.gguf
     """
-    name = model or environment().target
+    name = model if model is not None else environment().target
     if name is None:
         raise UsageError("no model given", "treeflash show MODEL, or set DFLASH_TARGET")
     meant = meaning(name)
@@ -60,11 +60,13 @@ def describe(file: GGUFFile) -> dict[str, Any]:
         "problems": [],
         "types": _types(file),
         "model": None,
+        "stored_bytes": None,
         "memory": [],
     }
     try:
         spec = ModelSpec.from_gguf(file)
         facts["model"] = _model(spec) | {"parameters": _parameters(file, spec)}
+        facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec)
     except ModelFileError as error:
         facts["problems"].append(error.message)
@@ -122,7 +124,7 @@ def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
     """total: without prediction (MTP) blocks; active: what one token passes through."""
     total = active = mtp = 0
     for name, info in file.tensors.items():
-        if _unused(name, spec):
+        if unused(name, spec):
             mtp += info.elements
             continue
         total += info.elements
@@ -131,25 +133,14 @@ def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
     return {"total": total, "active": active, "mtp_unused": mtp}
 
 
-def _unused(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor belongs to a prediction block behind the trunk."""
-    block = re.match(r"blk\.(\d+)\.", name)
-    return block is not None and int(block[1]) >= len(spec.layers)
-
-
-def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, int]]:
-    """Bytes at several contexts: weights as stored, one sequence's state, keys and values at 16 bits."""
-    weights = sum(info.nbytes for name, info in file.tensors.items() if not _unused(name, spec))
-    recurrent = spec.recurrent_bytes()
+def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, Any]]:
+    """Bytes at several contexts, as the engine holds weights, state, keys and values; without a draft."""
+    needs = {place: footprint(file, spec, bits) for place, bits in BITS.items()}
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
-    rows = []
-    for context in contexts:
-        cache = spec.kv_bytes_per_token(16) * context
-        total = weights + recurrent + cache
-        rows.append(
-            {"context": context, "weights": weights, "recurrent": recurrent, "kv": cache, "total": total}
-        )
-    return rows
+    return [
+        {"context": context, **{place: need.at(context) for place, need in needs.items()}}
+        for context in contexts
+    ]
 
 
 def _text(file: GGUFFile) -> dict[str, Any]:
@@ -175,7 +166,7 @@ def _text(file: GGUFFile) -> dict[str, Any]:
 def _print(facts: dict[str, Any]) -> None:
     parts: dict[str, list[tuple[str, str]]] = {"File": _file_rows(facts)}
     if facts["model"]:
-        parts["Model"] = _model_rows(facts["model"])
+        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
     if facts["model"]:
@@ -200,16 +191,11 @@ def _print(facts: dict[str, Any]) -> None:
         ],
     )
     if facts["memory"]:
-        columns = ["context", "weights", "recurrent", "kv", "total"]
         rows = [
-            [f"{row['context']:,}", *(view.amount(row[key]) for key in columns[1:])]
+            [f"{row['context']:,}", *(view.amount(row[place]["total"]) for place in BITS)]
             for row in facts["memory"]
         ]
-        view.table(
-            "Memory needed (weights as stored, KV cache at 16 bits)",
-            [*columns[:3], "KV cache", "total"],
-            rows,
-        )
+        view.table("Memory needed, without a draft", ["context", "on a CPU", "on a GPU"], rows)
 
 
 def _file_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -260,6 +246,14 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
             ("prediction", f"{layers['mtp_unused']} MTP block ({share} parameters), present but unused")
         )
     return rows
+
+
+def _weights(facts: dict[str, Any]) -> str:
+    need = facts["memory"][0]
+    return (
+        f"{view.amount(facts['stored_bytes'])} as stored; loaded {view.amount(need['cpu']['weights'])} "
+        f"on a CPU ({BITS['cpu']} bits each), {view.amount(need['gpu']['weights'])} on a GPU ({BITS['gpu']})"
+    )
 
 
 def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:

@@ -38,6 +38,8 @@ class Wishes:
 
     def check(self) -> None:
         """Refuses what contradicts itself, before any work."""
+        if self.draft is not None and not self.draft.strip():
+            raise UsageError("the name of the draft is empty", "--draft PATH|REPO, or --no-draft")
         if self.no_draft and self.draft not in (None, NONE):
             raise UsageError(f"--draft {self.draft} and --no-draft exclude each other")
         if self.plain:

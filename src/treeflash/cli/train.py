@@ -15,7 +15,8 @@ from rich.progress import BarColumn, TimeRemainingColumn
 from treeflash.cli import view
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import held
-from treeflash.cli.run_flags import MODEL_HELP, Device
+from treeflash.cli.options import device as device_name
+from treeflash.cli.run_flags import MODEL_HELP
 from treeflash.cli.speculation import downloading
 from treeflash.config import environment
 from treeflash.errors import UsageError
@@ -117,7 +118,10 @@ def train(
     ] = 5.0,
     seed: Annotated[int, _run("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0,
     resume: Annotated[bool, _run("--resume", help="Go on from the checkpoint in FOLDER.")] = False,
-    device: Annotated[Device, _run("--device", help="Where to compute.")] = Device.auto,
+    device: Annotated[
+        str,
+        _run("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+    ] = "auto",
     offline: Annotated[bool, _run("--offline", help="Use only what is on this machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for errors too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")] = False,
@@ -170,7 +174,7 @@ def train(
             float32=float32,
         ),
         resume=resume,
-        device=device.value,
+        device=device,
     )
     shown = _Shown(screen, quiet=quiet)
     with _stopping() as stop, shown:

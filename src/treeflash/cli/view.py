@@ -6,14 +6,14 @@ terminal, only for work that takes a while, and leaves no trace.
 
 import contextlib
 import json
-import os
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from typing import IO, Any, Self
 
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -28,18 +28,26 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from treeflash.cli.streams import delivered, tolerated
 from treeflash.config import environment
 from treeflash.errors import TreeFlashError
 
 PATIENCE_S = 0.5  # work that is done sooner shows no progress
 PIPE_WIDTH = 120
+FOLDED = 20  # columns of text in a table become no narrower than this
 GREY = "bright_black"
 MARKS = {"ok": ("✓", "green"), "note": ("·", GREY), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled; rich would leave the program on its own terms."""
+        raise
+
+
 def _console(stream: IO[str]) -> Console:
     # Made anew each time: streams are replaced in tests, and terminals change their width.
-    return Console(
+    return _Console(
         file=stream,
         highlight=False,
         markup=False,
@@ -51,7 +59,8 @@ def _console(stream: IO[str]) -> Console:
 
 def plain(text: str) -> None:
     """One line on standard output."""
-    sys.stdout.write(guarded(text, sys.stdout) + "\n")
+    with delivered():
+        sys.stdout.write(guarded(text, sys.stdout) + "\n")
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -61,15 +70,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 def flush() -> None:
     """Makes a reader that went away known while it can still be handled."""
-    sys.stdout.flush()
-
-
-def abandon_output() -> None:
-    """The reader of standard output went away: whatever is still buffered goes nowhere."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    with delivered():
+        sys.stdout.flush()
 
 
 def failure(error: TreeFlashError, *, as_json: bool) -> None:
@@ -88,7 +90,8 @@ def _labelled(*rows: tuple[str, str, str]) -> None:
     for label, text, style in rows:
         if text:
             line = Text.assemble((f"{label}:", style), " ", guarded(text, sys.stderr))
-            console.print(line, soft_wrap=True)
+            with tolerated():
+                console.print(line, soft_wrap=True)
 
 
 def confirm(question: str) -> bool:
@@ -103,7 +106,8 @@ def confirm(question: str) -> bool:
 def _say(text: str, style: str, *, whole: bool = False) -> None:
     """One line on standard error, which on a terminal is broken between words unless it must stay whole."""
     line = Text(guarded(text, sys.stderr), style=style)
-    _console(sys.stderr).print(line, soft_wrap=whole or not sys.stderr.isatty())
+    with tolerated():
+        _console(sys.stderr).print(line, soft_wrap=whole or not sys.stderr.isatty())
 
 
 def guarded(text: str, stream: IO[str]) -> str:
@@ -130,14 +134,16 @@ class Answer:
             # Files written on Windows end their lines in two characters, which may come in two pieces.
             piece = (self._held + piece).replace("\r\n", "\n") if sys.stdout.isatty() else piece
             self._held = "\r" if piece.endswith("\r") and sys.stdout.isatty() else ""
-            sys.stdout.write(guarded(piece.removesuffix(self._held), sys.stdout))
-            sys.stdout.flush()
+            with delivered():
+                sys.stdout.write(guarded(piece.removesuffix(self._held), sys.stdout))
+                sys.stdout.flush()
 
     def end(self) -> None:
         """Ends the last line."""
         if self._shown and self.text and not self.text.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            with delivered():
+                sys.stdout.write("\n")
+                sys.stdout.flush()
 
 
 class Bar:
@@ -299,17 +305,27 @@ def count(number: float) -> str:
 
 def sections(title: str, parts: Mapping[str, Sequence[tuple[str, str]]]) -> None:
     """Labelled values under headings, on standard output."""
-    console = _console(sys.stdout)
-    console.print(Text(guarded(title, sys.stdout), style="bold"))
+    _show(Text(guarded(title, sys.stdout), style="bold"))
     for heading, rows in parts.items():
         if rows:
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column(style=GREY, no_wrap=True, min_width=14)
-            grid.add_column(overflow="fold")
-            for label, value in rows:
-                grid.add_row(Text(f"  {label}"), Text(guarded(value, sys.stdout)))
-            console.print(Text(f"\n{heading}", style="cyan"))
-            console.print(grid)
+            labelled = _pairs([(f"  {label}", guarded(value, sys.stdout)) for label, value in rows])
+            _show(Text(f"\n{heading}", style="cyan"), labelled)
+
+
+def _show(*parts: RenderableType) -> None:
+    console = _console(sys.stdout)
+    with delivered():
+        for part in parts:
+            console.print(part)
+
+
+def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style=GREY, no_wrap=True, min_width=14)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(Text(label), Text(value))
+    return grid
 
 
 def table(
@@ -320,27 +336,43 @@ def table(
     texts: Sequence[str] = (),
     dim: bool = False,
 ) -> None:
-    """Columns under a heading: names first, then numbers, but for those in `texts`."""
-    console = _console(sys.stdout)
-    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style=GREY)
-    for index, column in enumerate(columns):
-        words = not index or column in texts
+    """Columns under a heading: names first, then numbers, but for those in `texts`.
+
+    Where there is no room for them side by side, each row becomes a list.
+    """
+    style = GREY if dim else ""
+    cells = [[guarded(cell, sys.stdout) for cell in (f"  {row[0]}", *row[1:])] for row in rows]
+    words = [not index or column in texts for index, column in enumerate(columns)]
+    headings = [f"  {columns[0]}", *columns[1:]]
+    _show(Text(f"\n{heading}", style="cyan"))
+    # Numbers need all of their width, text can be folded.
+    widest = [max(map(cell_len, column)) for column in zip(headings, *cells, strict=True)]
+    least = [min(width, FOLDED) if text else width for width, text in zip(widest, words, strict=True)]
+    room = _console(sys.stdout).width - sum(least)
+    padding = min(2, room // (2 * len(columns) - 2)) if len(columns) > 1 else 2
+    if padding < 1:
+        for first, *rest in cells:
+            _show(
+                Text(first, style=style),
+                _pairs(list(zip([f"    {c}" for c in columns[1:]], rest, strict=True))),
+            )
+        return
+    grid = Table(box=None, pad_edge=False, padding=(0, padding), header_style=GREY)
+    for title, text, width in zip(headings, words, least, strict=True):
         grid.add_column(
-            column if index else f"  {column}",
-            justify="left" if words else "right",
-            no_wrap=not words,
+            title,
+            justify="left" if text else "right",
+            no_wrap=not text,
             overflow="fold",
+            min_width=width,
         )
-    for first, *rest in rows:
-        cells = (guarded(cell, sys.stdout) for cell in (f"  {first}", *rest))
-        grid.add_row(*(Text(cell, style=GREY if dim else "") for cell in cells))
-    console.print(Text(f"\n{heading}", style="cyan"))
-    console.print(grid)
+    for row in cells:
+        grid.add_row(*(Text(cell, style=style) for cell in row))
+    _show(grid)
 
 
 def checks(rows: Sequence[tuple[str, str, str, str]]) -> None:
     """One line for each (status, name, detail, hint), with the hint below it."""
-    console = _console(sys.stdout)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=1)
     grid.add_column(no_wrap=True)
@@ -352,4 +384,4 @@ def checks(rows: Sequence[tuple[str, str, str, str]]) -> None:
         )
         if hint:
             grid.add_row("", "", Text(f"hint: {hint}", style="cyan"))
-    console.print(grid)
+    _show(grid)

@@ -1,6 +1,7 @@
 """Model files on disk: a folder that holds one model, or a good answer where there is no such file."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def draft_in(folder: Path) -> Path:
     raise ModelNotFound(f"{folder} holds no draft: needed {CONFIG} and a .safetensors file, or a .gguf file")
 
 
+def meant_as_file(name: str) -> bool:
+    """Whether a name like USER/REPO is more likely a file of a folder here, with its ending spelt wrong."""
+    path = Path(name).expanduser()
+    if not path.parent.is_dir():
+        return False
+    ending = re.fullmatch(r"\.[guf]{2,6}", path.suffix.lower())
+    return ending is not None or path.with_name(f"{path.name}.gguf").is_file()
+
+
 def no_such_file(name: str, known: Sequence[str] = ()) -> ModelNotFound:
     """What to say about a name that is neither there nor a repository's; `known`: names it may have meant."""
     if any(character.isspace() for character in name) and not name.lower().endswith(".gguf"):
@@ -51,7 +61,9 @@ def no_such_file(name: str, known: Sequence[str] = ()) -> ModelNotFound:
     if not path.parent.is_dir():
         return ModelNotFound(f"{name}: no such file, and no folder {path.parent}")
     here = [each.name for each in path.parent.iterdir() if each.suffix == ".gguf" or each.is_dir()]
-    close = [str(path.with_name(each)) for each in difflib.get_close_matches(path.name, here, n=3)]
+    ended = f"{path.name}.gguf"
+    alike = [ended] if ended in here else difflib.get_close_matches(path.name, here, n=3)
+    close = [str(path.with_name(each)) for each in alike]
     if close or known:
         hint = f"did you mean {' or '.join(close or known)}?"
     elif "/" in name or path.suffix == ".gguf":

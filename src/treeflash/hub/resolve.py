@@ -9,7 +9,7 @@ from treeflash.hub import catalog
 from treeflash.hub.catalog import Card
 from treeflash.hub.download import FetchProgress, cached, fetch, gguf_files
 from treeflash.hub.drafts import fetch_draft
-from treeflash.hub.local import draft_in, model_in, no_such_file
+from treeflash.hub.local import draft_in, meant_as_file, model_in, no_such_file
 from treeflash.hub.names import RepoName, parse_repo
 
 
@@ -38,10 +38,7 @@ def meaning(name: str) -> Meaning:
         if card.target is None:
             return Meaning(path=card.pair.target if card.pair else None, card=card)
         return Meaning(repo=RepoName(card.target.repo, quant), card=card)
-    repo = parse_repo(name)
-    if repo is None:
-        raise no_such_file(name, catalog.similar(name))
-    return Meaning(repo=repo)
+    return Meaning(repo=_repo(name))
 
 
 def here(meant: Meaning) -> Path | None:
@@ -73,7 +70,6 @@ def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress |
     """The same for a draft: a file or folder, the draft of a catalogue name, or USER/REPO[:QUANT]."""
     if (path := _on_disk(name)) is not None:
         return draft_in(path) if path.is_dir() else path
-    repo: RepoName | None
     if (found := catalog.named(name)) is not None:
         card, _ = found
         if card.pair is not None:
@@ -82,15 +78,27 @@ def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress |
         if repo is None:
             raise UsageError(f"no draft is known for {card.name}", "--draft PATH|REPO names one")
     else:
-        repo = parse_repo(name)
-    if repo is None:
-        raise no_such_file(name, catalog.similar(name))
+        repo = _repo(name)
     return fetch_draft(repo, offline=offline, progress=progress)
 
 
+def _repo(name: str) -> RepoName:
+    """Of a name that is neither on disk nor in the catalogue."""
+    repo = parse_repo(name)
+    if repo is None or meant_as_file(name):
+        raise no_such_file(name, catalog.similar(name))
+    return repo
+
+
 def _on_disk(name: str) -> Path | None:
+    if not name.strip():
+        raise UsageError("the name of the model is empty", "is a variable unset?")
     try:
         path = Path(name).expanduser()
-        return path if path.exists() else None
+        if path.exists():
+            return path
+        if path.is_symlink():
+            raise ModelNotFound(f"{name} is a link to {path.readlink()}, which is not there")
+        return None
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFound(f"{name[:200]!r} is not a file name: {error}") from error

@@ -6,10 +6,12 @@ there; a run that is killed loses the one it was at. Features are not kept: they
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -276,7 +278,7 @@ def _read_shard(path: Path, vocabulary: int) -> tuple[np.ndarray, ...]:
             tokens, lengths, borders, numbers = (
                 file[name].astype(np.int64) for name in ("tokens", "lengths", "boundaries", "prompts")
             )
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         raise ModelFileError(
             f"{path}: not a readable file of tokens: {error}", "remove it: the same command makes it again"
         ) from error

@@ -110,6 +110,7 @@ def _entries(
         ("general.file_type", _Q8_0_FILE, None),
         ("general.quantization_version", _QUANTISATION_VERSION, None),
         ("dflash.block_count", len(spec.layers), None),
+        ("dflash.vocab_size", target.vocab_size, None),
         ("dflash.context_length", target.context_length, None),
         ("dflash.embedding_length", spec.width, None),
         ("dflash.feed_forward_length", spec.feed_forward, None),

@@ -114,6 +114,7 @@ class Trainer:
 
     def run(self) -> Result:
         """Trains until the schedule ends, or until cancelled, and then says how it went."""
+        self._ranks.wait()
         if self._place.step == 0 and self._ranks.first:
             self._place.untrained = self._untrained()
         finished = self._loop()

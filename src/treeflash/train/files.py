@@ -16,7 +16,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any], *, needed: int = 0) -> None:
     """Lets `write` fill a file beside `path` and then puts it there; `needed`: about how many bytes."""
-    part = path.with_name(path.name + ".part")
+    # Processes of one run may write the same file.
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free

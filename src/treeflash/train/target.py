@@ -28,7 +28,7 @@ ALIGNED_ROWS = 16
 class TargetConfig:
     vocabulary: int = 16384
     width: int = 512
-    layers: int = 12
+    layers: int = 8
     interval: int = 4  # every interval-th layer has full attention
     inner: int = 1536
     heads: int = 6

@@ -1,0 +1,46 @@
+"""How much memory a model takes once loaded, from its file's header alone. Knows no devices, no torch."""
+
+import re
+from dataclasses import dataclass
+
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.spec import ModelSpec
+
+# Bits of an expanded weight and of a cached key or value.
+BITS = {"cpu": 32, "gpu": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of the weights, of one sequence's recurrent state, and of a token's keys and values."""
+
+    weights: int
+    recurrent: int
+    kv_per_token: int
+
+    def at(self, context: int) -> dict[str, int]:
+        kv = self.kv_per_token * context
+        total = self.weights + self.recurrent + kv
+        return {"weights": self.weights, "recurrent": self.recurrent, "kv": kv, "total": total}
+
+
+def footprint(file: GGUFFile, spec: ModelSpec, bits: int) -> Footprint:
+    """Weights expanded to so many bits, but for the embedding, whose rows stay as they are stored."""
+    embedding = file.tensors["token_embd.weight"]
+    expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
+    if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
+        expanded -= embedding.elements
+    return Footprint(
+        expanded * bits // 8 + embedding.nbytes, spec.recurrent_bytes(), spec.kv_bytes_per_token(bits)
+    )
+
+
+def stored(file: GGUFFile, spec: ModelSpec) -> int:
+    """Bytes in the file of the weights that are used."""
+    return sum(info.nbytes for name, info in file.tensors.items() if not unused(name, spec))
+
+
+def unused(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to a prediction block behind the trunk, which is not loaded."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return block is not None and int(block[1]) >= len(spec.layers)

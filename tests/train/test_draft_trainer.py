@@ -1,0 +1,254 @@
+"""The loop: it learns, it survives being stopped and a full disk, and what it writes is what was trained."""
+
+import json
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.toy_target import SENTENCES, make_toy
+from treeflash.engine.sampler import SamplingParams
+from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UsageError
+from treeflash.models.dflash import DFlashDraft
+from treeflash.train import draft_eval
+from treeflash.train.draft_data import Regeneration, TokenData
+from treeflash.train.draft_eval import Evaluation, check_parity, measure
+from treeflash.train.draft_run import Job, train_draft
+from treeflash.train.draft_settings import Progress, Saved, TrainConfig
+from treeflash.train.draft_target import load_target
+from treeflash.train.draft_trainer import Trainer
+from treeflash.train.muon import orthogonalised
+
+ROOT = Path(__file__).parents[2]
+QUICK = TrainConfig(layers=1, block=4, steps=6, batch=3, anchors=4, held_out=2, lr=1e-2, float32=True)
+
+
+@pytest.fixture(scope="module")
+def data(tiny_target) -> TokenData:
+    """Texts of any tokens: enough to see that steps are taken."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(20, 40, 14)
+    tokens = generator.integers(0, 300, lengths.sum()).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return TokenData(tokens, starts, np.full(14, 8), np.arange(14) % 7)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_draft_learns_to_foresee_its_target(tmp_path):
+    """From prompts to a draft that the engine accepts far more of than of an untrained one."""
+    generator = np.random.default_rng(5)
+    prompts = tmp_path / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for _ in range(128):
+            text = "".join(SENTENCES[number] for number in generator.integers(0, len(SENTENCES), 2))
+            file.write(json.dumps({"prompt": text}) + "\n")
+    path, folder, events = make_toy(tmp_path / "toy.gguf"), tmp_path / "draft", []
+    job = Job(
+        target=path,
+        folder=folder,
+        prompts=prompts,
+        regeneration=Regeneration(length=96, max_tokens=64, temperatures=(1.0,), top_p=1.0),
+        config=TrainConfig(layers=2, steps=90, batch=8, anchors=16, lr=1e-2, held_out=6, gguf=True),
+        device="cpu",
+    )
+    result = train_draft(job, notify=events.append)
+    losses = [event.loss for event in events if isinstance(event, Progress)]
+    held_out = [event for event in events if isinstance(event, Evaluation)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert held_out[-1].acceptance > held_out[0].acceptance + 0.5
+    assert result.untrained < 1.3
+    assert result.measured is not None and result.measured.acceptance > 2.2 > 1.6 * result.untrained
+    assert result.parity < 1e-3
+    # What rows promise on held-out text is what the engine then sees.
+    assert result.measured.acceptance == pytest.approx(held_out[-1].tree_acceptance, rel=0.35)
+
+    target = load_target(path, device="cpu")
+    questions = [target.tokenizer.encode("Cats and dogs rest here. It is")]
+    for draft in (folder, folder / "draft-q8_0.gguf"):
+        assert measure(target, draft, questions, max_tokens=32).acceptance > 2
+        drawn = measure(
+            target, draft, questions, max_tokens=32, sampling=SamplingParams(temperature=0.8, seed=1)
+        )
+        assert drawn.acceptance > 1.5
+    stored = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    report = json.loads((folder / "training.json").read_text())
+    assert report["engine"]["acceptance"] == result.measured.acceptance
+    assert report["config"]["steps"] == report["steps"] == 90
+    assert len(report["history"]) == 10
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_were_not(tiny_target, data, tmp_path):
+    whole = Trainer(tiny_target, data, tmp_path / "whole", QUICK)
+    assert whole.run().finished
+    seen: list[Progress] = []
+    stopped = Trainer(
+        tiny_target,
+        data,
+        tmp_path / "parts",
+        QUICK,
+        cancelled=lambda: stopped._place.step >= 3,
+        notify=seen.append,
+    )
+    assert not stopped.run().finished
+    assert not (tmp_path / "parts/config.json").exists()
+    resumed = Trainer(tiny_target, data, tmp_path / "parts", QUICK, resume=True)
+    assert same(weights(stopped), weights(resumed)) and not same(weights(whole), weights(resumed))
+    assert resumed.run().finished
+    assert same(weights(whole), weights(resumed))
+    again = Trainer(tiny_target, data, tmp_path / "parts", QUICK, resume=True).run()
+    assert again.finished and again.step == 6
+
+
+def test_a_kill_loses_what_came_after_the_last_checkpoint(tiny_target, data, tmp_path):
+    config = replace(QUICK, checkpoint_minutes=0.0)
+
+    class Killed(Exception):
+        pass
+
+    def kill(event: object) -> None:
+        if isinstance(event, Saved) and event.step == 4:
+            raise Killed
+
+    trainer = Trainer(tiny_target, data, tmp_path / "draft", config, notify=kill)
+    with pytest.raises(Killed):
+        trainer.run()
+    resumed = Trainer(tiny_target, data, tmp_path / "draft", config, resume=True)
+    assert resumed._place.step == 4
+    resumed.run()
+    whole = Trainer(tiny_target, data, tmp_path / "whole", config)
+    whole.run()
+    assert same(weights(whole), weights(resumed))
+
+
+@contextmanager
+def files_up_to(size: int):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tiny_target, data, tmp_path):
+    trainer = Trainer(tiny_target, data, tmp_path, QUICK)
+    trainer._save()
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    trainer._place.step = 1
+    with (
+        files_up_to(20_000),
+        pytest.raises(ResourceError, match=r"checkpoint\.pt cannot be written") as error,
+    ):
+        trainer._save()
+    assert "--resume" in error.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_an_earlier_run_is_not_written_over(tiny_target, data, tmp_path):
+    Trainer(tiny_target, data, tmp_path, QUICK)._save()
+    with pytest.raises(UsageError, match="there from an earlier run") as error:
+        Trainer(tiny_target, data, tmp_path, QUICK)
+    assert "--resume" in error.value.hint
+    with pytest.raises(UsageError, match=r"has layers \('full',\), now \('full', 'full'\) is asked for"):
+        Trainer(tiny_target, data, tmp_path, replace(QUICK, layers=2), resume=True)
+    with pytest.raises(UsageError, match="was trained with --optimiser muon, not adamw"):
+        Trainer(tiny_target, data, tmp_path, replace(QUICK, optimiser="adamw"), resume=True)
+    (tmp_path / "checkpoint.pt").write_bytes(b"not one")
+    with pytest.raises(ModelFileError, match="not a readable checkpoint"):
+        Trainer(tiny_target, data, tmp_path, QUICK, resume=True)
+
+
+def test_what_cannot_be_trained_is_refused(tiny_target, data, tmp_path):
+    for change, problem in (
+        ({"steps": 0}, "--steps is 0"),
+        ({"minutes": 3.0}, "--steps and --minutes exclude each other"),
+        ({"batch": 0}, "--batch is 0"),
+        ({"lr": -1.0}, "--lr is -1.0"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            replace(QUICK, **change)
+    few = TokenData(data.tokens[:60], np.array([0, 30, 60]), np.array([8, 8]), np.array([0, 0]))
+    with pytest.raises(UsageError, match="2 texts of 1 prompts are too few"):
+        Trainer(tiny_target, few, tmp_path, QUICK)
+    with pytest.raises(UsageError, match="either --prompts or --tokens"):
+        Job(tmp_path, tmp_path)
+
+
+def test_texts_go_through_in_parts_where_memory_is_short(tiny_target, data, tmp_path):
+    """The gradient is that of the whole batch."""
+    gradients = []
+    for size in (3, 2):
+        trainer = Trainer(tiny_target, data, tmp_path / str(size), replace(QUICK, loss="decay"))
+        trainer._micro = size
+        trainer._optimisers = []
+        trainer._step(trainer._batch(trainer._epoch(0)[0]), 0.5)
+        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
+    # Parts weigh by their texts, not by their labels: near, not equal.
+    for whole, parts in zip(*gradients, strict=True):
+        assert (whole - parts).norm() < 0.5 * whole.norm()
+
+
+def test_a_gradient_that_is_no_number_is_no_step(tiny_target, data, tmp_path):
+    trainer = Trainer(tiny_target, data, tmp_path, replace(QUICK, steps=100))
+    before = weights(trainer)
+    trainer._frozen.head[:] = torch.nan
+    with pytest.raises(TreeFlashError, match="the gradient was no number in 20 steps in a row"):
+        trainer._loop()
+    assert same(before, weights(trainer))
+
+
+def test_a_draft_whose_engine_says_something_else_is_not_shipped(tiny_target, data, tmp_path, monkeypatch):
+    trainer = Trainer(tiny_target, data, tmp_path, QUICK)
+    trainer._export(tmp_path)
+    assert check_parity(tiny_target, tmp_path, data, [0, 1, 2]) < 1e-5
+    load = DFlashDraft.load
+
+    def careless(*arguments, **options):
+        draft = load(*arguments, **options)
+        draft._norm = draft._norm * 1.01
+        return draft
+
+    monkeypatch.setattr(draft_eval.DFlashDraft, "load", careless)
+    with pytest.raises(TreeFlashError, match=r"logits differ by 0\.0"):
+        check_parity(tiny_target, tmp_path, data, [0, 1, 2])
+
+
+def test_muon_makes_matrices_orthogonal():
+    for shape in ((3, 16, 40), (2, 40, 16), (1, 8, 8)):
+        made = orthogonalised(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        sizes = torch.linalg.svdvals(made)
+        assert made.shape == shape and sizes.min() > 0.5 and sizes.max() < 1.5
+
+
+def test_processes_under_torchrun_train_together(tiny_target, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the {i}"}) + "\n" for i in range(8)))
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    job = ["--prompts", prompts, "-o", tmp_path / "draft", "--steps", 2, "--batch", 4, "--anchors", 4]
+    flags = ["--layers", 1, "--seq", 32, "--n-gen", 12, "--temperature", 0, "--device", "cpu"]
+    command = [sys.executable, *launch, ROOT / "training/draft.py", tiny_target.path, *job, *flags]
+    result = subprocess.run(
+        [str(each) for each in command],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    report = json.loads((tmp_path / "draft/training.json").read_text())
+    assert report["steps"] == 2 and report["texts"] + report["held_out"] == 8

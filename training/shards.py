@@ -1,0 +1,202 @@
+"""One worker's share of the data: draws or reads items, encodes them; knows no mix and writes no files."""
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import python_code
+from documents import END_OF_TEXT, Dialogue, Document, fingerprint, spells_special
+from mathematics import mathematics_dialogue
+from talk import talk_dialogue
+from task_documents import task_dialogue, task_source
+from tokenizers import Tokenizer
+
+Item = Document | Dialogue
+# Dialogue kinds that go into one part; any other kind is a part of its own.
+PART_OF_KIND = {
+    "code": "task_dialogues",
+    "completion": "task_dialogues",
+    "explanation": "task_dialogues",
+    "story": "mathematics",
+    "drill": "mathematics",
+    "algebra": "mathematics",
+}
+GENERATORS: dict[str, Callable[[random.Random], Item]] = {
+    "task_dialogues": task_dialogue,
+    "task_sources": task_source,
+    "mathematics": mathematics_dialogue,
+    "talk": talk_dialogue,
+}
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are a helpful coding assistant.",
+    "Answer briefly.",
+)
+SYSTEM_SHARE = 0.06
+CHUNK = 256
+# One document in this many is never trained on.
+HELD_OUT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`source` is "corpus", "code" or a generator's name; the fields after the seed are its input."""
+
+    source: str
+    seed: str
+    records: tuple[tuple[str, dict[str, Any]], ...] = ()
+    files: tuple[Path, ...] = ()
+    tokens: int = 0
+    documents: int | None = None
+    prompts: int = 0
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Documents one behind the other, each with its end token; a hash of each one's key and of its text."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    keys: np.ndarray
+    texts: np.ndarray
+
+
+@dataclass(slots=True)
+class Shard:
+    parts: dict[str, Encoded]
+    # Kind, hash of the key, and messages.
+    prompts: list[tuple[str, int, list[dict[str, str]]]]
+    # Of what was read, for the record.
+    bytes_read: int = 0
+    sha256: str = ""
+
+
+@dataclass(slots=True)
+class _Builder:
+    tokenizer: Tokenizer
+    pieces: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    keys: dict[str, list[int]] = field(default_factory=dict)
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    seen: set[tuple[str, int]] = field(default_factory=set)
+
+    def add(self, items: list[tuple[str, str, str]]) -> int:
+        """Encodes (part, text, key) triples that are new; the number of tokens."""
+        fresh = []
+        for part, text, key in items:
+            print_ = fingerprint(text)
+            if (part, print_) not in self.seen:
+                self.seen.add((part, print_))
+                fresh.append((part, text, fingerprint(key), print_))
+        encodings = self.tokenizer.encode_batch_fast([text + END_OF_TEXT for _, text, _, _ in fresh])
+        total = 0
+        for (part, _, key, print_), encoding in zip(fresh, encodings, strict=True):
+            ids = np.array(encoding.ids, np.uint16)
+            self.pieces.setdefault(part, []).append(ids)
+            self.lengths.setdefault(part, []).append(len(ids))
+            self.keys.setdefault(part, []).append(key)
+            self.texts.setdefault(part, []).append(print_)
+            total += len(ids)
+        return total
+
+    def parts(self) -> dict[str, Encoded]:
+        return {
+            part: Encoded(
+                np.concatenate(self.pieces[part]),
+                np.array(self.lengths[part], np.int64),
+                np.array(self.keys[part], np.uint64),
+                np.array(self.texts[part], np.uint64),
+            )
+            for part in self.pieces
+        }
+
+
+class _Worker:
+    """Set once per process."""
+
+    tokenizer: Tokenizer
+
+
+def start_worker(tokenizer_file: str) -> None:
+    # one thread per process: the processes already fill the cores
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    _Worker.tokenizer = Tokenizer.from_file(tokenizer_file)
+
+
+def make_shard(job: Job) -> Shard:
+    """All items of a job, encoded, and the prompts it was asked for."""
+    rng = random.Random(job.seed)
+    builder = _Builder(_Worker.tokenizer)
+    prompts: list[tuple[str, int, list[dict[str, str]]]] = []
+    if job.source in GENERATORS:
+        _generate(job, builder, rng)
+        fresh = (GENERATORS[job.source](rng) for _ in range(job.prompts))
+        prompts += (_prompt(item, rng) for item in fresh if isinstance(item, Dialogue))
+        return Shard(builder.parts(), prompts)
+    digest, count = hashlib.sha256(), 0
+    for items, text in _read(job, rng):
+        digest.update(text.encode("utf-8", "replace"))
+        count += len(text)
+        kept = [item for item in items if not _forged(item)]
+        builder.add([_triple(item, rng) for item in kept])
+        prompts += (_prompt(item, rng) for item in kept if isinstance(item, Dialogue))
+    return Shard(builder.parts(), prompts, count, digest.hexdigest())
+
+
+def _generate(job: Job, builder: _Builder, rng: random.Random) -> None:
+    make = GENERATORS[job.source]
+    tokens = documents = 0
+    while documents < job.documents if job.documents is not None else tokens < job.tokens:
+        left = CHUNK if job.documents is None else min(CHUNK, job.documents - documents)
+        gained = builder.add([_triple(make(rng), rng) for _ in range(left)])
+        documents += left
+        tokens += gained
+        # a generator that has said all it can say
+        if gained == 0:
+            break
+
+
+def _read(job: Job, rng: random.Random) -> Iterator[tuple[list[Item], str]]:
+    for part, record in job.records:
+        yield list(corpus.items(part, record)), repr(record)
+    for path in job.files:
+        text = python_code.read_source(path)
+        if text is not None:
+            yield list(python_code.items(text, rng)), text
+
+
+def _forged(item: Item) -> bool:
+    """Whether the text itself spells special tokens, as sources of tokenizers do."""
+    texts: Iterable[str] = (
+        (content for _, content in item.messages) if isinstance(item, Dialogue) else (item.text,)
+    )
+    return any(map(spells_special, texts))
+
+
+def _triple(item: Item, rng: random.Random) -> tuple[str, str, str]:
+    if isinstance(item, Document):
+        return item.part, item.text, item.key
+    part = PART_OF_KIND.get(item.kind, item.kind)
+    if rng.random() < SYSTEM_SHARE:
+        item = Dialogue(item.kind, (("system", rng.choice(SYSTEM_PROMPTS)), *item.messages), item.key)
+    return part, item.text(), item.key
+
+
+def _prompt(item: Dialogue, rng: random.Random) -> tuple[str, int, list[dict[str, str]]]:
+    """The conversation up to one of its answers."""
+    turns = rng.randrange(len(item.messages) // 2) * 2 + 1
+    messages = [{"role": role, "content": content} for role, content in item.messages[:turns]]
+    if rng.random() < SYSTEM_SHARE:
+        messages.insert(0, {"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
+    return item.kind, fingerprint(item.key), messages
+
+
+def is_held_out(key: int) -> bool:
+    return key % HELD_OUT == 0
