@@ -24,8 +24,8 @@ HEAD = """\
 A MODEL is a `.gguf` file, a folder that holds one, a [short name](#short-names), or `USER/REPO[:QUANT]` on
 huggingface.co. Downloads go to the Hugging Face cache, which other programs share. Answers, tables and JSON
 go to standard output, everything else to standard error; with `--json` errors are an object
-`{"error": {"type", "message", "hint"}}` on standard output, mistakes on the command line too. `-h` after any command shows its help;
-`treeflash --install-completion` teaches your shell to complete.
+`{"error": {"type", "message", "hint"}}` on standard output, mistakes on the command line too. `-h` after any
+command shows its help; `treeflash --install-completion` teaches your shell to complete.
 """
 TAIL = """\
 ## Environment

@@ -129,6 +129,11 @@ def composed_task(rng: random.Random) -> Task:
     source = rng.choice(NUMBER_SOURCES if is_number else WORD_SOURCES)
     condition = _number_condition(rng) if is_number else _word_condition(rng)
     change = _number_change(rng) if is_number else _word_change(rng)
+    # of values that are never negative, some conditions and changes say nothing
+    while source.name and condition.name in ("positive", "nonzero"):
+        condition = _number_condition(rng)
+    while source.name and change is not None and change.name in ("absolutes", "last_digits"):
+        change = _number_change(rng)
     roll = rng.random()
     if roll < 0.12:
         return _question(source, condition, variable, rng)

@@ -11,7 +11,7 @@ from typing import Any
 
 from documents import Dialogue, Document, dialogue, fenced
 
-MAX_CHARACTERS = {"code_io": 3000, "topical": 20000}
+MAX_CHARACTERS = {"code_io": 4000, "topical": 20000}
 MAX_OTHERS = 6000
 DEFINITION = re.compile(r"^.+ \((noun|verb|adjective|adverb)\): ")
 # What the code collection's authors wrote to their own annotators.
@@ -86,10 +86,8 @@ def _dialogue(part: str, messages: list[tuple[str, str]]) -> Iterator[Dialogue]:
     if part == "code_io" and not (request + answer).isascii():
         return
     if part == "code_io":
-        answer = re.sub(r"\n{3,}", "\n\n\n", BOILERPLATE.sub("", answer)).replace(
-            "```python\n\n", "```python\n"
-        )
-        messages[1] = ("assistant", answer)
+        answer = re.sub(r"\n{3,}", "\n\n\n", BOILERPLATE.sub("", answer)).replace("main_solution", "solution")
+        messages[1] = ("assistant", answer.replace("```python\n\n", "```python\n"))
     if part == "mbpp":
         answer = _reformatted(answer)
         messages[1] = ("assistant", answer)
@@ -149,6 +147,8 @@ def _without_markup(text: str) -> str:
     text = ROLE.sub(lambda match: f"`{match[1].lstrip('~!')}`", text)
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
     text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"\1", text)
+    text = re.sub(r"^ *\.\. (doctest|testsetup|testcleanup|testcode|testoutput)::.*\n", "", text, flags=re.M)
+    text = re.sub(r"^ *:(skipif|hide|options|no-?index|module|synopsis|platform):.*\n", "", text, flags=re.M)
     text = re.sub(
         r"^\.\. (_[^\n]*|index::.*|currentmodule::.*|\w*toctree::.*)\n", "", text, flags=re.MULTILINE
     )

@@ -2,7 +2,7 @@
 
     python training/prepare.py --corpus training/work/text.jsonl.xz
 
-Writes parts/*.bin, instruct.bin, instruct.mask, heldout.bin, prompts.jsonl and prepare.json into the work folder.
+Writes parts/*.bin, instruct.bin, instruct.mask, heldout.bin, prompts.jsonl and prepare.json into --work.
 Tokens are uint16, little-endian; every document ends with <|endoftext|>. The trainer samples parts by weight.
 """
 
@@ -31,19 +31,19 @@ from shards import HELD_OUT, Encoded, Job, Shard, is_held_out, make_shard, start
 from tokenizers import Tokenizer
 
 WORK = Path(__file__).parent / "work"
-# Percent of the tokens seen: 30 short Python, 15 library functions, 25 mathematics, 20 chat, 10 plain English.
+# Percent of the tokens seen: 30 short Python, 15 library functions, 25 mathematics, 20 chat, 10 English.
 WEIGHTS = {
     "task_dialogues": 18.3, "task_sources": 6.5, "code_io": 5.0, "mbpp": 0.2,
     "library": 11.0, "library_plain": 4.0,
     "mathematics": 16.0, "gsm8k": 5.0, "math": 4.0,
-    "library_dialogues": 3.0, "topical": 4.5, "chatter": 0.15, "talk": 4.0, "wordnet": 2.5, "tldr": 4.0,
-    "manual_dialogues": 1.85,
-    "novels": 5.5, "manual": 2.5, "prose": 2.0,
+    "library_dialogues": 3.0, "topical": 5.0, "chatter": 0.15, "talk": 4.0, "wordnet": 2.5, "tldr": 4.5,
+    "manual_dialogues": 0.85,
+    "novels": 6.0, "manual": 3.0, "prose": 1.0,
 }  # fmt: skip
 # Percent of the tokens of the instruction phase.
 INSTRUCT = {
     "task_dialogues": 44, "code_io": 4, "mbpp": 1, "library_dialogues": 8, "mathematics": 18, "gsm8k": 6,
-    "math": 5, "topical": 2.5, "chatter": 0.3, "talk": 6, "wordnet": 1.5, "tldr": 2, "manual_dialogues": 1.7,
+    "math": 5, "topical": 2.5, "chatter": 0.3, "talk": 6, "wordnet": 1.5, "tldr": 2.7, "manual_dialogues": 1,
 }  # fmt: skip
 INSTRUCT_TOKENS = 0.12  # of the tokens seen
 # A short part is repeated in the instruction phase, but not more often.
@@ -56,7 +56,7 @@ PROMPTS = {
 }  # fmt: skip
 GENERATED = ("task_dialogues", "task_sources", "mathematics", "talk")
 # Talk is drawn from short lists: more of it would only repeat.
-MAX_GENERATED = {"talk": 2_000_000}
+MAX_GENERATED = {"talk": 4_000_000}
 # Copies of a function under other class names have other texts but one key.
 KEYED = ("library", "library_plain", "library_dialogues")
 JOB_TOKENS, JOB_RECORDS, JOB_FILES = 400_000, 2_000, 200
@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace) -> list[Job]:
 
 
 def merge(shards: list[Shard], *, budget: float, seed: int) -> dict[str, Part]:
-    """Parts without repetitions, shuffled, at most as long as their weight asks for."""
+    """Parts without repetitions, shuffled; what is plentiful is no longer than its weight asks for."""
     parts = {}
     for number, (name, weight) in enumerate(WEIGHTS.items()):
         found = [shard.parts[name] for shard in shards if name in shard.parts]
@@ -114,7 +114,7 @@ def merge(shards: list[Shard], *, budget: float, seed: int) -> dict[str, Part]:
         parts[name] = _merge(
             found,
             keyed=name in KEYED,
-            limit=weight / 100 * budget,
+            limit=weight / 100 * budget if name in (*GENERATED, *KEYED) else np.inf,
             rng=np.random.default_rng([seed, number]),
         )
     return parts

@@ -182,7 +182,7 @@ def solve(task: Task, rng: random.Random) -> Solution:
     typed = ", ".join(f"{p}: {h}" for p, h in zip(parameters, hints, strict=True))
     returns = _hint(task.returns, style)
     bare = f"def {name}({', '.join(parameters)}):"
-    needed = sorted({word for word in re.findall(r"[A-Z]\w+", typed + returns) if word != "None"})
+    needed = sorted({word for word in re.findall(r"[A-Z]\w+", f"{typed} {returns}") if word != "None"})
     if style == "typing" and needed:
         imports = (*imports, f"from typing import {', '.join(needed)}")
     return Solution(
@@ -284,6 +284,8 @@ def _run(
         arguments = [kind.draw(rng) for kind in kinds]
         results = [function(*copy.deepcopy(arguments)) for function in functions]
         if any(result != results[0] for result in results):
+            if all(isinstance(result, float) for result in results):
+                continue  # rounded at a tie, up one way and down the other: no example to learn from
             raise ValueError(f"task {task.names[0]}: {arguments} gives {results}, needed: one value")
         example = Example(f"{name}({', '.join(map(repr, arguments))})", repr(results[0]))
         if len(example.call) > MAX_EXAMPLE_CHARACTERS or len(example.value) > MAX_EXAMPLE_CHARACTERS:

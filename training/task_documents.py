@@ -118,7 +118,7 @@ def two_turns(solution: Solution, rng: random.Random) -> Dialogue:
                 "Is there another way to do it?",
             )
         )
-        head = "\n".join((*solution.imports, "", "")) if solution.imports else ""
+        head = "\n".join(solution.imports) + "\n\n\n" if solution.imports else ""
         answer = fenced(f"{head}{solution.signature}\n{indented(solution.other_bodies[0])}")
         # the import of the first body may not serve the second one
         if re.search(r"\b(math|re|string)\.", solution.other_bodies[0]) or "import math" in head:

@@ -45,8 +45,9 @@ PATTERN = (
 # Megabytes of each part in the sample: the shares of the training mix, with the small texts in full.
 SAMPLE = {
     "task_dialogues": 6.0, "task_sources": 2.0, "code_io": 4.0, "mbpp": 0.2, "library": 6.0,
-    "library_plain": 2.0, "library_dialogues": 1.0, "mathematics": 3.0, "gsm8k": 4.0, "math": 2.5, "topical": 4.0, "chatter": 0.1,
-    "wordnet": 2.0, "tldr": 3.0, "manual": 2.0, "manual_dialogues": 1.0, "novels": 6.0, "prose": 1.5,
+    "library_plain": 2.0, "library_dialogues": 1.0, "mathematics": 3.0, "gsm8k": 4.0, "math": 2.5,
+    "topical": 4.0, "chatter": 0.1, "wordnet": 2.0, "tldr": 3.0, "manual": 2.0, "manual_dialogues": 1.0,
+    "novels": 6.0, "prose": 1.5,
 }  # fmt: skip
 SAMPLED_FILES = 3000
 

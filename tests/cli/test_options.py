@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.options import bias, size, unescape
+from treeflash.cli.options import bias, device, size, unescape
 from treeflash.errors import UsageError
 
 
@@ -23,6 +23,17 @@ def test_sizes(text, number):
 def test_sizes_that_are_none(text):
     with pytest.raises(typer.BadParameter, match="not a number of tokens"):
         size(text)
+
+
+@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
+def test_devices(text):
+    assert device(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", "cuda:0 "])
+def test_devices_that_are_none(text):
+    with pytest.raises(typer.BadParameter, match="auto, cpu, cuda, cuda:N"):
+        device(text)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from treeflash.cli import view
+from treeflash.engine import memory
 from treeflash.gguf.reader import GGUFFile
+from treeflash.models.spec import ModelSpec
 
 
 @pytest.fixture
@@ -108,7 +111,10 @@ def test_quiet(treeflash, model):
         (["x", "--top-p", "0"], 2, "--top-p is 0", "--temperature 0"),
         (["x", "--raw", "--system", "y"], 2, "--system and --raw exclude each other", ""),
         (["x", "--max-ctx", "8k"], 2, "--max-ctx is 8192", ""),
-        (["x" * 5000], 2, "the prompt has 5", "--max-ctx"),
+        (["x" * 5000], 2, "the prompt has 5", "shorten the prompt: the model was made for no more"),
+        (["x" * 500, "--max-ctx", "100"], 2, "the prompt has 5", "raise --max-ctx"),
+        (["x", "--draft", ""], 2, "the name of the draft is empty", "--no-draft"),
+        (["x", "--device", "cuda:99"], 6, "device 'cuda:99' asked for", "treeflash doctor"),
     ],
 )
 def test_what_cannot_be_honoured(treeflash, model, arguments, code, message, hint):
@@ -132,6 +138,51 @@ def test_usage_errors_come_before_any_work(treeflash, flags):
     result = treeflash("run", "nothing.gguf", "-p", "x", *flags)
     assert result.exit_code == 2
     assert "Usage: " in result.stderr and flags[0] in result.stderr
+    as_json = treeflash("run", "nothing.gguf", "-p", "x", *flags, "--json")
+    assert as_json.exit_code == 2 and as_json.stderr == "" and as_json.stdout.count("\n") == 1
+    error = json.loads(as_json.stdout)["error"]
+    assert flags[0] in error["message"]
+    assert error["type"] == "UsageError" and error["hint"].endswith(" run --help")
+
+
+@pytest.mark.parametrize("arguments", [["rnu", "--json"], ["--nonsense", "run", "--json"]])
+def test_usage_errors_before_the_command_as_json(treeflash, arguments):
+    result = treeflash(*arguments)
+    assert result.exit_code == 2 and result.stderr == ""
+    assert arguments[0] in json.loads(result.stdout)["error"]["message"]
+    assert "Usage: " in treeflash(*arguments[:-1]).stderr
+
+
+def test_an_empty_name_is_no_model(treeflash):
+    for arguments in (["run", "", "-p", "hello"], ["show", ""], ["pull", ""], ["rm", ""]):
+        result = treeflash(*arguments)
+        assert result.exit_code == 2, arguments
+        assert result.stderr == "error: the name of the model is empty\nhint: is a variable unset?\n"
+
+
+def test_weights_that_do_not_fit_expanded(treeflash, monkeypatch, tiny_model):
+    model = tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m")
+    with GGUFFile.open(model) as file:
+        _, expanded = memory.weight_sizes(file, ModelSpec.from_gguf(file), torch.float32)
+    free = int(1.1 * expanded)
+    monkeypatch.setattr(memory, "available_memory", lambda device: free)
+    result = treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64)
+    assert result.exit_code == 0, result.stderr
+    warning, hint, *_ = result.stderr.splitlines()
+    assert warning.startswith(f"warning: the weights need {view.amount(expanded)} expanded")
+    assert f"{view.amount(free)} are free on this CPU" in warning and "very slowly" in warning
+    assert hint.startswith("hint: close other programs, take a model with fewer parameters")
+    assert treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64, "-q").stderr == ""
+
+
+def test_without_a_chat_template_chatml_is_a_notice(treeflash, tmp_path, model):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(model.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatx"))
+    chat = treeflash("run", other, "hi", "-n", 2)
+    assert chat.stderr.startswith("There is no chat template in the file: plain ChatML is used. --raw")
+    assert "ChatML" not in treeflash("run", other, "hi", "-n", 2, "--raw").stderr
+    assert "ChatML" not in treeflash("run", model, "hi", "-n", 2).stderr
+    assert treeflash("run", other, "hi", "-n", 2, "--json").stderr == ""
 
 
 def test_missing_and_damaged_models(treeflash, tmp_path, model):
@@ -203,6 +254,9 @@ def test_unexpected_errors(treeflash, monkeypatch, model, problem, code, message
     result = treeflash("run", model, "hi")
     assert result.exit_code == code
     assert "Traceback" not in result.output and message in result.stderr
+    as_json = treeflash("run", model, "hi", "--json")
+    assert as_json.exit_code == code
+    assert json.loads(as_json.stdout)["error"]["message"].startswith(message or "interrupted before")
     if code == 70:
         assert "treeflash doctor" in result.stderr
         shown = treeflash("--debug", "run", model, "hi")

@@ -1,9 +1,18 @@
 """`treeflash show` on models of every family."""
 
+import io
 import json
+import sys
 
 import pytest
+import torch
 
+from treeflash.cli.show import show
+from treeflash.config import EngineConfig
+from treeflash.engine.memory import weight_sizes
+from treeflash.engine.session import Session
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.spec import ModelSpec
 from treeflash.tools.tiny import FAMILIES
 
 
@@ -19,9 +28,11 @@ def test_facts(treeflash, tiny_model, family):
     assert sum(row["weights"] for row in facts["types"]) == model["parameters"]["total"]
     assert memory[-1]["context"] == model["context_length"] == 4096
     for row in memory:
-        assert row["total"] == row["weights"] + row["recurrent"] + row["kv"]
-        per_token = 2 * 2 * model["layers"]["attention"] * model["kv_heads"] * model["head_dim"]
-        assert row["kv"] == row["context"] * per_token
+        for place, size in (("cpu", 4), ("gpu", 2)):
+            need = row[place]
+            assert need["total"] == need["weights"] + need["recurrent"] + need["kv"]
+            values = 2 * model["layers"]["attention"] * model["kv_heads"] * model["head_dim"]
+            assert need["kv"] == row["context"] * values * size
     assert facts["text"]["thinking"] and facts["text"]["chat_template"]
     assert [stop["token"] for stop in facts["text"]["stop_tokens"]] == ["<|endoftext|>", "<|im_end|>"]
     if family == "qwen35moe":
@@ -43,8 +54,52 @@ def test_as_a_person_sees_it(treeflash, tiny_model):
         "Q4_K",
         "Q6_K",
         "4,096",
+        "2.54 MiB as stored; loaded 15.52 MiB on a CPU (32 bits each), 7.78 MiB on a GPU (16)",
+        "context on a CPU on a GPU 4,096 19.57 MiB 9.83 MiB",
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mtp", [False, True])
+def test_memory_is_what_the_engine_plans_and_takes(treeflash, tiny_model, family, mtp):
+    if mtp and not family.startswith("qwen35"):
+        mtp = False  # other families have no prediction blocks
+    path = tiny_model(family, mtp=True) if mtp else tiny_model(family)
+    facts = json.loads(treeflash("show", path, "--json").stdout)
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        for place, dtype in (("cpu", torch.float32), ("gpu", torch.bfloat16)):
+            stored, expanded = weight_sizes(file, spec, dtype)
+            assert facts["stored_bytes"] == stored
+            assert facts["memory"][0][place]["weights"] == expanded
+    plan = Session.load(path, EngineConfig(device="cpu")).plan
+    need = facts["memory"][-1]["cpu"]
+    assert plan.expanded and plan.max_ctx == 4096
+    taken = (plan.weights, plan.recurrent, plan.kv_per_token * plan.max_ctx)
+    assert (need["weights"], need["recurrent"], need["kv"]) == taken
+
+
+@pytest.mark.parametrize("columns", [30, 45, 60, 80])
+def test_a_narrow_terminal_loses_nothing(monkeypatch, tiny_model, treeflash, columns):
+    path = tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m")
+    wide = treeflash("show", path).stdout
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "dumb")
+    show(str(path))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns and "…" not in stream.getvalue()
+    tables = wide[wide.index("Weights by type") :]
+    narrow = "\n".join(lines)
+    narrow = narrow[narrow.index("Weights by type") :].split()
+    assert sorted(set(tables.split())) == sorted(set(narrow) | ({"type"} if columns < 55 else set()))
 
 
 def test_a_file_we_cannot_run_is_still_described(treeflash, tiny_model, tmp_path):

@@ -78,6 +78,40 @@ def test_names_of_nothing(folder, name, message, hint):
     assert hint in caught.value.hint
 
 
+def test_a_link_to_nothing_is_named(folder):
+    for name in ("model.gguf", "user/repo", "qwen3.6-27b"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to("gone.gguf")
+        for find in (resolve, resolve_draft):
+            with pytest.raises(ModelNotFound) as caught:
+                find(name)
+            assert caught.value.message == f"{name} is a link to gone.gguf, which is not there"
+            assert caught.value.hint == ""
+
+
+@pytest.mark.parametrize("name", ["br/abc.ggu", "br/abc.guff", "br/abd.GGU", "br/abc"])
+def test_a_misspelt_file_of_a_folder_is_no_repository(folder, name):
+    touch(folder / "br/abc.gguf")
+    for find in (resolve, resolve_draft):
+        with pytest.raises(ModelNotFound, match=f"{name}: no such file") as caught:
+            find(name, offline=True)
+        assert caught.value.hint == ("" if name.endswith("GGU") else "did you mean br/abc.gguf?")
+
+
+@pytest.mark.parametrize("name", ["br/b", "br/Qwen3.5-GGUF", "elsewhere/a.ggu", "hf://br/abc"])
+def test_a_folder_of_a_users_name_hides_no_repository(folder, name):
+    touch(folder / "br/abc.gguf")
+    assert meaning(name).repo == RepoName(name.removeprefix("hf://"))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_this_folder(folder, name):
+    touch(folder / "a.gguf")
+    for find in (resolve, resolve_draft):
+        with pytest.raises(UsageError, match="the name of the model is empty"):
+            find(name)
+
+
 def cache_file(cache, repo, name):
     touch(cache / f"models--{repo.replace('/', '--')}/snapshots/abc/{name}")
 

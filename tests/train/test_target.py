@@ -113,5 +113,5 @@ def test_a_fresh_target_knows_nothing_and_can_learn() -> None:
 def test_the_shipped_shape_has_the_sizes_of_its_configuration() -> None:
     with torch.device("meta"):
         target = Target(TargetConfig())
-    assert sum(parameter.numel() for parameter in target.parameters()) == 57_657_580
+    assert sum(parameter.numel() for parameter in target.parameters()) == 41_234_760
     assert target.config.to_hf()["rope_parameters"]["mrope_section"] == [11, 11, 10]

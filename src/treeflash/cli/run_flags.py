@@ -48,7 +48,7 @@ Prompt = Annotated[
         "--prompt",
         "-p",
         help="What to answer. Standard input, unless it is a terminal, is added to it: "
-        "in a loop that reads a file, write </dev/null behind the command.",
+        "in a loop that reads a file, write `</dev/null` behind the command.",
     ),
 ]
 System = Annotated[str | None, _prompt("--system", "-s", help="Instructions that come before the prompt.")]

@@ -173,7 +173,9 @@ class Trainer:
         config = self._config
         pace = min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP), 1.0)
         tally = Tally.zero(self.spec.block_size - 1, self._target.device)
+        labels = max(1, int(batch.valid.sum()))
         for part in batch.split(self._micro):
+            share_of_labels = int(part.valid.sum()) / labels
             part = part.to(self._target.device)
             hidden = block_rows(self.model, self._reader, self._frozen, part)
             tally.merge(
@@ -183,7 +185,7 @@ class Trainer:
                     part.valid,
                     self._frozen.head,
                     kind=config.loss,
-                    scale=len(part) / len(batch),
+                    scale=share_of_labels,
                 )
             )
         parameters = list(self.model.parameters())
@@ -276,8 +278,8 @@ class Trainer:
             return
         state = _load(path, self._target.device)
         found, asked = state["spec"], asdict(self.spec)
-        for name in asked.keys() - {"source"}:
-            if found[name] != asked[name]:
+        for name in asked:
+            if name != "source" and found[name] != asked[name]:
                 raise UsageError(
                     f"{path}: the draft in it has {name} {found[name]}, now {asked[name]} is asked for",
                     "--resume needs the flags of the first run; -o names another folder",
