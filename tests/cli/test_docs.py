@@ -14,7 +14,7 @@ from tests.tools.hf_models import build_hf, save_hf
 ROOT = Path(__file__).parents[2]
 # Lines that need more than this test has: a package index, and half an hour for all other tests.
 ELSEWHERE = [
-    'pip install . && treeflash run -p "Write a haiku about trees."',
+    'pip install . && treeflash run -p "def fibonacci(n):"',
     "pip install -e '.[test]' && pytest -n 2",
 ]
 SHORT = ["-n", "3"]

@@ -201,18 +201,19 @@ def test_thinking_needs_a_switch_in_the_template(treeflash, tmp_path, model):
     assert result.exit_code == 2 and "no switch for thinking" in result.stderr
 
 
-def test_without_a_model_a_tiny_one_is_made(treeflash, tmp_path):
-    place = tmp_path / "cache/treeflash/tiny-random-v1.gguf"
-    first = treeflash("run", "-p", "hello", "-n", 5)
-    assert first.exit_code == 0
-    assert first.stderr.startswith("No model given: using a tiny random model, which writes nonsense.")
-    assert "draft" not in first.stderr
-    made = place.read_bytes()
-    place.write_bytes(made[:3000])
-    again = treeflash("run", "-p", "hello", "-n", 5)
-    assert again.stdout == first.stdout
-    assert place.read_bytes() == made
-    assert sorted(place.parent.iterdir()) == [place.with_name("step-costs.json"), place]
+def test_without_a_model_the_embedded_pair_answers(treeflash, tmp_path):
+    result = treeflash("run", "-p", "def fibonacci(n):", "-n", 120, "--json")
+    answer = json.loads(result.stdout)
+    code = answer["text"].split("```python\n")[1].split("```")[0]
+    namespace = {}
+    exec(code, namespace)
+    assert [namespace["fibonacci"](n) for n in range(1, 8)] == [1, 1, 2, 3, 5, 8, 13]
+    assert answer["draft"] and answer["stats"]["steps"] < 120
+    plain = json.loads(treeflash("run", "-p", "def fibonacci(n):", "-n", 120, "--json", "--no-draft").stdout)
+    assert plain["text"] == answer["text"]
+    assert plain["stats"]["acceptance_length"] == 1
+    told = treeflash("run", "-p", "Hello", "-n", 3)
+    assert told.stderr.startswith("No model given: using treeflash-40m")
 
 
 def test_the_environment_names_the_default(treeflash, monkeypatch, model):

@@ -91,7 +91,9 @@ def test_a_narrow_terminal_loses_nothing(monkeypatch, tiny_model, treeflash, col
 
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
+    # Without a height, rich takes a dumb terminal to be 80 columns wide.
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "40")
     monkeypatch.setenv("TERM", "dumb")
     show(str(path))
     lines = stream.getvalue().splitlines()

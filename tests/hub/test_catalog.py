@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from treeflash.errors import ModelFileError
+from treeflash.gguf.reader import GGUFFile
 from treeflash.hub import catalog
 from treeflash.hub.names import RepoName
-from treeflash.models.spec import FAMILIES
+from treeflash.models.draft_spec import DraftSpec
+from treeflash.models.spec import FAMILIES, ModelSpec
 
 CARDS = catalog.cards()
 GOOD = """\
@@ -41,7 +43,23 @@ def test_every_file_is_a_card_of_its_name():
         tomllib.loads(file.read_text())
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+FETCHED = [card for card in CARDS if card.pair is None]
+
+
+def test_the_embedded_pair_is_in_the_package():
+    (card,) = (card for card in CARDS if card.pair is not None)
+    sizes = [path.stat().st_size for path in (card.pair.target, card.pair.draft)]
+    assert min(sizes) > 1e6 and sum(sizes) <= 44e6
+    with GGUFFile.open(card.pair.target) as file:
+        spec = ModelSpec.from_gguf(file)
+        name = file.metadata["general.name"]
+    shape = {"architecture": spec.architecture, "width": spec.width, "layers": len(spec.layers)}
+    assert catalog.recognise([name], **shape) is card
+    with GGUFFile.open(card.pair.draft) as file:
+        DraftSpec.from_gguf(file).check_target(spec)
+
+
+@pytest.mark.parametrize("card", FETCHED, ids=lambda card: card.name)
 def test_values_make_sense(card):
     assert card.target is not None and card.target.quant == "Q4_K_M" and card.target.repo.endswith("-GGUF")
     assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b"))
@@ -56,7 +74,7 @@ def test_values_make_sense(card):
         assert 0 <= sampling.presence_penalty <= 2
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize("card", FETCHED, ids=lambda card: card.name)
 def test_a_card_knows_its_own_files_and_no_other_does(card):
     shape = {
         "architecture": card.match.architecture,

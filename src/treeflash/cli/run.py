@@ -10,7 +10,6 @@ import typer
 from treeflash.cli import report, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
-from treeflash.cli.default_model import NOTICE, default_model
 from treeflash.cli.footprint import BITS, footprint
 from treeflash.cli.interrupt import Interrupt, held
 from treeflash.cli.inventory import card_of
@@ -25,6 +24,8 @@ from treeflash.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
+
+EMBEDDED = "treeflash-40m"  # the card of the pair inside the package
 
 
 def run(
@@ -201,10 +202,8 @@ def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
 
 def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
     if name is None:
-        screen.notice(NOTICE)
-        with screen.waiting("Making the model"), held():
-            return Chosen(default_model(), card=None, known=False)
-    meant = meaning(name)
+        screen.notice(f"No model given: using {EMBEDDED}, the small one that comes with TreeFlash.")
+    meant = meaning(EMBEDDED if name is None else name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
     return Chosen(path, _card(path, meant, think=think), fetched=bar.began)
