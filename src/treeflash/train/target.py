@@ -254,9 +254,11 @@ class Target(nn.Module):
 
     def compile_layers(self) -> None:
         """Compiles each kind of layer once, and the head with the loss; shapes must then stay the same."""
+        # Triton 3.6 fails on one of these layers' persistent reductions (PassManager::run failed).
+        options: dict[str, Any] = {"triton.persistent_reductions": False}
         for layer in self.model.layers:
-            layer.compile(dynamic=False, fullgraph=True)
-        self._head = torch.compile(_head_loss, dynamic=False, fullgraph=True)
+            layer.compile(dynamic=False, fullgraph=True, options=options)
+        self._head = torch.compile(_head_loss, dynamic=False, fullgraph=True, options=options)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T], T a multiple of the chunk, to the head's input [B, T, width]."""
