@@ -73,6 +73,7 @@ def test_greedy_text_is_the_argmax_of_plain_forwards(target: Decoder) -> None:
     assert len(set(tokens)) > 3  # a model that repeats one token would prove nothing
     stats = done.stats.as_dict()
     assert (done.reason, stats["generated_tokens"], stats["steps"]) == ("length", 40, 39)
+    assert stats["plain_steps"] == 39
     assert stats["acceptance_length"] == 1.0
 
 

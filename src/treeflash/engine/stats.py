@@ -16,6 +16,7 @@ class RequestStats:
     step_tokens: int = (
         0  # tokens committed by steps; the first token comes from prefill and is not among them
     )
+    plain_steps: int = 0  # of the root alone: nothing was proposed, or nothing promised to pay
     verified_rows: int = 0  # of all steps together, roots included
     accepted_by_position: list[int] = field(default_factory=list)  # steps that accepted at least so many
     draft_s: float = 0.0
@@ -35,6 +36,7 @@ class RequestStats:
     def step_done(self, *, rows: int, committed: int) -> None:
         """`committed` of the step's rows, the root among them."""
         self.steps += 1
+        self.plain_steps += rows == 1
         self.verified_rows += rows
         self.step_tokens += committed
         accepted = max(0, committed - 1)
@@ -73,6 +75,7 @@ class RequestStats:
             "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
             "steps": self.steps,
+            "plain_steps": self.plain_steps,
             "acceptance_length": self.acceptance_length,
             "accepted_by_position": self.accepted_by_position,
             "rows_per_step": self.rows_per_step,
