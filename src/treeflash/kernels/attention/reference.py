@@ -35,14 +35,10 @@ def paged_attention(
 def _mask(lengths: Tensor, rows: int, span: int, visible: Tensor | None) -> Tensor:
     """[B, T, span] bool: what each row sees of its sequence."""
     if visible is None:
-        visible = (
-            torch.ones(rows, rows, dtype=torch.bool, device=lengths.device)
-            .tril()
-            .expand(len(lengths), -1, -1)
-        )
-    row = (
-        torch.arange(span, device=lengths.device) - lengths[:, None]
-    )  # of the step at each index; below 0: committed
+        chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
+        visible = chain.expand(len(lengths), -1, -1)
+    # Which row of the step lies at each index; below 0: committed text.
+    row = torch.arange(span, device=lengths.device) - lengths[:, None]
     staged = visible.gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
     return torch.where((row < rows)[:, None], staged, False) | (row < 0)[:, None]
 
