@@ -89,9 +89,7 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one(proposal: Proposal, nod
     large = build_tree(anchor, proposal, nodes=nodes).trimmed()
     assert large.weights[: len(small.weights)].tolist() == pytest.approx(small.weights.tolist())
     paths_of(
-        ScoredTree(
-            *(part[: len(small.tokens)] for part in (large.tokens, large.parents, large.weights, large.own))
-        )
+        ScoredTree(*(part[: len(small.tokens)] for part in (large.tokens, large.parents, large.weights)))
     )
 
 

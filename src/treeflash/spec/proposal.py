@@ -55,12 +55,11 @@ class ScoredTree:
     tokens: Tensor  # [T] int64, the anchor first
     parents: Tensor  # [T] int64
     weights: Tensor  # [T] log probability of the whole path to a row; 0 for the root
-    own: Tensor  # [T] log probability of the row's own token; 0 for the root
 
     def trimmed(self) -> "ScoredTree":
         """Without empty rows; their number has to come to the host for it."""
         rows = int((self.weights > -torch.inf).sum())
-        return ScoredTree(self.tokens[:rows], self.parents[:rows], self.weights[:rows], self.own[:rows])
+        return ScoredTree(self.tokens[:rows], self.parents[:rows], self.weights[:rows])
 
     @property
     def tree(self) -> DraftTree:
@@ -91,16 +90,14 @@ def build_tree(anchor: Tensor, proposal: Proposal, *, nodes: int, spine: float =
         on_chain = on_chain[:, parent] & (proposal.chains[:, depth, None] == token)
         numbers = torch.arange(len(weight), device=device)
         on_spine = on_spine[parent] & (numbers == 0)
-        found.append(
-            (weight, token, place[parent], own.reshape(-1)[kept.indices], on_spine & (weight >= spine))
-        )
+        found.append((weight, token, place[parent], on_spine & (weight >= spine)))
         place = numbers + count
         count += len(weight)
-    weight, token, parent, own, forced = (torch.cat(parts) for parts in zip(*found, strict=True))
+    weight, token, parent, forced = (torch.cat(parts) for parts in zip(*found, strict=True))
     # Stable sorts over nodes in order of depth: of equal weights the shallower comes first.
     order = torch.where(forced, 1.0, weight).argsort(descending=True, stable=True)[:nodes]
     order = order[weight[order].argsort(descending=True, stable=True)]
-    weight, token, parent, own = weight[order], token[order], parent[order], own[order]
+    weight, token, parent = weight[order], token[order], parent[order]
     row = torch.zeros(count + 1, dtype=torch.int64, device=device)  # the last entry is place -1, the root
     row[order] = torch.arange(1, len(order) + 1, device=device)
     alive = weight > -torch.inf
@@ -108,7 +105,6 @@ def build_tree(anchor: Tensor, proposal: Proposal, *, nodes: int, spine: float =
         tokens=torch.cat([anchor, torch.where(alive, token, anchor)]),
         parents=torch.cat([torch.full_like(anchor, -1), torch.where(alive, row[parent], -1)]),
         weights=torch.cat([weight.new_zeros(1), weight]),
-        own=torch.cat([own.new_zeros(1), own]),
     )
 
 
