@@ -208,10 +208,11 @@ def test_without_a_model_the_embedded_pair_answers(treeflash, tmp_path):
     namespace = {}
     exec(code, namespace)
     assert [namespace["fibonacci"](n) for n in range(1, 8)] == [1, 1, 2, 3, 5, 8, 13]
-    assert answer["draft"] and answer["stats"]["steps"] < 120
+    assert answer["draft"]
     plain = json.loads(treeflash("run", "-p", "def fibonacci(n):", "-n", 120, "--json", "--no-draft").stdout)
     assert plain["text"] == answer["text"]
     assert plain["stats"]["acceptance_length"] == 1
+    assert answer["stats"]["steps"] < plain["stats"]["steps"]
     told = treeflash("run", "-p", "Hello", "-n", 3)
     assert told.stderr.startswith("No model given: using treeflash-40m")
 
