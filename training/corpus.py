@@ -3,6 +3,7 @@
 import ast
 import json
 import lzma
+import random
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from documents import Dialogue, Document, dialogue, fenced
+from steps import as_steps, variants, with_other_numbers
 
 MAX_CHARACTERS = {"code_io": 4000, "topical": 20000}
 MAX_OTHERS = 6000
+# A word problem is also seen with other numbers, as often as this.
+GSM8K_VARIANTS = 8
+# A problem with other numbers may have no sound answer, but the target will give one.
+UNSOLVED = 4
 DEFINITION = re.compile(r"^.+ \((noun|verb|adjective|adverb)\): ")
 # What the code collection's authors wrote to their own annotators.
 BOILERPLATE = re.compile(
@@ -25,6 +31,8 @@ UNFIT = re.compile(
     r"democrats?|republicans?|communis\w+|terroris\w+|rap(e|ist))\b",
     re.IGNORECASE,
 )
+FORMULA = re.compile(r"(?<!\$)\$([^$\n]+)\$(?!\$)")
+MAX_FORMULA = 80
 ROLE = re.compile(r":[\w:+-]+:`([^`<]*?)\s*(?:<[^>]*>)?`")
 Item = Document | Dialogue
 
@@ -61,7 +69,7 @@ def _part(record: dict[str, Any], *, is_novel: bool) -> str:
     return "wordnet" if DEFINITION.match(answer) else "chatter"
 
 
-def items(part: str, record: dict[str, Any]) -> Iterator[Item]:
+def items(part: str, record: dict[str, Any], rng: random.Random) -> Iterator[Item]:
     """What a record gives: documents and dialogues."""
     if part == "novels":
         yield Document(part, record["t"].strip() + "\n", record["t"])
@@ -73,14 +81,62 @@ def items(part: str, record: dict[str, Any]) -> Iterator[Item]:
         messages = [(role, text.strip()) for role, text in record["m"]]
         while messages and messages[-1][0] != "assistant":
             messages.pop()
-        if messages:
+        if part in ("gsm8k", "math"):
+            yield from _worked(part, messages[0][1], messages[1][1], rng)
+        elif messages:
             yield from _dialogue(part, messages)
+
+
+def _worked(part: str, question: str, solution: str, rng: random.Random) -> Iterator[Item]:
+    """People's own solutions are read as text; the answers to give are short and all of one form."""
+    if "[asy]" in question + solution or len(question + solution) > MAX_OTHERS:
+        return
+    yield Document("worked", f"{question}\n\n{solution}\n", question)
+    if part == "math":
+        guess = _guess(question, solution)
+        if guess is not None:
+            yield dialogue(part, question, guess)
+        return
+    steps = as_steps(question, solution)
+    if steps is not None:
+        yield dialogue(part, question, steps)
+    for _, (other, fresh) in zip(range(GSM8K_VARIANTS), variants(question, solution, rng), strict=False):
+        yield dialogue(part, other, fresh, key=question)
+
+
+def _guess(question: str, solution: str) -> str | None:
+    """A model of this size does not solve such a problem: it says what is asked for, and that it guesses."""
+    answer, asked = _boxed(solution), FORMULA.findall(question)
+    if answer is None:
+        return None
+    if not asked or len(asked[-1]) > MAX_FORMULA:
+        return f"My best guess is ${answer}$."
+    return f"For ${asked[-1]}$ my best guess is ${answer}$."
+
+
+def _boxed(solution: str) -> str | None:
+    """The last `\\boxed{...}` with all that its braces hold."""
+    start = solution.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + 6, len(solution)):
+        depth += (solution[end] == "{") - (solution[end] == "}")
+        if depth == 0:
+            return solution[start : end + 1]
+    return None
+
+
+def more_prompts(part: str, record: dict[str, Any], rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Questions that nobody has solved, for the target to answer, and the keys they are held out by."""
+    if part in ("gsm8k", "math") and "[asy]" not in record["m"][0][1]:
+        question = record["m"][0][1].strip()
+        for _ in range(UNSOLVED):
+            yield with_other_numbers(question, rng), question
 
 
 def _dialogue(part: str, messages: list[tuple[str, str]]) -> Iterator[Dialogue]:
     request, answer = messages[0][1], messages[1][1]
-    if part == "math" and "[asy]" in request + answer:
-        return
     if part == "chatter" and any(UNFIT.search(text) for _, text in messages):
         return
     if part == "code_io" and not (request + answer).isascii():

@@ -1,10 +1,12 @@
 """Mathematics as dialogues: word problems, plain sums and LaTeX exercises; knows nothing about tokens."""
 
 import random
+from dataclasses import replace
 
 from algebra import algebra_problem
 from documents import Dialogue, dialogue
 from drills import drill
+from steps import as_steps
 from stories import Problem, story_problem
 
 KINDS = (("story", story_problem, 0.62), ("drill", drill, 0.18), ("algebra", algebra_problem, 0.2))
@@ -15,6 +17,12 @@ def mathematics_dialogue(rng: random.Random) -> Dialogue:
     """One problem with its solution; short sums come several to a dialogue."""
     (kind, make, _) = rng.choices(KINDS, [share for *_, share in KINDS])[0]
     problem = make(rng)
+    if kind == "story":
+        # A few scenarios tell their last step in words only: they stay as they are told.
+        steps = as_steps(problem.question, problem.solution)
+        problem = replace(
+            problem, solution=steps or f"{problem.solution.replace('#### ', 'The answer is ')}."
+        )
     if kind != "drill":
         question = rng.choice(PREFIXES) + problem.question if rng.random() < 0.06 else problem.question
         return dialogue(kind, question, problem.solution, key=problem.question)

@@ -31,34 +31,35 @@ from shards import HELD_OUT, Encoded, Job, Shard, is_held_out, make_shard, start
 from tokenizers import Tokenizer
 
 WORK = Path(__file__).parent / "work"
-# Percent of the tokens seen: 30 short Python, 15 library functions, 25 mathematics, 20 chat, 10 English.
+# Percent of the tokens seen: 28 short Python, 18 library functions, 26 mathematics, 18 chat, 9 English.
 WEIGHTS = {
-    "task_dialogues": 18.3, "task_sources": 6.5, "code_io": 5.0, "mbpp": 0.2,
-    "library": 11.0, "library_plain": 4.0,
-    "mathematics": 16.0, "gsm8k": 5.0, "math": 4.0,
-    "library_dialogues": 3.0, "topical": 5.0, "chatter": 0.15, "talk": 4.0, "wordnet": 2.5, "tldr": 4.5,
+    "task_dialogues": 18.0, "task_sources": 5.0, "code_io": 5.0, "mbpp": 0.2,
+    "library": 6.5, "library_plain": 3.0, "library_completions": 8.5,
+    "mathematics": 15.0, "gsm8k": 6.0, "math": 1.5, "worked": 4.0,
+    "library_dialogues": 3.0, "topical": 4.0, "chatter": 0.15, "talk": 4.0, "wordnet": 2.0, "tldr": 4.0,
     "manual_dialogues": 0.85,
-    "novels": 6.0, "manual": 3.0, "prose": 1.0,
+    "novels": 5.5, "manual": 3.0, "prose": 0.8,
 }  # fmt: skip
 # Percent of the tokens of the instruction phase.
 INSTRUCT = {
-    "task_dialogues": 44, "code_io": 4, "mbpp": 1, "library_dialogues": 8, "mathematics": 18, "gsm8k": 6,
-    "math": 5, "topical": 2.5, "chatter": 0.3, "talk": 6, "wordnet": 1.5, "tldr": 2.7, "manual_dialogues": 1,
+    "task_dialogues": 36, "code_io": 4, "mbpp": 1, "library_dialogues": 5, "library_completions": 13,
+    "mathematics": 16, "gsm8k": 10, "math": 3, "topical": 2, "chatter": 0.3, "talk": 6, "wordnet": 1,
+    "tldr": 2, "manual_dialogues": 0.7,
 }  # fmt: skip
 INSTRUCT_TOKENS = 0.12  # of the tokens seen
 # A short part is repeated in the instruction phase, but not more often.
 MAX_REPEATS = 4
 # Percent of the prompts.
 PROMPTS = {
-    "code": 19, "completion": 23, "explanation": 2, "code_io": 8, "mbpp": 1.5, "library_dialogues": 8,
-    "story": 8, "gsm8k": 11, "algebra": 4, "drill": 2, "math": 7, "talk": 2.5, "topical": 2, "chatter": 0.5,
-    "wordnet": 0.5, "tldr": 0.5, "manual_dialogues": 0.5,
+    "code": 9, "completion": 14, "explanation": 1, "code_io": 3, "mbpp": 0.5, "library_dialogues": 5,
+    "library_completions": 20, "story": 4, "gsm8k": 19, "algebra": 4, "drill": 1, "math": 13.5, "talk": 2,
+    "topical": 2, "chatter": 0.5, "wordnet": 0.5, "tldr": 0.5, "manual_dialogues": 0.5,
 }  # fmt: skip
 GENERATED = ("task_dialogues", "task_sources", "mathematics", "talk")
 # Talk is drawn from short lists: more of it would only repeat.
 MAX_GENERATED = {"talk": 4_000_000}
 # Copies of a function under other class names have other texts but one key.
-KEYED = ("library", "library_plain", "library_dialogues")
+KEYED = ("library", "library_plain", "library_completions", "library_dialogues")
 JOB_TOKENS, JOB_RECORDS, JOB_FILES = 400_000, 2_000, 200
 HELD_OUT_TOKENS = 200_000
 

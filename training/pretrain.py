@@ -4,7 +4,7 @@
     PYTHONPATH=src python training/pretrain.py --benchmark 20    speed and a profile, nothing is written
     PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    and then the same with --resume
 
-Writes target/ (a Hugging Face folder), log.jsonl, pretrain.json and, every two minutes, checkpoint.pt into
+Writes TreeFlash-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt into
 the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and the
 tokenizer's files there; knows nothing of how they were made.
 """
@@ -28,6 +28,7 @@ from treeflash.train.delta import CHUNK, fused_error
 from treeflash.train.muon import Muon
 from treeflash.train.target import Target, TargetConfig, save_target
 
+NAME = "TreeFlash-40M"  # of the folder, and so of the model
 WARM_UP, DECAY = 0.02, 0.4  # shares of the time: at the start, at the end
 INSTRUCT_ROWS = 0.8  # of a batch in the last phase; the rest stays general text
 ALIGNED_ROWS = 0.5  # of general text: rows that start where a document does, as prompts do
@@ -281,7 +282,7 @@ def train(run: Pretraining, started: float) -> bool:
 
 def finish(run: Pretraining) -> None:
     """The Hugging Face folder and the record of how it was made."""
-    options, folder = run.options, run.options.work / "target"
+    options, folder = run.options, run.options.work / NAME
     run.finished["end"] = run.evaluate()
     say(f"held-out loss at the end: {run.finished['end']:.4f}")
     ids = token_ids(options.work)

@@ -40,6 +40,7 @@ MAX_LINE_CHARACTERS = 120
 # A longer docstring is cut to its first paragraph.
 MAX_DOCSTRING_LINES = 12
 MAX_REQUEST_LINES = 30
+COMPLETION_SHARE = 0.6  # of the functions with a docstring; the others are read as they are
 MAX_FREE_NAMES = 2
 PROSE_CHARACTERS = (250, 4000)
 # Where a docstring stops being prose.
@@ -129,19 +130,25 @@ def _items(function: Function, rng: random.Random) -> Iterator[Document | Dialog
     if not function.summary:
         yield Document("library_plain", function.source + "\n", key)
         return
-    yield Document("library", function.source + "\n", key)
+    # To complete a function is to copy its head word for word: that is learnt on heads of every kind.
+    if rng.random() < COMPLETION_SHARE and function.source.count("\n") <= MAX_REQUEST_LINES:
+        request = _completion(function, rng)
+        yield dialogue("library_completions", request, fenced(function.source), key=key)
+    else:
+        yield Document("library", function.source + "\n", key)
     if not function.stands_alone or function.source.count("\n") > MAX_REQUEST_LINES:
         return
     if not 20 <= len(function.summary) <= 200 or not function.summary[0].isupper():
         return
-    if rng.random() < 0.6:
-        asked = rng.choice(
-            ("Complete this function:", "Complete the following Python function:", "Finish this code:")
-        )
-        request = f"{asked}\n{fenced(function.head)}"
-    else:
-        request = _wish(function)
+    request = _completion(function, rng) if rng.random() < 0.6 else _wish(function)
     yield dialogue("library_dialogues", request, fenced(function.source), key=key)
+
+
+def _completion(function: Function, rng: random.Random) -> str:
+    asked = rng.choice(
+        ("Complete this function:", "Complete the following Python function:", "Finish this code:")
+    )
+    return f"{asked}\n{fenced(function.head)}"
 
 
 def _wish(function: Function) -> str:

@@ -147,6 +147,9 @@ def make_shard(job: Job) -> Shard:
         kept = [item for item in items if not _forged(item)]
         builder.add([_triple(item, rng) for item in kept])
         prompts += (_prompt(item, rng) for item in kept if isinstance(item, Dialogue))
+    for part, record in job.records:
+        for question, key in corpus.more_prompts(part, record, rng):
+            prompts.append((part, fingerprint(key), [{"role": "user", "content": question}]))
     return Shard(builder.parts(), prompts, count, digest.hexdigest())
 
 
@@ -165,7 +168,7 @@ def _generate(job: Job, builder: _Builder, rng: random.Random) -> None:
 
 def _read(job: Job, rng: random.Random) -> Iterator[tuple[list[Item], str]]:
     for part, record in job.records:
-        yield list(corpus.items(part, record)), repr(record)
+        yield list(corpus.items(part, record, rng)), repr(record)
     for path in job.files:
         text = python_code.read_source(path)
         if text is not None:

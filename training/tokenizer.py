@@ -45,7 +45,8 @@ PATTERN = (
 # Megabytes of each part in the sample: the shares of the training mix, with the small texts in full.
 SAMPLE = {
     "task_dialogues": 6.0, "task_sources": 2.0, "code_io": 4.0, "mbpp": 0.2, "library": 6.0,
-    "library_plain": 2.0, "library_dialogues": 1.0, "mathematics": 3.0, "gsm8k": 4.0, "math": 2.5,
+    "library_plain": 2.0, "library_completions": 2.0, "library_dialogues": 1.0, "mathematics": 3.0,
+    "gsm8k": 1.5, "math": 0.5, "worked": 5.0,
     "topical": 4.0, "chatter": 0.1, "wordnet": 2.0, "tldr": 3.0, "manual": 2.0, "manual_dialogues": 1.0,
     "novels": 6.0, "prose": 1.5,
 }  # fmt: skip
@@ -129,7 +130,7 @@ def sample(corpus_file: Path, seed: int, *, scale: float = 1.0) -> dict[str, lis
     files = rng.sample(files, min(SAMPLED_FILES, len(files)))
     sources = (text for path in files if (text := python_code.read_source(path)) is not None)
     streams = itertools.chain(
-        (item for part, record in records for item in corpus.items(part, record)),
+        (item for part, record in records for item in corpus.items(part, record, rng)),
         (item for text in sources for item in python_code.items(text, rng)),
     )
     chosen: dict[str, list[str]] = defaultdict(list)

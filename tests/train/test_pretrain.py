@@ -117,7 +117,7 @@ def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -
     assert record["held_out_loss"]["general"] < 0.5 < np.log(SHAPE.vocabulary)
     last = json.loads((work / "log.jsonl").read_text().splitlines()[-1])
     assert last["phase"] == "instruct" and last["loss"] < 1.0 and last["minutes"] <= 0.4
-    convert(work / "target", work / "target.gguf", mix="f32")
+    convert(work / "TreeFlash-40M", work / "target.gguf", mix="f32")
     session = Session.load(work / "target.gguf", EngineConfig(max_ctx=256, device="cpu"))
 
     def says(**request: Any) -> str:
@@ -133,7 +133,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
 ) -> None:
     common = ["--work", str(work), "--minutes", "0.1", *FLAGS]
     pretrain.main([*common, "--pause-after", "0.04"], SHAPE)
-    assert "go on with --resume" in capsys.readouterr().out and not (work / "target").exists()
+    assert "go on with --resume" in capsys.readouterr().out and not (work / "TreeFlash-40M").exists()
     counts = torch.load(work / "checkpoint.pt", weights_only=True)["counts"]
     fresh = pretrain.Pretraining(pretrain.arguments(common), SHAPE)
     with pytest.raises(SystemExit, match="another shape"):
@@ -143,7 +143,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
     assert f"resumed at step {counts[0]}" in output
     steps = [json.loads(line)["step"] for line in (work / "log.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and steps[-1] > counts[0] > 0
-    assert (work / "target" / "model.safetensors").exists()
+    assert (work / "TreeFlash-40M" / "model.safetensors").exists()
 
 
 def test_the_learning_rate_rises_stays_and_falls(pretrain: ModuleType) -> None:

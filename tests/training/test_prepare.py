@@ -40,8 +40,8 @@ DIALOGUES = {
         "How can we add one?",
         "```python\n# main function\ndef main_solution(x):\n    return x + 1\n```",
     ),
-    "gsm8k": ("{n} dogs and 2 cats: how many pets?", "{n} + 2 = 5\n#### 5"),
-    "math": ("Compute ${n} + 1$.", r"It is $\boxed{4}$."),
+    "gsm8k": ("House{n} has {n} dogs and 2 cats: how many pets?", "There are {n} + 2 = {m} pets.\n#### {m}"),
+    "math": ("Compute $x{n} + 1$.", r"It is $\boxed{4}$."),
     "mbpp": (
         "Write a function to add {n}.\nYour code should pass: assert f(1) == 2",
         "```python\ndef f(x):return x+{n}\n```",
@@ -51,11 +51,15 @@ DIALOGUES = {
 }
 
 
+def _numbered(text: str, n: int) -> str:
+    return text.replace("{n}", str(n)).replace("{m}", str(n + 2))
+
+
 def records(count: int) -> list[dict[str, object]]:
     """A corpus with every kind of record in it, in the real one's order."""
     novels = [{"t": f"Chapter {n}. It was a dark and stormy night, and the rain fell."} for n in range(count)]
     dialogues = [
-        {"m": [["user", asked.replace("{n}", str(n))], ["assistant", answer.replace("{n}", str(n))]]}
+        {"m": [["user", asked.replace("{n}", str(n))], ["assistant", _numbered(answer, n)]]}
         for asked, answer in DIALOGUES.values()
         for n in range(count)
     ]
@@ -192,14 +196,17 @@ def test_the_converter_reads_the_vocabulary(tokenizer: tokenizers.Tokenizer, tmp
 def test_library_functions_are_cut_out_whole() -> None:
     text = SOURCE.format(n=7, long="A long text. " * 30, many="Further words.\n\n    " * 12)
     found = {}
-    for item in python_code.items(text, random.Random(0)):
-        found[item.kind if isinstance(item, Dialogue) else item.part] = item
-    assert set(found) == {"prose", "library", "library_dialogues", "library_plain"}
+    for seed in range(8):  # a function is either read or asked for
+        for item in python_code.items(text, random.Random(seed)):
+            found[item.kind if isinstance(item, Dialogue) else item.part] = item
+    assert set(found) == {"prose", "library", "library_completions", "library_dialogues", "library_plain"}
     code = found["library"].text
     assert compile_function(code, "documented_7")([1, 2]) == 10
     assert '"""Return the sum of the values and of 7, beginning with start."""' in code
     asked, answer = (content for _, content in found["library_dialogues"].messages)
     assert "documented_7" in asked and code.strip() in answer
+    asked, answer = (content for _, content in found["library_completions"].messages)
+    assert asked.endswith('start."""\n```') and answer == f"```python\n{code.strip()}\n```"
     assert "stub" not in found["library_plain"].text
 
 
@@ -209,12 +216,15 @@ def test_records_are_sorted_and_cleaned() -> None:
     items = {
         item.kind if isinstance(item, Dialogue) else item.part: item
         for part, record in labelled
-        for item in corpus.items(part, record)
+        for item in corpus.items(part, record, random.Random(0))
     }
     assert items["code_io"].messages[1][1] == "```python\ndef solution(x):\n    return x + 1\n```"
     assert items["mbpp"].messages[1][1] == "```python\ndef f(x):\n    return x + 1\n```"
     assert items["manual_dialogues"].messages[1][1].startswith("Return the sine of x, as `cos` would")
     assert items["tldr"].messages[1][1] == "`tool1 --file path`"
+    assert items["gsm8k"].messages[1][1] == "Step 1: 1 + 2 = 3\nThe answer is 3."
+    assert items["math"].messages[1][1] == r"For $x1 + 1$ my best guess is $\boxed{4}$."
+    assert items["worked"].text == "Compute $x1 + 1$.\n\nIt is $\\boxed{4}$.\n"
     assert items["topical"].messages[-1] == ("assistant", "1: Yes, I do.")
 
 

@@ -13,7 +13,7 @@ from treeflash.errors import UsageError
 from treeflash.kernels.sampling import draw
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
-from treeflash.state.sequences import SequenceStates
+from treeflash.state.sequences import PAGE, SequenceStates
 
 # Noise is keyed by position; sequences are kept apart by giving each a range of positions of its own.
 _POSITIONS = 1 << 32
@@ -118,7 +118,8 @@ def _step(target: Decoder, states: SequenceStates, active: dict[int, _Sequence])
     slots = torch.tensor(list(active), device=target.device)
     tokens = torch.tensor([[sequence.answer[-1]] for sequence in active.values()], device=target.device)
     for slot in active:
-        states.reserve(slot, 1)
+        if states.lengths[slot] % PAGE == 0:
+            states.reserve(slot, 1)
     step = Step.tree(slots, tokens, torch.full_like(tokens, -1), states.buffers.lengths[slots])
     hidden = target.forward(step, states.buffers).hidden[:, 0]
     states.commit(step, torch.zeros_like(slots))

@@ -25,8 +25,13 @@ from treeflash.train.files import read_json, write_json, write_whole
 
 INDEX = "index.json"
 _FORMAT = 1
-_SHARD = {"cuda": 1024, "cpu": 64}  # prompts: about a minute's work
-_SLOTS = 256  # answers at a time
+# Prompts: about a minute's work. The more, the more of them are of one length and read together, and the
+# less time passes with the last few answers of a shard alone.
+_SHARD = {"cuda": 16384, "cpu": 64}
+# Answers at a time: a GPU is idle with fewer, a CPU gains nothing from more. States of all of them may take
+# a quarter of the free memory.
+_SLOTS = {"cuda": 2048, "cpu": 64}
+_STATES = 0.25
 _LEAST_ANSWER = 2  # tokens: an anchor and a label
 _PADDING = 64  # lengths of batches are multiples of it, so that few shapes occur
 # A run of so many tokens that comes for the third time: from there on the answer goes in circles.
@@ -41,6 +46,7 @@ class Regeneration:
     max_tokens: int = 384  # of an answer
     temperatures: tuple[float, ...] = (0.0, 0.8)  # every prompt is answered once at each
     top_p: float = 0.95
+    top_k: int = 64  # 0: all; a full sort of the vocabulary costs as much as the target's pass
     seed: int = 0
 
 
@@ -132,6 +138,7 @@ def regenerate(
             sampling = SamplingParams(
                 temperature=temperature,
                 top_p=settings.top_p if temperature else 1.0,
+                top_k=settings.top_k if temperature else 0,
                 seed=settings.seed + number,
             )
             texts = []
@@ -158,12 +165,21 @@ def _answered(
         max_tokens=settings.max_tokens,
         sampling=sampling,
         stop_ids=target.tokenizer.stop_ids,
-        slots=min(_SLOTS, len(prompts)),
+        slots=min(_slots(target, settings), len(prompts)),
     )
     for index, answer in answers:
         number, prompt = prompts[index]
         text = (prompt + _finished(answer, settings.max_tokens, target.tokenizer.eos_id))[: settings.length]
         yield (number, text, len(prompt)) if len(text) - len(prompt) >= _LEAST_ANSWER else None
+
+
+def _slots(target: Target, settings: Regeneration) -> int:
+    most = _SLOTS[target.device.type]
+    if target.device.type != "cuda":
+        return most
+    free, _ = torch.cuda.mem_get_info(target.device)
+    each = target.spec.recurrent_bytes() + settings.length * target.spec.kv_bytes_per_token(16)
+    return max(1, min(most, int(_STATES * free) // each))
 
 
 def _write_shard(path: Path, texts: list[tuple[int, list[int], int]]) -> None:
