@@ -107,7 +107,8 @@ def answer(session: Session, recorder: Recorder, prompt: str, options: argparse.
 
 
 def suites(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    for name, prompt in SUITES.items():
+    for name in options.suites.split(","):
+        prompt = SUITES[name]
         items = read(options.data / name / "test.jsonl.gz", options.prompts)
         yield name, [prompt(item) for item in items]
 
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
+    parser.add_argument("--suites", default=",".join(SUITES), help="some of them, with commas between")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--budget", type=int, default=22)
