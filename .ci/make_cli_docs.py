@@ -38,6 +38,7 @@ TAIL = """\
 | `HF_TOKEN` | for gated and private repositories |
 | `HF_HUB_OFFLINE` | like `--offline` |
 | `NO_COLOR` | no colours |
+| `TREEFLASH_API_KEY` | the key of the server: `serve` asks for it, `chat --url` and `launch` send it |
 | `TREEFLASH_DEBUG` | like `--debug` |
 """
 

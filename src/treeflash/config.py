@@ -1,6 +1,7 @@
 """Settings as frozen values, and the only place that reads the environment."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,9 +32,25 @@ class EngineConfig:
     # Tokens; cuts fall on multiples of it, so that they are a function of the prompt.
     prefill_chunk: int = 512
     weights: Literal["auto", "expanded", "packed"] = "auto"
+    kv: Literal["auto", "f16", "bf16"] = "auto"  # auto: f16 on a GPU, 32 bits on a CPU
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
     draft: DraftConfig | None = None  # None: copies from the text alone
     costs: Path | None = None  # where measured step costs are kept from run to run
+    conversations: int = 2  # whose states are remembered for their next turn; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
+    model_name: str | None = None  # None: the file's own
+    cors_origins: tuple[str, ...] = ()  # beside this machine's own; "*": any
+    max_queue: int = 64  # requests that wait, beside the one that is answered
+    max_body: int = 32 << 20  # bytes of a request
+    thinking: bool | None = None  # for requests that say nothing; None: as the template decides
+    thinking_budget: int | None = None  # tokens
+    drain_s: float = 30.0  # what requests get to end when the server is told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,7 @@ class Environment:
     offline: bool
     no_color: bool
     debug: bool
+    api_key: str | None  # of a server of ours or another's
 
 
 def environment() -> Environment:
@@ -57,4 +75,10 @@ def environment() -> Environment:
         offline=switch("HF_HUB_OFFLINE"),
         no_color=bool(os.environ.get("NO_COLOR")),
         debug=switch("TREEFLASH_DEBUG"),
+        api_key=os.environ.get("TREEFLASH_API_KEY") or None,
     )
+
+
+def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
+    """What a program that we start finds around it."""
+    return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)

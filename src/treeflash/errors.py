@@ -10,7 +10,9 @@ TreeFlashError
 │   ├── UnsupportedQuant   a tensor of a type we cannot read
 │   └── UnsupportedModel   a sound file of an architecture or variant we do not run
 ├── TemplateFailed         the model's chat template refused the conversation
-└── ResourceError          memory or disk is too small for what was asked
+├── ResourceError          memory or disk is too small for what was asked
+└── Unavailable            the server cannot take a request now: it loads, it stops, its model is gone
+    └── QueueFull          as many requests wait as may
 """
 
 
@@ -73,3 +75,15 @@ class TemplateFailed(TreeFlashError):
 class ResourceError(TreeFlashError):
     exit_code = 6
     http_status = 507
+
+
+class Unavailable(TreeFlashError):
+    http_status = 503
+
+    def __init__(self, message: str, hint: str = "", *, retry_after_s: int = 5):
+        super().__init__(message, hint)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Unavailable):
+    http_status = 429

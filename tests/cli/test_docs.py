@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.chat_server import ChatServer, echo
 from tests.hub.fake_pairs import make_draft
 from tests.tools.hf_models import build_hf, save_hf
 
@@ -78,9 +79,17 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
         stdin = "y\n"
     elif arguments[0] == "run":
         arguments += SHORT
+    elif arguments[0] == "serve":
+        arguments += ["--print-config"]
+    elif arguments[0] == "chat":
+        arguments += [*SHORT, "--no-think"]
+        stdin = "hello\n"
     elif arguments[0] == "train":
         (workplace / "prompts.jsonl").write_text('{"prompt": "the"}\n{"prompt": "and"}\n')
         arguments += QUICK
-    result = treeflash(*arguments, stdin=stdin)
+    with ChatServer(echo) as server:
+        if "--url" in arguments:
+            arguments[arguments.index("--url") + 1] = server.url
+        result = treeflash(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.output
     assert result.stdout

@@ -25,7 +25,7 @@ def stats(**changes) -> RequestStats:
 
 
 def line(reason="stop", *, plain=False, drafted=True, sampled=True, interrupted=False, **changes) -> str:
-    finished = Finished(reason, [], stats(**changes))
+    finished = Finished(reason=reason, tokens=[], stats=stats(**changes))
     return report.line(finished, plain=plain, drafted=drafted, sampled=sampled, interrupted=interrupted)
 
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from treeflash.spec.draft import NoDrafter, Rank
+from treeflash.spec.draft import NoDrafter, Rank, TreeGuide
 from treeflash.spec.lookup import ContextLookup
 from treeflash.spec.proposal import Proposal, build_tree
 from treeflash.spec.tree import DraftTree
@@ -35,7 +35,9 @@ class Oracle(NoDrafter):
         if self._lookup is not None:
             self._lookup.append(tokens)
 
-    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+    def propose(
+        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
+    ) -> DraftTree:
         future = self._answer[position - self._start + 1 :][:15]
         if not future or limit < 2:
             return DraftTree.root(anchor)
@@ -63,7 +65,9 @@ class RandomTrees(NoDrafter):
         self._start, self._answer, self._vocabulary = prompt, answer, vocabulary
         self._choose = random.Random(seed)
 
-    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+    def propose(
+        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
+    ) -> DraftTree:
         choose, future = self._choose, self._answer[position - self._start + 1 :]
         tokens, parents, depths = [anchor], [-1], [0]
         for row in range(1, choose.randint(1, limit)):

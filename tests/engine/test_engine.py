@@ -12,7 +12,7 @@ from treeflash.errors import PromptTooLong, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
-from treeflash.spec.draft import NoDrafter, Rank
+from treeflash.spec.draft import NoDrafter, Rank, TreeGuide
 from treeflash.spec.tree import DraftTree
 from treeflash.state.sequences import SequenceStates
 
@@ -54,7 +54,9 @@ class Oracle(NoDrafter):
         super().__init__()
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
-    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+    def propose(
+        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
+    ) -> DraftTree:
         tokens, parents, spine = [anchor], [-1], 0
         start = position - len(PROMPT) + 1
         for place in range(start, len(self._text)):

@@ -10,7 +10,7 @@ from treeflash.config import EngineConfig
 from treeflash.engine.engine import Progress
 from treeflash.engine.memory import pick_device, plan_memory
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Finished, Session, Text, TextRequest
+from treeflash.engine.session import Finished, Session, Text, TextRequest, file_sampling
 from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
@@ -77,6 +77,23 @@ def test_stop_strings_cut_text_and_count(session: Session, length: int) -> None:
 def test_events_come_in_order(session: Session) -> None:
     kinds = [type(event) for event in session.generate(TextRequest(prompt="Hello", max_tokens=5))]
     assert kinds[0] is Progress and kinds[-1] is Finished and Finished not in kinds[:-1]
+
+
+def test_a_files_own_sampling_is_taken_where_no_card_is_known(tiny_model: Callable[..., Path]) -> None:
+    assert Session.load(tiny_model()).default_sampling == SamplingParams()
+    metadata = {
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 7.0,
+        "general.sampling.min_p": "much",
+    }
+    assert file_sampling(metadata) == SamplingParams(temperature=0.6, top_k=20)
+
+
+def test_token_ids_are_a_prompt_as_they_are(session: Session) -> None:
+    assert session.encode(TextRequest(prompt=[5, 6, 7])) == [5, 6, 7]
+    with pytest.raises(UsageError, match="token 999999 in the prompt"):
+        answer(session, prompt=[5, 999999])
 
 
 def test_bad_requests(session: Session, tiny_model: Callable[..., Path]) -> None:

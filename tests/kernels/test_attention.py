@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from treeflash.kernels.attention import paged_attention
-from treeflash.models.step import visibility
+from treeflash.models.step import Step, visibility
 
 PAGE = 4
 
@@ -42,7 +42,11 @@ def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, 
     q = torch.randn(2, rows, 6, 8, generator=generator)
     parents = torch.tensor([[-1] + [max(0, row - 2) for row in range(1, rows)]] * 2)
     visible = visibility(parents) if tree else None
-    out = paged_attention(q, keys, values, table, lengths, visible)
+    ancestors = Step.tree(lengths, parents, parents, lengths).ancestors if tree else None
+    gate = torch.randn(q.shape, generator=generator)
+    out = paged_attention(q, keys, values, table, lengths, ancestors)
+    gated = paged_attention(q, keys, values, table, lengths, ancestors, gate=gate)
+    assert torch.allclose(gated, out * gate.sigmoid())
     for item, length in enumerate(lengths.tolist()):
         k, v = (pool[table[item]].flatten(0, 1) for pool in (keys, values))
         for row in range(rows):

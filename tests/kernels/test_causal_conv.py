@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from treeflash.kernels.causal_conv import chunk_conv, conv_index, tree_conv
+from treeflash.kernels.causal_conv import chunk_conv, conv_index, split_heads, tree_conv
 from treeflash.models.step import visibility
 
 
@@ -26,17 +26,54 @@ def test_chunk(rows: int, width: int) -> None:
         assert torch.equal(new[item], series[-(width - 1) :])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 30])
-def test_tree_rows_see_their_own_path(rows: int) -> None:
-    choose = random.Random(rows)
+@pytest.mark.parametrize(("rows", "counts"), [(1, (0, 1)), (2, (1, 2)), (5, (0, 0)), (30, (6, 1))])
+def test_tree_rows_see_their_own_path(rows: int, counts: tuple[int, int]) -> None:
+    """Two trees in slots of their own, below paths of the trees before them."""
+    key_heads, value_heads, dim, saved, length = 1, 2, 4, 30, max(counts)
+    channels, choose = (2 * key_heads + value_heads) * dim, random.Random(rows)
     parents = torch.tensor([[-1] + [choose.randrange(row) for row in range(1, rows)] for _ in range(2)])
-    inputs, window, weight = torch.randn(2, rows, 5), torch.randn(2, 3, 5), torch.randn(5, 4)
-    index = conv_index(parents, 4)
-    out, visible = tree_conv(inputs, window, weight, index), visibility(parents)
-    for item in range(2):
+    path = torch.tensor([sorted(choose.sample(range(saved), length)) for _ in range(2)], dtype=torch.int64)
+    slots, count, visible = torch.tensor([2, 0]), torch.tensor(counts), visibility(parents)
+    window, stash = torch.randn(3, 3, channels), torch.randn(3, saved, channels)
+    gates = torch.randn(3, saved, 2, value_heads)
+    old_window, old_stash, old_gates = window.clone(), stash.clone(), gates.clone()
+    inputs, weight = torch.randn(2, rows, channels), torch.randn(channels, 4)
+    alpha, beta = torch.randn(2, 2, rows, value_heads)
+    decay, bias = -torch.rand(value_heads), torch.randn(value_heads)
+    q, k, v, g, strength = tree_conv(
+        inputs,
+        alpha,
+        beta,
+        weight,
+        decay,
+        bias,
+        window=window,
+        tree_inputs=stash,
+        tree_gates=gates,
+        slots=slots,
+        path=path,
+        count=count,
+        index=conv_index(parents, 4, count, length),
+        key_heads=key_heads,
+    )
+    for item, (slot, taken) in enumerate(zip(slots.tolist(), counts, strict=True)):
+        before = torch.cat([old_window[slot], old_stash[slot, path[item, :taken]]])
+        assert torch.equal(window[slot], before[-3:])
+        assert torch.equal(stash[slot, :rows], inputs[item])
+        assert torch.equal(g[item, :taken], old_gates[slot, path[item, :taken], 0])
+        assert torch.equal(strength[item, :taken], old_gates[slot, path[item, :taken], 1])
+        assert torch.equal(torch.stack([g, strength], 2)[item, length:], gates[slot, :rows])
+        if taken:
+            expected = split_heads(along(before, weight)[None], key_heads, dim)
+            for found, wanted in zip((k, v), expected[1:], strict=True):
+                assert torch.allclose(found[item, :taken], wanted[0], atol=1e-5)
         for row in range(rows):
-            series = torch.cat([window[item], inputs[item, visible[item, row]]])
-            assert torch.allclose(out[item, row], along(series, weight)[-1], atol=1e-6)
-            # What a commit of this row takes as the new window.
-            both = torch.cat([window[item], inputs[item]])
-            assert torch.equal(both[index[item, row, 1:]], series[-3:])
+            series = torch.cat([before, inputs[item, visible[item, row]]])
+            wanted = split_heads(along(series, weight)[None, -1:], key_heads, dim)
+            for found, other in zip(
+                (q[item, row], k[item, length + row], v[item, length + row]), wanted, strict=True
+            ):
+                assert torch.allclose(found, other[0, 0], atol=1e-5)
+    assert torch.allclose(g[:, length:], decay * torch.nn.functional.softplus(alpha + bias))
+    assert torch.allclose(strength[:, length:], beta.sigmoid())
+    assert bool((strength[:, :length][torch.arange(length) >= count[:, None]] == 0).all())

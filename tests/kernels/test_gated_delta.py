@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.kernels.gated_delta import chunk_delta, fold, tree_delta
+from treeflash.kernels.gated_delta import advance, chunk_delta, tree_delta
 from treeflash.kernels.norm_rope import l2_norm
-from treeflash.models.step import visibility
+from treeflash.models.step import Step, visibility
 
 TOLERANCE = 1e-10  # float64: what is left is rounding
 
@@ -56,21 +56,38 @@ def test_chunk_is_the_recurrence(tokens: int) -> None:
         assert (state[item] - recurrence(x, list(range(tokens)), item)[1]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 23, 64])
-def test_tree_rows_and_commit_are_the_recurrence_along_their_paths(rows: int) -> None:
-    x, choose = make(2, rows, seed=rows), random.Random(rows)
+@pytest.mark.parametrize(("rows", "path"), [(1, 0), (1, 1), (2, 3), (7, 1), (23, 0), (64, 9)])
+def test_a_path_and_the_tree_below_it_are_the_recurrence(rows: int, path: int) -> None:
+    """Of three slots two have a tree; the second one's path is a row shorter."""
+    x, choose = make(2, path + rows, seed=rows), random.Random(rows)
     parents = torch.tensor([[-1] + [choose.randrange(row) for row in range(1, rows)] for _ in range(2)])
+    step = Step.tree(torch.tensor([2, 0]), parents, parents, torch.zeros(2, dtype=torch.int64))
+    assert step.ancestors is not None
+    count = torch.tensor([path, max(0, path - 1)])
+    state = torch.cat([x["state"].flip(0), x["state"]])[[0, 3, 1]]  # slot 2 and slot 0 are x's
+    state[2], state[0] = x["state"][0], x["state"][1]
+    before = state.clone()
+    inputs = [x[name] for name in ("k", "v", "g", "beta")]
+    out = tree_delta(
+        x["q"][:, path:], *inputs, state, slots=step.slots, count=count, ancestors=step.ancestors
+    )
     visible = visibility(parents)
-    before = x["state"].clone()
-    out, writes, decay = tree_delta(**x, visible=visible)
-    assert torch.equal(x["state"], before)
-    for item in range(2):
+    for item, (slot, taken) in enumerate(zip((2, 0), count.tolist(), strict=True)):
+        committed = list(range(taken))
         for row in range(rows):
-            path = visible[item, row].nonzero()[:, 0].tolist()
-            assert (out[item, row] - recurrence(x, path, item)[0]).abs().max() < TOLERANCE
-    last = torch.tensor([choose.randrange(rows), -1])
-    accepted = visible[torch.arange(2), last.clamp(min=0)] & (last >= 0)[:, None]
-    fold(x["state"], x["k"], writes, decay, last, accepted)
-    path = accepted[0].nonzero()[:, 0].tolist()
-    assert (x["state"][0] - recurrence({**x, "state": before}, path, 0)[1]).abs().max() < TOLERANCE
-    assert torch.equal(x["state"][1], before[1])
+            above = committed + [path + i for i in visible[item, row].nonzero()[:, 0].tolist()]
+            assert (out[item, row] - recurrence(x, above, item)[0]).abs().max() < TOLERANCE
+        assert (state[slot] - recurrence(x, committed, item)[1]).abs().max() < TOLERANCE
+    assert torch.equal(state[1], before[1])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_a_commit_is_the_recurrence_and_empty_rows_change_nothing(rows: int) -> None:
+    x = make(2, rows, seed=rows)
+    before = x["state"].clone()
+    kept = max(0, rows - 3)  # of the second sequence: the rows behind its path are empty
+    x["g"][1, kept:], x["beta"][1, kept:] = 0, 0
+    advance(x["state"], x["k"], x["v"], x["g"], x["beta"])
+    for item, count in enumerate((rows, kept)):
+        expected = recurrence({**x, "state": before}, list(range(count)), item)[1]
+        assert (x["state"][item] - expected).abs().max() < TOLERANCE

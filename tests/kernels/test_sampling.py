@@ -5,7 +5,18 @@ import math
 import pytest
 import torch
 
-from treeflash.kernels.sampling import draw, filtered, gumbel, philox
+from treeflash.kernels.sampling import (
+    DrawState,
+    draw,
+    draw_rows,
+    filtered,
+    gumbel,
+    penalised,
+    philox,
+    rank,
+    rank_rows,
+)
+from treeflash.kernels.sampling.reference import fixed_exp
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -116,3 +127,42 @@ def test_a_negative_control_fails_the_same_chi_square() -> None:
     logits = torch.tensor([2.0, 1.5, 1.0, 0.3]).expand(1000, -1)
     tokens = draw(logits, torch.zeros(1000, dtype=torch.int64), seed=5, **PLAIN)
     assert len(tokens.unique()) == 1
+
+
+def test_of_equal_logits_the_lower_ids_are_kept() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 3.0, 1.0]])
+    for options, kept in (({"top_k": 4}, [1, 4, 0, 2]), ({"top_p": 0.88}, [1, 4, 0, 2])):
+        scores, ids = filtered(logits, **{**PLAIN, **options})
+        assert ids[0, scores[0] > -torch.inf].tolist() == kept
+
+
+def test_whole_number_weights_are_exponentials() -> None:
+    scores = -torch.rand(10_000) * 12
+    exact = scores.double().exp()
+    assert float((fixed_exp(scores) * 2.0**-40 / exact - 1).abs().max()) < 3e-6
+    assert fixed_exp(torch.tensor([0.0, -29.0, -torch.inf])).tolist() == [2**40, 0, 0]
+
+
+def test_a_request_in_tensors_draws_as_one_in_numbers() -> None:
+    torch.manual_seed(4)
+    logits, positions = torch.randn(3, 50) * 2, torch.tensor([7, 8, 8])
+    tokens, ancestors = torch.tensor([5, 6, 6]), torch.tensor([0b001, 0b011, 0b101])
+    filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    penalties = {"repetition": 1.5, "presence": 0.5, "frequency": 0.25}
+    bias = {"biased": torch.tensor([3, 4]), "bias": torch.tensor([4.0, -torch.inf])}
+    state = DrawState.empty(3, 50, "cpu")
+    state.ask(**filters, **penalties, **bias, seed=2**64 - 3, prompt=torch.tensor([0, 1]))
+    state.written[6] = 3
+    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
+    seen = penalised(logits, state.prompt, state.written, tokens, visible, **penalties)
+    seen[:, 3] += 4
+    seen[:, 4] = -torch.inf
+    wanted = draw(seen, positions, seed=2**64 - 3, **filters)
+    assert torch.equal(draw_rows(logits, positions, tokens, ancestors, state, None), wanted)
+    # A draft's rows have the anchor alone above them.
+    state.ask(**filters, seed=11)
+    ids, scores = rank_rows(logits, positions, tokens[:1], 30, state, None)
+    few, own = rank(logits, positions, count=30, seed=11, **filters)
+    width = int((own > -torch.inf).sum(-1).min())
+    assert torch.equal(ids[:, :width], few[:, :width]) and torch.equal(scores[:, :width], own[:, :width])
+    assert ids.shape == (3, 30) and bool((ids[scores == -torch.inf] == 0).all())

@@ -225,6 +225,21 @@ def test_no_place_of_a_ring_is_written_twice(target: ModelSpec, tmp_path: Path) 
     assert buffers.starts.tolist() == [30, 84]
 
 
+def test_what_is_not_committed_is_not_appended(target: ModelSpec, tmp_path: Path) -> None:
+    """The number of committed rows as a tensor: the same as appending so many, in rings that wrap."""
+    save_draft(tmp_path, draft_config(target, layer_types=SLIDING, sliding_window=13))
+    draft = DFlashDraft.load(tmp_path, target)
+    one, other = (poisoned(draft) for _ in range(2))
+    slot, size = torch.zeros(1, dtype=torch.int64), len(draft.spec.taps) * target.width
+    for number, count in enumerate((5, 9, 0, 4, 1, 9)):
+        features = random_rows(1, 9, size, seed=number)
+        draft.append(features[:, :count], slot, one)
+        draft.append(features, slot, other, count=torch.tensor([count]))
+        assert torch.equal(one.lengths, other.lengths)
+        for a, b in zip(one.keys + one.values, other.keys + other.values, strict=True):
+            assert torch.allclose(a, b, atol=1e-6, equal_nan=True)
+
+
 def test_slots_do_not_mix(target: ModelSpec, tmp_path: Path) -> None:
     """Three sequences of different lengths, appended to and run together in changing company."""
     config = draft_config(target, layer_types=SLIDING, sliding_window=13)

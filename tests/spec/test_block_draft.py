@@ -107,3 +107,25 @@ def test_open_forgets_everything(tiny_model: Callable[..., Path], tmp_path: Path
     proposer.check(3)
     proposer.append(80, seed=5)
     proposer.check(3)
+
+
+@pytest.mark.parametrize("length", [5, 13, 29, 30, 77])
+def test_a_saved_ring_goes_on_as_the_original_did(
+    length: int, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Shorter than the window, as long as the rings, and longer than they are."""
+    proposer = Proposer(tiny_model("qwen35"), tmp_path)
+    proposer.append(length, seed=1)
+    saved = proposer.block.save()
+    for attempt in range(2):
+        # What the ring held meanwhile, and what still waited, is gone.
+        proposer.open()
+        proposer.append(90 + attempt, seed=7)
+        proposer.check(4)
+        proposer.append(3, seed=8)
+        proposer.open()
+        proposer.append(length, seed=1)
+        proposer.block.restore(saved)
+        proposer.check(3)
+        proposer.append(20, seed=3)
+        proposer.check(5)

@@ -1,6 +1,7 @@
 """The controller at work on a made-up clock: never much slower than plain decoding, and back when it pays."""
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -161,3 +162,63 @@ def test_silence_is_named_in_words() -> None:
 
 def test_without_a_draft_nothing_is_asked_and_plain_text_costs_nothing() -> None:
     assert clock(novel(1500), None).run(1200) >= 0.99
+
+
+class KnownTokens:
+    """Forbids what the text never has; may know what has to come."""
+
+    def __init__(self, coming: list[int] | None = None):
+        self._coming = coming or []
+
+    def forced(self, limit: int) -> list[int]:
+        return self._coming[:limit]
+
+    def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        kept: list[int] = []
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if row == 0 or (parent in kept and token < VOCABULARY):
+                kept.append(row)
+        return kept
+
+
+@pytest.mark.parametrize("options", [{}, {"chain": True}, {"budget": 5}])
+def test_forbidden_branches_are_never_proposed(options: dict) -> None:
+    text = novel(200)
+    for right, coming in ((0.6, []), (0.0, text[1:6]), (0.6, text[1:4])):
+        run = clock(text, right, adaptive=False, **options)
+        tree = run.drafter.propose(text[0], 0, 64, None, KnownTokens(coming))
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        assert tokens[0] == text[0] and parents[0] == -1
+        assert all(token < VOCABULARY for token in tokens)
+        assert all(0 <= parent < row for row, parent in enumerate(parents) if row)
+        assert len(tokens) <= options.get("budget", 22) + 1
+        if not options.get("chain"):
+            path = walk(tokens, parents, [text[depth + 1] for depth in depths_of(parents)])
+            assert len(path.rows) > len(coming)
+        # Rows are still those of the tree that the drafter learns from.
+        run.drafter.append([text[0]], torch.zeros(1, 0))
+        run.drafter.learn(Outcome(len(tokens), [0], [text[1]], 0.1, 1.0))
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def test_forced_text_is_copied_without_a_draft() -> None:
+    text = novel(50)
+    run = clock(text, None, adaptive=False)
+    tree = run.drafter.propose(text[0], 0, 64, None, KnownTokens(text[1:8]))
+    assert tree.tokens.tolist() == text[:8]
+    assert run.drafter.propose(text[0], 0, 1, None, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
+
+
+def test_a_restored_drafter_copies_from_the_text_before() -> None:
+    phrase = novel(30)
+    run = clock([*phrase, *phrase], None)
+    run.drafter.restore([*phrase, *phrase[:10]], None)
+    run.drafter.learn(Outcome(1, [0], [phrase[10]], 0.0, 1.0))
+    tree = run.drafter.propose(phrase[10], 40, 8, None)
+    assert tree.tokens.tolist() == phrase[10:18]

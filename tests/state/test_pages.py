@@ -13,3 +13,17 @@ def test_lowest_pages_first_and_back_again() -> None:
     pages.release(0)
     assert pages.take(1, 3) == [0, 1]
     assert pages.owned == [[], [2, 0, 1]]
+
+
+def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
+    pages = PageAllocator(2)
+    pages.grow(4)
+    pages.take(0, 3)
+    pages.hold([0, 1])
+    pages.release(0)
+    assert pages.missing(1, 3) == 1
+    pages.adopt(1, [0, 1])
+    pages.drop([0, 1])
+    assert pages.take(1, 4) == [2, 3]
+    pages.release(1)
+    assert pages.missing(0, 4) == 0

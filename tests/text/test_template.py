@@ -285,3 +285,17 @@ def test_a_growing_conversation_keeps_its_boundaries():
         conversation.append({"role": "assistant", "content": f"<think>\nhm\n</think>\n\nanswer {turn}"})
         assert len(rendered.boundaries) <= 9
     assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+
+
+def test_the_last_question_has_a_boundary_of_its_own():
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        ASK,
+        *({"role": "assistant", "content": f"Step {i}."} for i in range(12)),
+    ]
+    rendered = TEMPLATE.render(conversation, boundaries=True)
+    assert rendered.question in rendered.boundaries
+    assert rendered.text[: rendered.question].endswith("Hi<|im_end|>\n")
+    assert TEMPLATE.is_control_at(rendered.text, rendered.question)
+    assert not TEMPLATE.is_control_at(rendered.text, rendered.question - 1)
+    assert TEMPLATE.render(conversation).question is None

@@ -8,13 +8,17 @@ import typer
 
 import treeflash
 from treeflash.cli import view
+from treeflash.cli.chat import chat
 from treeflash.cli.command import BROKEN_PIPE, Command, Program, tell
 from treeflash.cli.convert import convert
 from treeflash.cli.doctor import doctor
+from treeflash.cli.grow import grow
+from treeflash.cli.launch import launch
 from treeflash.cli.listing import list_models
 from treeflash.cli.pull import pull
 from treeflash.cli.remove import remove
 from treeflash.cli.run import run
+from treeflash.cli.serve import serve, stop
 from treeflash.cli.show import show
 from treeflash.cli.streams import OutputFailed, abandon, delivered, mend
 from treeflash.cli.train import train
@@ -50,11 +54,16 @@ def common(
 
 
 app.command("run", cls=Command, rich_help_panel="Use a model")(run)
+app.command("chat", cls=Command, rich_help_panel="Use a model")(chat)
+app.command("serve", cls=Command, rich_help_panel="Use a model")(serve)
+app.command("stop", cls=Command, rich_help_panel="Use a model")(stop)
+app.command("launch", cls=Command, rich_help_panel="Use a model")(launch)
 app.command("show", cls=Command, rich_help_panel="Use a model")(show)
 app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
 app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
 app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)
 app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
+app.command("grow", cls=Command, rich_help_panel="Prepare")(grow)
 app.command("train", cls=Command, rich_help_panel="Prepare")(train)
 app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 

@@ -246,19 +246,23 @@ def _generate(
     session: "Session", request: "TextRequest", answer: view.Answer, screen: view.Screen
 ) -> "Finished | None":
     """Shows the answer as it comes; None where it had to be stopped by force."""
-    from treeflash.engine.engine import Progress
-    from treeflash.engine.session import Finished, Text
+    from treeflash.engine.requests import Finished, Progress, Reasoning, Text
 
-    finished = None
+    finished, thinking = None, False
     try:
         with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
             for event in session.generate(request):
                 match event:
                     case Progress(done, total):
                         bar.update(done, total)
-                    case Text(piece):
+                    case Reasoning(piece):
                         bar.stop()
                         answer.write(piece)
+                        thinking = True
+                    case Text(piece):
+                        bar.stop()
+                        answer.write(f"\n\n{piece}" if thinking else piece)
+                        thinking = False
                     case Finished():
                         finished = event
     except PromptTooLong as error:

@@ -44,8 +44,10 @@ def delta_rule(device: torch.device) -> float:
     split = tokens - 6
     empty = torch.zeros(1, value_heads, dim, dim, device=device)
     head, middle = chunk_delta(*(x[:, :split] for x in inputs), empty)
-    visible = torch.ones(1, 6, 6, dtype=torch.bool, device=device).tril()
-    tail = tree_delta(*(x[:, split:] for x in inputs), middle, visible)[0]
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    chain = (2 << torch.arange(tokens - split, device=device)[None]) - 1
+    rows = (x[:, split:].contiguous() for x in inputs)
+    tail = tree_delta(*rows, middle, slots=none, count=none, ancestors=chain)
     return _error(torch.cat([head, tail], 1)[0], torch.stack(wanted))
 
 

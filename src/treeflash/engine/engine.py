@@ -1,14 +1,18 @@
 """The loop: prefill a prompt, then propose, verify, walk, commit. Knows no text, no threads, no I/O."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from treeflash.engine.guide import Guide, Mask
 from treeflash.engine.memory import kv_dtype
+from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
+from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
@@ -16,7 +20,7 @@ from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome
 from treeflash.spec.verify import walk
-from treeflash.state.sequences import SequenceStates
+from treeflash.state.sequences import PAGE, SequenceStates
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -30,14 +34,11 @@ class Request:
     # Sees each batch of committed tokens; a number ends the request with that many of them delivered.
     cut: Callable[[list[int]], int | None] = lambda tokens: None
     cancelled: Callable[[], bool] = lambda: False  # asked at every prefill chunk and every step
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Prompt tokens processed so far."""
-
-    done: int
-    total: int
+    guide: Guide | None = None  # which tokens may follow
+    draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
+    trees: bool = False  # report every step's tree
+    # Behind how many of the prompt's tokens a state is worth keeping; None: nothing of this request is.
+    boundaries: Mapping[int, Kind] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,23 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """One step's tree, and which of its rows were kept."""
+
+    tokens: list[int]
+    parents: list[int]
+    accepted: list[int]
+    draft_s: float
+    step_s: float  # the draft included
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     reason: FinishReason
     stats: RequestStats
 
 
-Event = Progress | Tokens | Done
+Event = Progress | Tokens | Tree | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +76,17 @@ class _Verified:
     step: Step
     features: Tensor  # [T, taps * width]
     logits: Tensor  # [T, vocabulary]
+    row_tokens: list[int]
+    parents: list[int]
     rows: list[int]  # accepted, the root first
     tokens: list[int]  # decided: those of the accepted rows below the root, and the target's own next
     start: float  # when the step began
     proposed: float  # when its tree was there
+
+    def tree(self, count: int) -> Tree:
+        """To be shown, with the first `count` of the accepted rows."""
+        draft_s, step_s = self.proposed - self.start, time.perf_counter() - self.start
+        return Tree(self.row_tokens, self.parents, self.rows[:count], draft_s, step_s)
 
 
 class Engine:
@@ -79,7 +98,10 @@ class Engine:
         prefill_chunk: int = 512,
         drafter: Drafter | None = None,
         max_rows: int = 1,
+        kv_format: str = "auto",
+        conversations: int = 0,
     ):
+        """`conversations`: how many to remember the states of."""
         assert 1 <= max_rows <= MAX_ROWS
         self.target = target
         self.max_ctx = max_ctx
@@ -92,9 +114,10 @@ class Engine:
             max_ctx=max_ctx,
             max_rows=max_rows,
             device=target.device,
-            kv_dtype=kv_dtype(target.device),
+            kv_dtype=kv_dtype(target.device, kv_format),
             input_dtype=target.dtype,
         )
+        self.prefixes = PrefixCache(self.states.forget, conversations=conversations)
 
     def generate(self, request: Request) -> Generator[Event]:
         """Progress while the prompt is read, Tokens as they are committed, and Done at the end.
@@ -129,9 +152,10 @@ class Engine:
     @torch.inference_mode()
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
         hidden, done = None, 0
+        stats.cached_tokens = self._resume(request, slot)
         for last, count in self._prefill(request, slot):
             hidden, done = last, count
-            yield Progress(done, len(request.prompt))
+            yield Progress(done, len(request.prompt), stats.cached_tokens)
         if hidden is None or done < len(request.prompt) or request.cancelled():
             yield Done("cancelled", stats)
             return
@@ -143,7 +167,8 @@ class Engine:
                 "the model's logits behind this prompt are not finite numbers: its weights are damaged",
                 "fetch the file again, or try --device cpu",
             )
-        fresh, verified = self._first(logits, len(request.prompt), sampler), None
+        fresh, verified = self._first(logits, request, sampler), None
+        text = list(request.prompt)
         undecided: list[int] = []  # the anchor, which the sampler meets again as the root of the next tree
         while True:
             cut = _cut(fresh, request, limit - stats.generated_tokens)
@@ -153,62 +178,105 @@ class Engine:
                 logits = verified.logits[verified.rows]
                 self._commit(slot, verified, cut.rows, stats)
             stats.generated_tokens += len(cut.tokens)
+            text += cut.tokens
+            if verified is not None and request.trees:
+                yield verified.tree(cut.rows)
             if cut.tokens:
                 yield Tokens(cut.tokens, _logprobs(sampler, logits, cut.tokens))
             reason = cut.reason or ("cancelled" if request.cancelled() else None)
             if reason is not None:
                 stats.notes = self._drafter.notes()
+                self._remember(request, text[: self.states.lengths[slot]], "answer", slot)
                 yield Done(reason, stats)
                 return
             undecided += fresh
             sampler.accept(undecided[:-1])
             undecided = undecided[-1:]
-            verified = self._step(slot, undecided[0], sampler, stats)
+            verified = self._step(slot, undecided[0], request, sampler, stats)
             fresh = verified.tokens
+
+    def _resume(self, request: Request, slot: int) -> int:
+        """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
+        found = self.prefixes.match(request.prompt)
+        if found is None:
+            return 0
+        while not self.states.has_room(slot, len(found.tokens) - PAGE * len(found.state.pages)):
+            if not self.prefixes.evict() or self.prefixes.match(request.prompt) is not found:
+                return 0
+        self.states.restore(slot, found.state)
+        self._drafter.restore(found.tokens, found.draft)
+        return len(found.tokens)
+
+    def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
+        if request.boundaries is not None and tokens:
+            assert len(tokens) == self.states.lengths[slot]
+            self.prefixes.put(Snapshot(tokens, kind, self.states.save(slot), self._drafter.save()))
+
+    def _reserve(self, slot: int, rows: int) -> None:
+        """Room for the rows, if need be for the price of what is remembered of other requests."""
+        while not self.states.has_room(slot, rows) and self.prefixes.evict():
+            pass
+        self.states.reserve(slot, rows)
 
     def _prefill(self, request: Request, slot: int) -> Iterator[tuple[Tensor | None, int]]:
         """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
-        device = self.target.device
+        device, start, end = self.target.device, self.states.lengths[slot], len(request.prompt)
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
-        yield None, 0
-        for start in range(0, prompt.shape[1], self._chunk):
+        boundaries = request.boundaries or {}
+        yield None, start
+        cuts = {*range(0, end, self._chunk), *boundaries, end}
+        for stop in sorted(cut for cut in cuts if start < cut <= end):
             if request.cancelled():
                 return
-            tokens = prompt[:, start : start + self._chunk]
-            self.states.reserve(slot, tokens.shape[1])
+            tokens = prompt[:, start:stop]
+            self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
             output = self.target.forward(step, self.states.buffers, taps=self._drafter.taps)
             self.states.advance(step)
-            self._drafter.append(request.prompt[start : start + self._chunk], output.features[0])
-            yield output.hidden[:, -1], start + tokens.shape[1]
+            self._drafter.append(request.prompt[start:stop], output.features[0])
+            if stop in boundaries:
+                self._remember(request, request.prompt[:stop], boundaries[stop], slot)
+            yield output.hidden[:, -1], stop
+            start = stop
 
-    def _first(self, logits: Tensor, position: int, sampler: Sampler) -> list[int]:
+    def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:
         """The token that prefill gives: logits [1, vocabulary] of the prompt's last row."""
-        device = self.target.device
+        device, last = self.target.device, request.prompt[-1]
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        at = torch.tensor([position], device=device)
-        return sampler.draw(logits, at, nothing, nothing[None].bool()).tolist()
+        at = torch.tensor([len(request.prompt)], device=device)
+        masks = request.guide.masks([last], [-1]) if request.guide else []
+        return sampler.draw(logits, at, nothing, nothing[None].bool(), masks).tolist()
 
-    def _step(self, slot: int, anchor: int, sampler: Sampler, stats: RequestStats) -> _Verified:
+    def _step(
+        self, slot: int, anchor: int, request: Request, sampler: Sampler, stats: RequestStats
+    ) -> _Verified:
         """Propose, verify, walk: the tokens behind the anchor that this step decides, at least one."""
-        device, position = self.target.device, self.states.lengths[slot]
+        device, position, guide = self.target.device, self.states.lengths[slot], request.guide
         start = time.perf_counter()
         limit = min(self._max_rows, self.max_ctx - position)
-        tree = self._drafter.propose(anchor, position, limit, sampler.rank)
+        if request.draft_budget is not None:
+            limit = min(limit, request.draft_budget + 1)
+        rank = sampler.rank if guide is None else partial(sampler.rank, first=guide.masks([anchor], [-1])[0])
+        tree = self._drafter.propose(anchor, position, limit, rank, guide)
+        masks: list[Mask | None] = []
+        if guide is not None:
+            masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist())
         proposed = time.perf_counter()
         slots = torch.tensor([slot], device=device)
-        self.states.reserve(slot, len(tree))
+        self._reserve(slot, len(tree))
         step = Step.tree(slots, tree.tokens[None], tree.parents[None], self.states.buffers.lengths[slots])
         output = self.target.forward(step, self.states.buffers, taps=self._drafter.taps)
         logits = self.target.logits(output.hidden[0])
-        chosen = sampler.draw(logits, step.positions[0] + 1, tree.tokens, step.visible()[0]).tolist()
-        tokens = tree.tokens.tolist()
-        path = walk(tokens, tree.parents.tolist(), chosen)
+        chosen = sampler.draw(logits, step.positions[0] + 1, tree.tokens, step.visible()[0], masks).tolist()
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        path = walk(tokens, parents, chosen)
         stats.draft_s += proposed - start
         stats.verify_s += time.perf_counter() - proposed
         decided = [tokens[row] for row in path.rows[1:]] + [path.next_token]
-        return _Verified(step, output.features[0], logits, path.rows, decided, start, proposed)
+        return _Verified(
+            step, output.features[0], logits, tokens, parents, path.rows, decided, start, proposed
+        )
 
     def _commit(self, slot: int, verified: _Verified, count: int, stats: RequestStats) -> None:
         """Keeps the first `count` accepted rows: what plain decoding would have processed by now."""
@@ -247,6 +315,9 @@ def _cut(fresh: list[int], request: Request, room: int) -> _Cut:
             # An end token is drawn from the row before it, which has therefore been processed.
             cut = _Cut(kept[:count], "stop", count + 1)
             break
+    if request.guide is not None:
+        count = request.guide.accept(cut.tokens)
+        cut = cut if count is None else _Cut(cut.tokens[:count], "stop", count)
     count = request.cut(cut.tokens)
     return cut if count is None else _Cut(cut.tokens[:count], "stop", count)
 

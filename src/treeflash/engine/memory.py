@@ -99,12 +99,13 @@ def plan_memory(
     max_ctx: int | None,
     weights: str,
     draft: Path | None = None,
+    kv_format: str = "auto",
 ) -> MemoryPlan:
     available = available_memory(device)
     draft_bytes = draft_size(draft, dtype) if draft is not None else 0
     packed, floats = weight_sizes(file, spec, dtype)
     recurrent = spec.recurrent_bytes()
-    kv = spec.kv_bytes_per_token(8 * kv_dtype(device).itemsize)
+    kv = spec.kv_bytes_per_token(8 * kv_dtype(device, kv_format).itemsize)
     expanded = weights == "expanded" or (
         weights == "auto" and floats + draft_bytes + recurrent < 0.8 * available
     )
@@ -124,8 +125,10 @@ def plan_memory(
     )
 
 
-def kv_dtype(device: torch.device) -> torch.dtype:
-    """Float32 on a CPU, whose text is then the same however it is cut into steps; 16 bits on a GPU."""
+def kv_dtype(device: torch.device, format: str = "auto") -> torch.dtype:
+    """Unless told: float32 on a CPU, whose text is then the same however it is cut into steps; else f16."""
+    if format != "auto":
+        return {"f16": torch.float16, "bf16": torch.bfloat16}[format]
     return torch.float16 if device.type == "cuda" else torch.float32
 
 

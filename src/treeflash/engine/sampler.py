@@ -2,20 +2,18 @@
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import draw, filtered, gumbel, penalised
+from treeflash.kernels.sampling import draw, gumbel, penalised, rank
 
-# Of an unfiltered draft distribution only so many tokens get noise: fewer would miss some that it lifts.
-_DRAFT_POOL = 256
-# The noise is known, only the draft's error is not: perturbed scores are sharper than they claim.
-_DRAFT_SHARPNESS = 2.0
+_LEAST = -1e30  # of a logit that may be drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,34 +92,44 @@ class Sampler:
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(params.logit_bias.values()), device=device)
 
-    def draw(self, logits: Tensor, positions: Tensor, tokens: Tensor, visible: Tensor) -> Tensor:
+    def draw(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        visible: Tensor,
+        masks: Sequence[np.ndarray | None] = (),
+    ) -> Tensor:
         """A token [R] behind each row: logits [R, V], positions [R] where the tokens will stand.
 
-        tokens [T] and visible [R, T]: undecided text above each row, itself included.
+        tokens [T] and visible [R, T]: undecided text above each row, itself included. masks: for each row a
+        bit a token that may be drawn [V / 32] int32, or None; no masks at all: every token may.
         """
         params = self.params
-        logits = self._adjusted(logits, tokens, visible)
+        logits = self._masked(self._adjusted(logits, tokens, visible), masks)
         noise = None
         if params.temperature > 0 and params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
             noise = self._noise_at(positions.tolist())
         return draw(logits, positions, seed=self._seed, noise=noise, **params.filters)
 
-    def rank(self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def rank(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        anchor: Tensor,
+        count: int,
+        *,
+        first: np.ndarray | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """A draft's rows [K, V] as the request will draw: the `count` best ids and their log probabilities.
 
         With the noise that verification will add, since it is known: what it lifts is what will be drawn.
+        `first`: the mask of the first row; those of the others depend on what comes.
         """
         params = self.params
         logits = self._adjusted(logits, anchor, torch.ones(len(logits), 1, device=self._device))
-        if params.temperature == 0:
-            top = logits.topk(min(count, logits.shape[1]), -1)
-            return top.indices, top.values - logits.logsumexp(-1, keepdim=True)
-        filters = dict(params.filters)
-        filters["top_k"] = min(params.top_k or _DRAFT_POOL, _DRAFT_POOL)
-        scores, ids = filtered(logits, **filters)
-        scores = _DRAFT_SHARPNESS * (scores + gumbel(self._seed, ids, positions[:, None]))
-        top = scores.log_softmax(-1).topk(min(count, scores.shape[1]), -1)
-        return ids.gather(1, top.indices), top.values
+        logits = self._masked(logits, [first])
+        return rank(logits, positions, count=count, seed=self._seed, **params.filters)
 
     def accept(self, tokens: list[int]) -> None:
         """Tokens of the answer that are decided and no longer part of a tree."""
@@ -157,6 +165,19 @@ class Sampler:
         if len(self._biased):
             logits = logits.index_add(1, self._biased, self._bias.expand(len(logits), -1))
         return logits
+
+    def _masked(self, logits: Tensor, masks: Sequence[np.ndarray | None]) -> Tensor:
+        """logits [R, V] with -inf for what the masks of its first rows forbid."""
+        rows = [row for row, mask in enumerate(masks) if mask is not None]
+        if not rows:
+            return logits
+        words = torch.from_numpy(np.stack([mask for mask in masks if mask is not None])).to(self._device)
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
+        allowed = bits.flatten(1)[:, : self._vocabulary].bool()
+        index = torch.tensor(rows, device=self._device)
+        # A bias of -inf may not weigh as much as the mask: some token has to be drawn.
+        limited = logits[index].clamp(min=_LEAST).masked_fill(~allowed, -torch.inf)
+        return logits.index_copy(0, index, limited)
 
     def _noise_at(self, positions: list[int]) -> Tensor:
         """[R, V]; every position's is made once, though trees look at it several times."""

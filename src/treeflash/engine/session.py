@@ -4,22 +4,32 @@ Stop strings end the text exactly before their first character, wherever token b
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
-from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
+from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
 from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
+from treeflash.engine.prompts import Prompts
+from treeflash.engine.requests import (
+    Finished,
+    Progress,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TextRequest,
+    TreeStep,
+)
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
-from treeflash.engine.stats import RequestStats
 from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
+from treeflash.hub.catalog import Card, recognise
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.models.spec import ModelSpec
@@ -29,37 +39,19 @@ from treeflash.spec.controller import Costs
 from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
 from treeflash.spec.speculator import Speculator
 from treeflash.state.draft_ring import draft_buffers
-from treeflash.text.stops import StopStrings
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
+__all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
 
-@dataclass(frozen=True, slots=True)
-class TextRequest:
-    """Exactly one of `messages` (rendered by the chat template) and `prompt` (taken as it is)."""
-
-    messages: Sequence[Mapping[str, Any]] | None = None
-    prompt: str | None = None
-    max_tokens: int = 256
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: Sequence[str] = ()
-    thinking: bool | None = None
-    cancelled: Callable[[], bool] = lambda: False
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """The next piece of the answer; whole characters."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    reason: Literal["stop", "length", "cancelled"]
-    tokens: list[int]  # delivered, end tokens not among them
-    stats: RequestStats
-    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
+# Our name of a setting, and the file's below general.sampling.
+_FILE_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
 class Session:
@@ -70,13 +62,18 @@ class Session:
         template: ChatTemplate,
         plan: MemoryPlan,
         *,
+        card: Card | None = None,
+        file_sampling: SamplingParams | None = None,
         save_costs: Callable[[], None] = lambda: None,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
         self.plan = plan
+        self.card = card
+        self._file_sampling = file_sampling or SamplingParams()
         self._save_costs = save_costs
+        self._prompts = Prompts(tokenizer, template)
 
     @classmethod
     def load(
@@ -107,7 +104,15 @@ class Session:
                 max_ctx=config.max_ctx,
                 weights=config.weights,
                 draft=config.draft.path if config.draft else None,
+                kv_format=config.kv,
             )
+            card = recognise(
+                [spec.name, path.stem],
+                architecture=spec.architecture,
+                width=spec.width,
+                layers=len(spec.layers),
+            )
+            recommended = file_sampling(file.metadata)
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
         costs = cost_file.load()
@@ -117,36 +122,58 @@ class Session:
             prefill_chunk=config.prefill_chunk,
             drafter=_drafter(config, target, plan, costs, dtype),
             max_rows=config.speculation.budget + 1 if config.speculation else 1,
+            conversations=config.conversations,
+            kv_format=config.kv,
         )
-        return cls(engine, tokenizer, template, plan, save_costs=lambda: cost_file.save(costs))
+        return cls(
+            engine,
+            tokenizer,
+            template,
+            plan,
+            card=card,
+            file_sampling=recommended,
+            save_costs=lambda: cost_file.save(costs),
+        )
+
+    @property
+    def max_ctx(self) -> int:
+        return self.engine.max_ctx
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """What the model's makers recommend: its card, else its file; greedy where neither says anything."""
+        return self.sampling_for(None)
+
+    def sampling_for(self, thinking: bool | None) -> SamplingParams:
+        """The same for a request that thinks or does not; None: as the model does by default."""
+        if self.card is None:
+            return self._file_sampling
+        thinks = self.card.thinking if thinking is None else thinking
+        return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
 
     def encode(self, request: TextRequest) -> list[int]:
         """The prompt's token ids; raises where the template refuses the messages."""
-        if (request.messages is None) == (request.prompt is None):
-            raise UsageError("give either messages or a raw prompt")
-        if request.messages is not None:
-            rendered = self.template.render(request.messages, thinking=request.thinking)
-            # What a message merely spells like a control token stays text. Templates write the first token
-            # themselves, all but the one we supply.
-            ids = self.tokenizer.encode(rendered.text, literals=rendered.literals)
-            return self._begun(ids) if self.template.is_fallback else ids
-        return self._begun(self.tokenizer.encode(request.prompt or ""))
+        return self._prompts.encode(request).ids
 
-    def _begun(self, ids: list[int]) -> list[int]:
-        return ids if self.tokenizer.bos_id is None else [self.tokenizer.bos_id, *ids]
-
-    def generate(self, request: TextRequest) -> Iterator[Progress | Text | Finished]:
-        text = _Writer(self.tokenizer, request.stop)
+    def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
+        prompt = self._prompts.encode(request)
+        answer = self._prompts.answer(request, prompt)
         tokens: list[int] = []
         logprobs: list[TokenLogprob] | None = None if request.sampling.logprobs is None else []
+        fresh: list[TokenLogprob] | None = None if logprobs is None else []
+        room = self.max_ctx - len(prompt.ids) + 1
         events = self.engine.generate(
             Request(
-                prompt=self.encode(request),
-                max_tokens=request.max_tokens,
+                prompt=prompt.ids,
+                max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
                 sampling=request.sampling,
                 stop_ids=self.tokenizer.stop_ids,
-                cut=text.write,
+                cut=answer.write,
                 cancelled=request.cancelled,
+                guide=self._prompts.guide(request, prompt),
+                draft_budget=request.draft_budget,
+                trees=request.trees,
+                boundaries=prompt.boundaries,
             )
         )
         with contextlib.closing(events):
@@ -154,18 +181,33 @@ class Session:
                 match event:
                     case Progress():
                         yield event
-                    case Tokens(new, fresh):
+                    case Tokens(new, measured):
                         tokens += new
                         if logprobs is not None:
-                            logprobs += fresh or []
-                        if piece := text.take():
-                            yield Text(piece)
+                            logprobs += measured or []
+                            fresh = (fresh or []) + (measured or [])
+                        for piece in answer.take(fresh):
+                            yield piece
+                            fresh = None if isinstance(piece, Text | Reasoning) else fresh
+                    case Tree():
+                        yield self._shown(event)
                     case Done(reason, stats):
-                        text.finish()
-                        if piece := text.take():
-                            yield Text(piece)
+                        answer.finish(whole=reason == "stop")
+                        yield from answer.take(fresh)
                         self._save_costs()
-                        yield Finished(reason, tokens, stats, logprobs)
+                        stats.reasoning_tokens = min(answer.reasoning_tokens, len(tokens))
+                        called = reason == "stop" and answer.called
+                        yield Finished(
+                            reason="tool_calls" if called else reason,
+                            stop_string=answer.stop_string,
+                            tokens=tokens,
+                            stats=stats,
+                            logprobs=logprobs,
+                        )
+
+    def _shown(self, tree: Tree) -> TreeStep:
+        texts = [self.tokenizer.token_bytes(token).decode(errors="replace") for token in tree.tokens]
+        return TreeStep(texts, tree.parents, tree.accepted, 1000 * tree.draft_s, 1000 * tree.step_s)
 
 
 def _drafter(
@@ -195,24 +237,14 @@ def _drafter(
     return Speculator(block, config.speculation, costs, device=target.device)
 
 
-class _Writer:
-    """Turns committed tokens into text and says where a stop string ends it."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
-        self._stream = tokenizer.stream()
-        self._stops = StopStrings(stop)
-        self._ready = ""
-
-    def write(self, tokens: list[int]) -> int | None:
-        for count, token in enumerate(tokens, 1):
-            self._ready += self._stops.push(self._stream.push([token]))
-            if self._stops.hit is not None:
-                return count
-        return None
-
-    def finish(self) -> None:
-        self._ready += self._stops.push(self._stream.flush()) + self._stops.flush()
-
-    def take(self) -> str:
-        ready, self._ready = self._ready, ""
-        return ready
+def file_sampling(metadata: Mapping[str, Any]) -> SamplingParams:
+    """What a file's own metadata recommends; a value that makes no sense there is left out."""
+    found: dict[str, Any] = {}
+    for field, key in _FILE_SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        with contextlib.suppress(UsageError, TypeError, ValueError):
+            if value is not None:
+                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
+                SamplingParams(**wanted)
+                found |= wanted
+    return SamplingParams(**found)

@@ -12,6 +12,7 @@ class RequestStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    reasoning_tokens: int = 0  # of the generated ones
     steps: int = 0
     step_tokens: int = (
         0  # tokens committed by steps; the first token comes from prefill and is not among them
@@ -74,6 +75,7 @@ class RequestStats:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "acceptance_length": self.acceptance_length,

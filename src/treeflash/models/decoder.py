@@ -1,6 +1,6 @@
 """The target model, built from a GGUF file's metadata. Owns weights; knows no sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 from treeflash.errors import UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
-from treeflash.kernels.norm_rope import rms_norm, rope_angles
+from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
 from treeflash.models.spec import ModelSpec
-from treeflash.models.step import AttentionBuffers, Buffers, Pending, Step
+from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 
 
@@ -28,16 +28,20 @@ class Block:
         self._eps = spec.eps
         self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
         mixer = Attention if spec.layers[index] == "attention" else GatedDelta
-        self._mixer = mixer(spec, loader, block)
+        self._mixer: Callable[..., Tensor] = mixer(spec, loader, block)
         self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         if spec.experts is not None:
             self._ffn = Experts(spec, loader, block)
         else:
             self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
 
-    def __call__(self, x: Tensor, frame: Frame, buffers) -> Tensor:
-        x = x + self._mixer(rms_norm(x, self._mixer_norm, self._eps), frame, buffers)
-        return x + self._ffn(rms_norm(x, self._ffn_norm, self._eps))
+    def __call__(
+        self, x: Tensor, add: Tensor | None, frame: Frame, buffers: AttentionBuffers | DeltaBuffers
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x and what is yet to be added to it, in and out."""
+        x, h = add_rms_norm(x, add, self._mixer_norm, self._eps)
+        x, h = add_rms_norm(x, self._mixer(h, frame, buffers), self._ffn_norm, self._eps)
+        return x, self._ffn(h)
 
 
 class Decoder:
@@ -83,15 +87,16 @@ class Decoder:
         """
         check_taps(self.spec, taps)
         frame = self._frame(step, buffers)
-        x = self.embed(step.tokens)
+        x, add = self.embed(step.tokens), None
         features: dict[int, Tensor] = {}
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
-            x = block(x, frame, layer)
+            x, add = block(x, add, frame, layer)
             if index in taps:
-                features[index] = x
-        buffers.pending.row[step.slots] = -1  # every delta layer has folded it in
+                features[index], add = x + add, None
+                x = features[index]
+        buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
         tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
-        return Output(rms_norm(x, self._norm, self.spec.eps), tapped)
+        return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], tapped)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] to [..., vocabulary]."""
@@ -100,27 +105,23 @@ class Decoder:
     def _frame(self, step: Step, buffers: Buffers) -> Frame:
         lengths, page_table = buffers.lengths[step.slots], buffers.page_table[step.slots]
         cos, sin = rope_angles(step.positions, self._frequencies)
-        index = lengths[:, None] + torch.arange(step.rows, device=lengths.device)
+        behind = lengths[:, None] + torch.arange(step.rows, device=lengths.device)
         page = next((b.keys.shape[1] for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
-        cache_rows = page_table.gather(1, index // page) * page + index % page
-        pending, accepted = None, None
-        if self.spec.delta is not None:
-            pending, accepted = _pending(buffers, step.slots)
-        trees = step.parents
+        cache_rows = page_table.gather(1, behind // page) * page + behind % page
+        pending, index = _pending(buffers, step.slots), None
+        if step.parents is not None and self.spec.delta is not None:
+            width = self.spec.delta.conv_width
+            index = conv_index(step.parents, width, pending.count, pending.path.shape[1])
         return Frame(
             slots=step.slots,
-            is_chunk=step.is_chunk,
             cos=cos,
             sin=sin,
-            visible=None if trees is None else step.visible(),
-            conv_index=None
-            if trees is None or self.spec.delta is None
-            else conv_index(trees, self.spec.delta.conv_width),
+            ancestors=step.ancestors,
+            conv_index=index,
             page_table=page_table,
             lengths=lengths,
             cache_rows=cache_rows.flatten(),
             pending=pending,
-            accepted=accepted,
         )
 
 
@@ -142,15 +143,10 @@ def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
         )
 
 
-def _pending(buffers: Buffers, slots: Tensor) -> tuple[Pending | None, Tensor | None]:
-    """What the delta layers of these slots have to fold in first."""
-    pending = buffers.pending
-    row, bits = pending.row[slots], pending.ancestors[slots]
-    rows = int(row.max()) + 1
-    if rows == 0:
-        return None, None
-    shifts = torch.arange(rows, device=row.device)
-    accepted = ((bits[:, None] >> shifts) & 1).bool() & (row >= 0)[:, None]
-    unmoved = torch.arange(pending.inputs.shape[1], device=row.device)
-    inputs = torch.where((row >= 0)[:, None], pending.inputs[slots], unmoved)
-    return Pending(row, bits, inputs), accepted
+def _pending(buffers: Buffers, slots: Tensor) -> Pending:
+    """By what the delta layers of these slots have to advance first."""
+    path, count = buffers.pending.path[slots], buffers.pending.count[slots]
+    if count.is_cuda:
+        # No look at the device: its kernels read the counts themselves.
+        return Pending(path, count)
+    return Pending(path[:, : int(count.max())], count)

@@ -9,7 +9,7 @@ from torch import Tensor
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import block_attention
-from treeflash.kernels.norm_rope import rms_norm, rope, rope_angles
+from treeflash.kernels.norm_rope import add_rms_norm, head_rope, rms_norm, rope_angles
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.layers import FeedForward
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
@@ -44,21 +44,22 @@ class DraftLayer:
     def key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, T, width], context features or normed block rows, to keys and values [B, T, KV, D]."""
         k, v = (part.unflatten(-1, (self._spec.kv_heads, -1)) for part in self._key_value(x))
-        return rope(rms_norm(k, self._key_norm, self._spec.eps), *angles, interleaved=False), v
+        return head_rope(k, self._key_norm, self._spec.eps, *angles, interleaved=False), v
 
     def __call__(
         self,
         x: Tensor,
+        add: Tensor | None,
         positions: Tensor,
         angles: tuple[Tensor, Tensor],
         slots: Tensor,
         buffers: DraftBuffers,
-    ) -> Tensor:
-        """x [B, T, width]: the rows of the block, through this layer."""
+    ) -> tuple[Tensor, Tensor]:
+        """x [B, T, width], the rows of the block, and what is yet to be added to it, through this layer."""
         spec, index = self._spec, self._index
-        h = rms_norm(x, self._norm, spec.eps)
+        x, h = add_rms_norm(x, add, self._norm, spec.eps)
         q = self._query(h).unflatten(-1, (spec.heads, -1))
-        q = rope(rms_norm(q, self._query_norm, spec.eps), *angles, interleaved=False)
+        q = head_rope(q, self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self.key_value(h, angles)
         out = block_attention(
             q,
@@ -73,8 +74,8 @@ class DraftLayer:
             window=spec.window if spec.layers[index] == "sliding" else None,
             causal=spec.causal[index],
         )
-        x = x + self._out(out.flatten(-2))
-        return x + self._ffn(rms_norm(x, self._ffn_norm, spec.eps))
+        x, h = add_rms_norm(x, self._out(out.flatten(-2)), self._ffn_norm, spec.eps)
+        return x, self._ffn(h)
 
 
 class DFlashDraft:
@@ -123,8 +124,13 @@ class DFlashDraft:
         spec.check_tensors(source.tensors, target, str(weights))
         return cls(spec, WeightLoader(source, **options), device)
 
-    def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
-        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold."""
+    def append(
+        self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, count: Tensor | None = None
+    ) -> None:
+        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold.
+
+        Where only the first `count` [B] of them are committed, the device alone knows it: nothing is asked.
+        """
         if not features.shape[1]:
             return
         longest = max(keys.shape[1] for keys in buffers.keys)
@@ -138,8 +144,13 @@ class DFlashDraft:
             ring = keys.shape[1]
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
                 # Of more rows than the ring holds only the newest count.
-                pool[slots[:, None], positions[:, -ring:] % ring] = rows[:, -ring:].to(pool.dtype)
-        buffers.lengths[slots] = positions[:, -1] + 1
+                place, new = (slots[:, None], positions[:, -ring:] % ring), rows[:, -ring:].to(pool.dtype)
+                if count is not None:
+                    assert features.shape[1] <= ring, f"{features.shape[1]} rows, a ring of {ring}"
+                    kept = torch.arange(features.shape[1], device=self.device) < count[:, None]
+                    new = torch.where(kept[..., None, None], new, pool[place])
+                pool[place] = new
+        buffers.lengths[slots] = positions[:, -1] + 1 if count is None else first + count
         if skipped:
             buffers.starts[slots] = first
 
@@ -150,10 +161,10 @@ class DFlashDraft:
         """
         positions = buffers.lengths[slots][:, None] + torch.arange(embeddings.shape[1], device=self.device)
         angles = rope_angles(positions, self._frequencies)
-        x = embeddings * self.spec.embedding_scale
+        x, add = embeddings * self.spec.embedding_scale, None
         for layer in self._layers:
-            x = layer(x, positions, angles, slots, buffers)
-        return rms_norm(x, self._norm, self.spec.eps)
+            x, add = layer(x, add, positions, angles, slots, buffers)
+        return add_rms_norm(x, add, self._norm, self.spec.eps)[1]
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """The target head's logits as this draft was trained to give them."""

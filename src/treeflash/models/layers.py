@@ -4,19 +4,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from treeflash.kernels.attention import paged_attention
-from treeflash.kernels.causal_conv import chunk_conv, tree_conv
-from treeflash.kernels.gated_delta import chunk_delta, fold, tree_delta
-from treeflash.kernels.norm_rope import l2_norm, rms_norm, rope
+from treeflash.kernels.causal_conv import chunk_conv, delta_gates, split_heads, tree_conv
+from treeflash.kernels.gated_delta import advance, chunk_delta, tree_delta
+from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, head_rope, silu_mul
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
 from treeflash.models.weights import Matrix, WeightLoader
-
-# The l2 norm of queries and keys has its own constant in the trained models, whatever the file's rms
-# epsilon is.
-L2_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +20,14 @@ class Frame:
     """What every layer of one forward pass shares, computed once from the step and the buffers."""
 
     slots: Tensor  # [B]
-    is_chunk: bool
     cos: Tensor  # [B, T, 1, rope/2]
     sin: Tensor
-    visible: Tensor | None  # [B, T, T] for a tree
-    conv_index: Tensor | None  # [B, T, conv width] for a tree
+    ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
+    conv_index: Tensor | None  # [B, P + T, conv width] for a tree over delta layers
     page_table: Tensor  # [B, P]
     lengths: Tensor  # [B]
     cache_rows: Tensor  # [B * T] where the rows' keys and values go in the flattened pages
-    pending: Pending | None  # of these slots only; None: nothing to fold in
-    accepted: Tensor | None  # [B, tree rows] bool
+    pending: Pending  # of these slots only; P rows of path, of which `count` are to be committed
 
 
 class Attention:
@@ -46,7 +40,7 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
-        self._norms = None
+        self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
 
@@ -60,15 +54,14 @@ class Attention:
         else:
             q = q.unflatten(-1, (spec.heads, spec.head_dim))
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
-        if self._norms is not None:
-            q, k = (rms_norm(part, norm, spec.eps) for part, norm in zip((q, k), self._norms, strict=True))
-        q, k = (rope(part, frame.cos, frame.sin, interleaved=spec.family.rope_interleaved) for part in (q, k))
+        options = {"cos": frame.cos, "sin": frame.sin, "interleaved": spec.family.rope_interleaved}
+        q = head_rope(q, self._norms[0], spec.eps, **options)
         # Rows are read back through the cache, so that a node and a committed token look alike.
-        for pool, rows in ((buffers.keys, k), (buffers.values, v)):
-            pool.flatten(0, 1).index_copy_(0, frame.cache_rows, rows.flatten(0, 1).to(pool.dtype))
-        out = paged_attention(q, buffers.keys, buffers.values, frame.page_table, frame.lengths, frame.visible)
-        if gate is not None:
-            out = out * gate.sigmoid()
+        pools = {"keys": buffers.keys.flatten(0, 1), "values": buffers.values.flatten(0, 1)}
+        cache_heads(k, v, self._norms[1], spec.eps, rows=frame.cache_rows, **pools, **options)
+        out = paged_attention(
+            q, buffers.keys, buffers.values, frame.page_table, frame.lengths, frame.ancestors, gate=gate
+        )
         return self._out(out.flatten(-2))[0]
 
 
@@ -90,55 +83,59 @@ class GatedDelta:
 
     def __call__(self, x: Tensor, frame: Frame, buffers: DeltaBuffers) -> Tensor:
         """x [B, T, width], normalised, to [B, T, width]."""
-        delta, dim = self._delta, self._delta.head_dim
         inputs, gate, beta, alpha = self._in(x)
-        beta = beta.sigmoid()
-        g = self._decay * softplus(alpha + self._time_bias)
-        state, window = self._committed(frame, buffers)
-        if frame.is_chunk:
-            mixed, window = chunk_conv(inputs, window, self._conv)
-        else:
-            assert frame.conv_index is not None
-            mixed = tree_conv(inputs, window, self._conv, frame.conv_index)
-        keys = delta.key_heads * dim
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part in mixed.split([keys, keys, delta.inner], -1))
-        q, k = l2_norm(q, L2_EPS) * dim**-0.5, l2_norm(k, L2_EPS)
-        if frame.is_chunk:
-            out, state = chunk_delta(q, k, v, g, beta, state)
-            buffers.state[frame.slots] = state
-            buffers.window[frame.slots] = window.to(buffers.window.dtype)
-        else:
-            assert frame.visible is not None
-            out, writes, decay = tree_delta(q, k, v, g, beta, state, frame.visible)
-            rows = x.shape[1]
-            buffers.tree_inputs[frame.slots, :rows] = inputs.to(buffers.tree_inputs.dtype)
-            buffers.tree_keys[frame.slots, :rows] = k
-            buffers.tree_writes[frame.slots, :rows] = writes
-            buffers.tree_decay[frame.slots, :rows] = decay
-        out = rms_norm(out, self._norm, self._eps) * silu(gate.unflatten(-1, (-1, dim)))
-        return self._out(out.flatten(-2))
+        out = (self._chunk if frame.ancestors is None else self._tree)(inputs, alpha, beta, frame, buffers)
+        return self._out(gated_rms_norm(out, gate, self._norm, self._eps))
 
-    def _committed(self, frame: Frame, buffers: DeltaBuffers) -> tuple[Tensor, Tensor]:
-        """State and window of the frame's slots, after folding in what the last tree had accepted."""
+    def _tree(
+        self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
+    ) -> Tensor:
+        assert frame.conv_index is not None and frame.ancestors is not None
+        rows = tree_conv(
+            inputs,
+            alpha,
+            beta,
+            self._conv,
+            self._decay,
+            self._time_bias,
+            window=buffers.window,
+            tree_inputs=buffers.tree_inputs,
+            tree_gates=buffers.tree_gates,
+            slots=frame.slots,
+            path=frame.pending.path,
+            count=frame.pending.count,
+            index=frame.conv_index,
+            key_heads=self._delta.key_heads,
+        )
+        return tree_delta(
+            *rows, buffers.state, slots=frame.slots, count=frame.pending.count, ancestors=frame.ancestors
+        )
+
+    def _chunk(
+        self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
+    ) -> Tensor:
         slots = frame.slots
-        if len(slots) == 1:  # a view: the state is large and mostly there is one sequence
-            first = int(slots[0])
-            state, window = buffers.state[first : first + 1], buffers.window[first : first + 1]
-        else:
-            state, window = buffers.state[slots], buffers.window[slots]
-        pending = frame.pending
-        if pending is None:
-            return state, window
-        assert frame.accepted is not None
-        rows = frame.accepted.shape[1]
-        stash = (part[slots, :rows] for part in (buffers.tree_keys, buffers.tree_writes, buffers.tree_decay))
-        fold(state, *stash, row=pending.row, accepted=frame.accepted)
-        series = torch.cat([window, buffers.tree_inputs[slots, :rows]], 1)
-        window = series.gather(1, pending.inputs[..., None].expand(-1, -1, series.shape[2]))
-        if len(slots) > 1:
-            buffers.state[slots] = state
-        buffers.window[slots] = window.to(buffers.window.dtype)
-        return state, window
+        state, window = buffers.state[slots], buffers.window[slots]
+        if bool((frame.pending.count > 0).any()):
+            window = self._commit(state, window, frame, buffers)
+        g, beta = delta_gates(alpha, beta, self._decay, self._time_bias)
+        mixed, window = chunk_conv(inputs.to(window.dtype), window, self._conv)
+        q, k, v = split_heads(mixed, self._delta.key_heads, self._delta.head_dim)
+        out, state = chunk_delta(q, k, v, g, beta, state)
+        buffers.state[slots], buffers.window[slots] = state, window
+        return out
+
+    def _commit(self, state: Tensor, window: Tensor, frame: Frame, buffers: DeltaBuffers) -> Tensor:
+        """Advances `state` over the path that the last tree left, in place; returns the window behind it."""
+        slots, path, count = frame.slots, frame.pending.path, frame.pending.count
+        inputs, gates = buffers.tree_inputs[slots[:, None], path], buffers.tree_gates[slots[:, None], path]
+        behind = (torch.arange(path.shape[1], device=slots.device) >= count[:, None])[..., None]
+        mixed, _ = chunk_conv(inputs.masked_fill(behind, 0), window, self._conv)
+        _, k, v = split_heads(mixed, self._delta.key_heads, self._delta.head_dim)
+        # Behind a shorter path: no decay and nothing written.
+        advance(state, k, v, *gates.masked_fill(behind[..., None], 0).unbind(2))
+        kept = torch.arange(window.shape[1], device=slots.device) + count[:, None]
+        return torch.cat([window, inputs], 1)[torch.arange(len(slots), device=slots.device)[:, None], kept]
 
 
 class FeedForward:
@@ -151,7 +148,7 @@ class FeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._in(x)
-        return self._out(silu(gate) * up)
+        return self._out(silu_mul(gate, up))
 
 
 class Experts:

@@ -80,18 +80,15 @@ class DeltaBuffers:
     state: Tensor  # [slots, value heads, d, d] float32, row = key index
     window: Tensor  # [slots, conv width - 1, channels]: the newest inputs of the convolution, oldest first
     tree_inputs: Tensor  # [slots, rows, channels]: convolution inputs of the rows
-    tree_keys: Tensor  # [slots, rows, key heads, d]
-    tree_writes: Tensor  # [slots, rows, value heads, d]: u of the delta rule
-    tree_decay: Tensor  # [slots, rows, value heads]: log decay from the committed state to the row
+    tree_gates: Tensor  # [slots, rows, 2, value heads] float32: log decay and beta of the rows
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Accepted rows that the delta layers have yet to fold into their states, per slot."""
+    """Accepted rows of the last tree by which the delta layers have yet to advance their states, per slot."""
 
-    row: Tensor  # [slots] int64 the last accepted row; -1 = none
-    ancestors: Tensor  # [slots] int64 its ancestor bits
-    inputs: Tensor  # [slots, conv width - 1] int64: the new window, as indices into [old window, tree rows]
+    path: Tensor  # [slots, rows] int64: the accepted rows in their order, then anything
+    count: Tensor  # [slots] int64: how many of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Reads a GGUF file's tensors onto a device as the layers want them; knows names and shapes, not meanings."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -12,20 +13,30 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import dense_matmul, quant_matmul
+from treeflash.kernels.quant_matmul import (
+    Layout,
+    PackedWeight,
+    dense_matmul,
+    has_layout,
+    pack,
+    packed_products,
+    quant_matmul,
+)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [N, K], expanded to floats, or as packed rows [N, row bytes] of a quantised type."""
+    """A weight [N, K]: expanded to floats, as packed rows [N, row bytes] of a quantised type, or in tiles."""
 
-    data: Tensor
-    type: QuantType | None  # None: expanded
+    data: Tensor | PackedWeight
+    type: QuantType | None  # None: expanded, or in tiles
 
     def __call__(self, x: Tensor, *, exact: bool = False) -> Tensor:
         """x [..., K] float32 to [..., N] float32; not rounded to the weights' type on the way if `exact`."""
+        if isinstance(self.data, PackedWeight):
+            return _products(x, [self.data])
         if self.type is not None:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
@@ -33,7 +44,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Several matrices that read the same input, with biases; one product where they are expanded."""
+    """Several matrices that read the same input, with biases; one product where they are expanded, one for
+    each run of equal types where they are in tiles."""
 
     matrices: tuple[Matrix, ...]
     sizes: tuple[int, ...]
@@ -42,11 +54,18 @@ class Projections:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if len(self.matrices) == 1:
             out = self.matrices[0](x)
+        elif tiles := [matrix.data for matrix in self.matrices if isinstance(matrix.data, PackedWeight)]:
+            out = _products(x, tiles)
         else:
             out = torch.cat([matrix(x) for matrix in self.matrices], -1)
         if self.bias is not None:
             out = out + self.bias
         return out.split(self.sizes, -1)
+
+
+def _products(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
+    """x [..., K] times matrices in tiles, side by side: [..., N in all]."""
+    return packed_products(x.reshape(-1, x.shape[-1]), weights).unflatten(0, x.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,10 @@ class TensorSource(Protocol):
 
 
 class WeightLoader:
-    """Hands out tensors by name, checking shapes; counts the bytes it has read."""
+    """Hands out tensors by name, checking shapes; counts the bytes it has read.
+
+    On a GPU matrices become tiles, whatever `expand` says: nothing is faster there, nor smaller.
+    """
 
     def __init__(
         self,
@@ -86,9 +108,12 @@ class WeightLoader:
     ):
         self._file = file
         self._device = device
-        self._expand = expand
+        self._tiles = device.type == "cuda"
+        self._expand = expand and not self._tiles
         # Packed weights meet their inputs as they are, in float32.
-        self.dtype = dtype if expand else torch.float32
+        self.dtype = dtype if self._expand else torch.float32
+        self.layouts: set[Layout] = set()  # of the tiles made so far
+        self.widened: dict[QuantType, int] = {}  # bytes added to types that have no tiles and became float16
         self._progress = progress
         self._done = 0
         self._read: set[str] = set()
@@ -125,6 +150,8 @@ class WeightLoader:
             for part, name, type in zip(data.split(list(sizes)), names, types, strict=True):
                 self._expand_into(part, self._packed(name), type)
             matrices = (Matrix(data, None),)
+        elif self._tiles:
+            matrices = tuple(self._tile_runs(names, types))
         else:
             matrices = tuple(
                 Matrix(self._packed(name), type) for name, type in zip(names, types, strict=True)
@@ -135,6 +162,8 @@ class WeightLoader:
         """A stack [count, rows, columns] as one matrix an expert."""
         info = self._file.require_tensor(name, (count, rows, columns))
         packed = self._packed(name)
+        if self._tiles:
+            return tuple(self._tile(part, info.type) for part in packed)
         if not self._expand:
             return tuple(Matrix(part, info.type) for part in packed)
         data = torch.empty(count, rows, columns, dtype=self.dtype, device=self._device)
@@ -154,6 +183,19 @@ class WeightLoader:
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
         return data
+
+    def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
+        """Neighbours of one type as one matrix: fewer and larger launches."""
+        for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
+            parts = [self._packed(name) for name, _ in run]
+            yield self._tile(torch.cat(parts) if len(parts) > 1 else parts[0], type)
+
+    def _tile(self, packed: Tensor, type: QuantType) -> Matrix:
+        weight = pack(packed, type)
+        self.layouts.add(weight.layout)
+        if not has_layout(type) and type.bits_per_weight < 16:
+            self.widened[type] = self.widened.get(type, 0) + weight.nbytes - packed.numel()
+        return Matrix(weight, None)
 
     def _expand_into(self, out: Tensor, packed: Tensor, type: QuantType) -> None:
         rows = max(1, (1 << 22) // out.shape[-1])

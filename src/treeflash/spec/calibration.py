@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from treeflash.kernels.tree import Correction
 from treeflash.spec.proposal import Proposal
 
 # Upper ends of the bins of claimed probability, and of depth.
@@ -21,22 +22,27 @@ _LEADING = 4  # candidates of a depth that are learnt from
 
 class Calibration:
     def __init__(self, device: torch.device | str = "cpu"):
-        self._device = device
-        self._edges = torch.tensor(_CLAIMS[:-1], device=device).log()
         self._claimed = [[0.0] * len(_CLAIMS) for _ in _DEPTHS]
         self._came_true = [[0.0] * len(_CLAIMS) for _ in _DEPTHS]
-        self._table = torch.zeros(len(_DEPTHS), len(_CLAIMS), device=device)
         self._stale = False
+        bins = [_depth_bin(depth) for depth in range(1, _DEPTHS[-1] + 1)]
+        self._correction = Correction(
+            edges=torch.tensor(_CLAIMS[:-1], device=device).log(),
+            table=torch.zeros(len(_DEPTHS), len(_CLAIMS), device=device),
+            depth_bins=torch.tensor(bins, device=device),
+        )
+
+    def correction(self) -> Correction:
+        """Up to date, always the same tensors."""
+        if self._stale:
+            table = [[self._gain(d, c) for c in range(len(_CLAIMS))] for d in range(len(_DEPTHS))]
+            self._correction.table.copy_(torch.tensor(table))
+            self._stale = False
+        return self._correction
 
     def correct(self, scores: Tensor) -> Tensor:
         """scores [K, k], one row a depth, as what they were worth in the past; at most 0."""
-        if self._stale:
-            table = [[self._correction(d, c) for c in range(len(_CLAIMS))] for d in range(len(_DEPTHS))]
-            self._table = torch.tensor(table, device=self._device)
-            self._stale = False
-        depths = torch.tensor([_depth_bin(d) for d in range(1, scores.shape[0] + 1)], device=self._device)
-        claims = torch.bucketize(scores.contiguous(), self._edges)
-        return (scores + self._table[depths[:, None], claims]).clamp(max=0)
+        return self.correction().applied(scores)
 
     def learn(self, proposal: Proposal, followed: list[int]) -> None:
         """What was proposed, before correction, and the tokens that then came."""
@@ -52,7 +58,7 @@ class Calibration:
                     counts[row][column] = _FADE * counts[row][column] + amount
         self._stale = True
 
-    def _correction(self, row: int, column: int) -> float:
+    def _gain(self, row: int, column: int) -> float:
         """Log of what came true over what was claimed, both with the prior's honest claims."""
         middle = (_CLAIMS[column] + (_CLAIMS[column - 1] if column else 0.0)) / 2
         claimed = self._claimed[row][column] + _PRIOR * middle

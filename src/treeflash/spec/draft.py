@@ -1,5 +1,6 @@
 """Who proposes the tree of the coming step: the interface, nobody, and the DFlash draft at work."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft, DraftBuffers
 from treeflash.spec.proposal import Proposal
 from treeflash.spec.tree import DraftTree
+from treeflash.state.draft_ring import SavedRings, restore_rings, save_rings
 
 
 class Rank(Protocol):
@@ -31,6 +33,18 @@ class Outcome:
     step_seconds: float
 
 
+class TreeGuide(Protocol):
+    """What a request allows to follow; proposals it forbids cannot come true."""
+
+    def forced(self, limit: int) -> list[int]:
+        """Tokens that will follow, or very likely so."""
+        ...
+
+    def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Rows of a tree that are allowed, in their order."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes for one sequence at a time; whatever it proposes, the text stays the target's."""
 
@@ -47,11 +61,21 @@ class Drafter(Protocol):
         """The target has processed `tokens`, and they stay; features [n, taps * width]."""
         ...
 
-    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+    def propose(
+        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
+    ) -> DraftTree:
         """A tree below `anchor`, which stands at `position`, of at most `limit` rows, the root included."""
         ...
 
     def learn(self, outcome: Outcome) -> None: ...
+
+    def save(self) -> SavedRings | None:
+        """What it has made of the sequence so far, never to change."""
+        ...
+
+    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
+        """The sequence goes on from `tokens`, where the state was saved."""
+        ...
 
     def notes(self) -> list[str]:
         """What the user should know, in words."""
@@ -70,10 +94,17 @@ class NoDrafter:
 
     def append(self, tokens: list[int], features: Tensor) -> None: ...
 
-    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+    def propose(
+        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
+    ) -> DraftTree:
         return DraftTree.root(anchor, self._device)
 
     def learn(self, outcome: Outcome) -> None: ...
+
+    def save(self) -> SavedRings | None:
+        return None
+
+    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None: ...
 
     def notes(self) -> list[str]:
         return []
@@ -93,6 +124,14 @@ class BlockDraft:
     def open(self) -> None:
         self._buffers.lengths[0] = 0
         self._buffers.starts[0] = 0
+        self._waiting = []
+
+    def save(self) -> SavedRings:
+        self._flush()
+        return save_rings(self._buffers, 0)
+
+    def restore(self, saved: SavedRings) -> None:
+        restore_rings(self._buffers, 0, saved)
         self._waiting = []
 
     def append(self, features: Tensor) -> None:

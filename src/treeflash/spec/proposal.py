@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treeflash.kernels import tree
 from treeflash.spec.tree import DraftTree
 
 
@@ -69,61 +70,19 @@ class ScoredTree:
 def build_tree(anchor: Tensor, proposal: Proposal, *, nodes: int, spine: float = 1.0) -> ScoredTree:
     """The `nodes` likeliest prefixes below `anchor` [1].
 
-    The likeliest of each depth is in as long as its weight is at least `spine`, whatever else there is.
-
-    A child is never worth more than its parent, so the best prefixes form a tree. Depth by depth
-    the best `nodes` of (frontier x candidates) are kept, which loses none of them; a sort picks among all.
-    Shapes depend on `nodes` and the proposal's shape alone.
+    The path of best children is in as long as its weight is at least `spine`, whatever else there is. A child
+    is never worth more than its parent, so the best prefixes form a tree. Shapes depend on `nodes` alone.
     """
-    device = anchor.device
-    weight, token = torch.zeros(1, device=device), anchor
-    place = torch.full((1,), -1, device=device)  # of the frontier among all nodes; -1 is the root
-    on_chain = torch.ones(len(proposal.chains), 1, dtype=torch.bool, device=device)
-    on_spine = torch.ones(1, dtype=torch.bool, device=device)
-    found: list[tuple[Tensor, ...]] = []
-    count = 0
-    for depth in range(proposal.depth):
-        own, tokens = _candidates(proposal, depth, token, on_chain)
-        kept = (weight[:, None] + own).flatten().topk(min(nodes, own.numel()))
-        parent = kept.indices // own.shape[1]
-        weight, token = kept.values, tokens.expand_as(own).reshape(-1)[kept.indices]
-        on_chain = on_chain[:, parent] & (proposal.chains[:, depth, None] == token)
-        numbers = torch.arange(len(weight), device=device)
-        on_spine = on_spine[parent] & (numbers == 0)
-        found.append((weight, token, place[parent], on_spine & (weight >= spine)))
-        place = numbers + count
-        count += len(weight)
-    weight, token, parent, forced = (torch.cat(parts) for parts in zip(*found, strict=True))
-    # Stable sorts over nodes in order of depth: of equal weights the shallower comes first.
-    order = torch.where(forced, 1.0, weight).argsort(descending=True, stable=True)[:nodes]
-    order = order[weight[order].argsort(descending=True, stable=True)]
-    weight, token, parent = weight[order], token[order], parent[order]
-    row = torch.zeros(count + 1, dtype=torch.int64, device=device)  # the last entry is place -1, the root
-    row[order] = torch.arange(1, len(order) + 1, device=device)
-    alive = weight > -torch.inf
-    return ScoredTree(
-        tokens=torch.cat([anchor, torch.where(alive, token, anchor)]),
-        parents=torch.cat([torch.full_like(anchor, -1), torch.where(alive, row[parent], -1)]),
-        weights=torch.cat([weight.new_zeros(1), weight]),
+    built = tree.build_tree(
+        anchor,
+        torch.zeros_like(anchor),
+        proposal.ids,
+        proposal.scores,
+        proposal.chains,
+        proposal.chain_scores,
+        nodes=nodes,
+        rows=nodes + 1,
+        spine=spine,
+        edge=proposal.edge,
     )
-
-
-def _candidates(proposal: Proposal, depth: int, parents: Tensor, on_chain: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [W, k + m] of the candidates and chain tokens below every frontier node; tokens [1, k + m]."""
-    ids, scores = proposal.ids[depth], proposal.scores[depth].expand(len(parents), -1)
-    if proposal.edge is not None:
-        scores = scores + proposal.edge(depth, parents)
-    chain = proposal.chains[:, depth]
-    if not len(chain):
-        return scores.clamp(max=0), ids[None]
-    follows = on_chain & (chain >= 0)[:, None]  # [m, W]
-    chained = torch.where(follows, proposal.chain_scores[:, depth, None], -torch.inf)
-    # A chain's token that is a candidate anyway, or another chain's, counts once, with the better score.
-    same = chain[:, None] == ids  # [m, k]
-    best = torch.where(same[:, None], chained[..., None], -torch.inf).amax(0)  # [W, k]
-    scores = torch.maximum(scores, best)
-    twin = chain[:, None] == chain  # [m, m]
-    chained = torch.where(twin[..., None], chained[None], -torch.inf).amax(1)
-    repeated = same.any(1) | twin.tril(-1).any(1)
-    chained = chained.masked_fill(repeated[:, None], -torch.inf)
-    return torch.cat([scores, chained.T], 1).clamp(max=0), torch.cat([ids, chain])[None]
+    return ScoredTree(built.tokens, built.parents, built.weights)

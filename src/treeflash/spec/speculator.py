@@ -1,23 +1,28 @@
 """The drafter users get: a DFlash draft and copies from the text, as one tree of a size that pays."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from treeflash.config import SpecConfig
+from treeflash.models.step import MAX_ROWS
 from treeflash.spec.calibration import Calibration
 from treeflash.spec.controller import Controller, Costs
-from treeflash.spec.draft import BlockDraft, Outcome, Rank
+from treeflash.spec.draft import BlockDraft, Outcome, Rank, TreeGuide
 from treeflash.spec.lookup import ContextLookup
 from treeflash.spec.proposal import Proposal, ScoredTree, build_tree
 from treeflash.spec.tree import DraftTree
 from treeflash.spec.verify import walk
+from treeflash.state.draft_ring import SavedRings
 
 _CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely looks further
 _SPINE = math.log(0.02)  # the likeliest path is in the tree as long as it survives this often
 _LOOKUP_DEPTH = 15  # without a draft to set it
+_FORCED = math.log(0.97)  # text without a choice may still be cut into other tokens
+_GUIDED = 3  # times as many nodes are looked at
 
 
 @dataclass(slots=True)
@@ -83,17 +88,31 @@ class Speculator:
         if self._draft:
             self._draft.append(features)
 
-    def propose(self, anchor: int, position: int, limit: int, rank: Rank) -> DraftTree:
+    def save(self) -> SavedRings | None:
+        return self._draft.save() if self._draft else None
+
+    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
+        self.open()
+        self._lookup.append(list(tokens))
+        self._processed = len(tokens)
+        if self._draft and saved is not None:
+            self._draft.restore(saved)
+
+    def propose(
+        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
+    ) -> DraftTree:
         if len(self._lookup) == position:
             self._lookup.append([anchor])
-        copied, score = self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
-        plan = self._controller.plan(copied=len(copied), sure=math.exp(score))
         self._asked = None
+        if limit == 1:
+            return DraftTree.root(anchor, self._device)
+        copied, score = self._copy(anchor, guide)
+        plan = self._controller.plan(copied=len(copied), sure=math.exp(score))
         if plan.copy:
             tokens = [anchor, *copied][: min(plan.rows, limit)]
             return DraftTree.of(tokens, list(range(-1, len(tokens) - 1)), self._device)
-        if plan.ask and limit > 1:
-            self._asked = asked = self._ask(anchor, rank, copied, score)
+        if plan.ask:
+            self._asked = asked = self._ask(anchor, rank, copied, score, guide)
             rows = min(plan.rows, limit, len(asked.scored.tokens))
             if rows > 1:
                 return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
@@ -127,14 +146,42 @@ class Speculator:
             self._controller.learn(watched.weights(), path, verified=len(watched.scored.tokens))
             self._watched = None
 
-    def _ask(self, anchor: int, rank: Rank, copied: list[int], score: float) -> _Asked:
+    def _copy(self, anchor: int, guide: TreeGuide | None) -> tuple[list[int], float]:
+        """The likeliest continuation that needs no draft, and the log probability of each of its tokens."""
+        copied, score = self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
+        if guide is None:
+            return copied, score
+        forced = guide.forced(self._depth)
+        if forced:
+            return forced, _FORCED
+        chain = [anchor, *copied]
+        return copied[: len(guide.kept(chain, range(-1, len(copied)))) - 1], score
+
+    def _ask(
+        self, anchor: int, rank: Rank, copied: list[int], score: float, guide: TreeGuide | None
+    ) -> _Asked:
         """The draft's candidates, corrected by how such claims have fared, and the copy, as one tree."""
         assert self._draft is not None
         claimed = self._draft.propose(anchor, rank, 1 if self._config.chain else _CANDIDATES)
         proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
         if copied and not self._config.chain:
-            chain = torch.tensor([copied], device=self._device)
+            ended = [-1] * (proposal.depth - len(copied))
+            chain = torch.tensor([copied + ended], device=self._device)
             proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
         root = torch.tensor([anchor], device=self._device)
-        scored = build_tree(root, proposal, nodes=self._config.budget, spine=_SPINE)
-        return _Asked(claimed, scored.trimmed(), [])
+        # Of a tree with a guide some branches will fall, so that there should be more of them.
+        nodes = self._config.budget if guide is None else min(_GUIDED * self._config.budget, MAX_ROWS - 1)
+        scored = build_tree(root, proposal, nodes=nodes, spine=_SPINE).trimmed()
+        if guide is not None:
+            kept = guide.kept(scored.tokens.tolist(), scored.parents.tolist())
+            scored = _only(scored, kept[: self._config.budget + 1])
+        return _Asked(claimed, scored, [])
+
+
+def _only(scored: ScoredTree, rows: list[int]) -> ScoredTree:
+    """A part of a tree that holds every row's parent."""
+    parents, place = scored.parents.tolist(), {row: index for index, row in enumerate(rows)}
+    device = scored.tokens.device
+    index = torch.tensor(rows, device=device)
+    renamed = torch.tensor([place.get(parents[row], -1) for row in rows], device=device)
+    return ScoredTree(scored.tokens[index], renamed, scored.weights[index])

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from treeflash.kernels.tree import reference
+
 
 @dataclass(frozen=True, slots=True)
 class Walk:
@@ -15,8 +17,5 @@ def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> Walk:
     chosen[i] is the token the target draws behind row i. The path depends on those draws alone, never on how
     the tree came about, so the text is the text of plain decoding.
     """
-    children = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    rows = [0]
-    while (child := children.get((rows[-1], chosen[rows[-1]]))) is not None:
-        rows.append(child)
+    rows = reference.walk(tokens, parents, chosen)
     return Walk(rows, chosen[rows[-1]])

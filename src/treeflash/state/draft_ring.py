@@ -1,6 +1,9 @@
 """The draft's own keys and values: a ring a layer, as long as the layer can look back."""
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from treeflash.errors import UsageError
 from treeflash.models.dflash import DraftBuffers
@@ -8,6 +11,36 @@ from treeflash.models.draft_spec import DraftSpec
 
 # Full-attention layers look back no further than this unless asked: acceptance gains nothing from more.
 DEFAULT_CONTEXT = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRings:
+    """One slot's rings at one moment, as far as they were filled; nothing writes to it."""
+
+    length: int
+    start: int
+    rings: list[tuple[Tensor, Tensor]]  # keys and values of a layer
+
+
+def save_rings(buffers: DraftBuffers, slot: int) -> SavedRings:
+    length, start = int(buffers.lengths[slot]), int(buffers.starts[slot])
+
+    def aside(ring: Tensor) -> Tensor:
+        # Like recurrent states, rings are large enough to be kept outside a device's memory.
+        filled = ring[slot, :length]
+        return filled.clone() if filled.device.type == "cpu" else filled.to("cpu")
+
+    pairs = zip(buffers.keys, buffers.values, strict=True)
+    return SavedRings(length, start, [(aside(keys), aside(values)) for keys, values in pairs])
+
+
+def restore_rings(buffers: DraftBuffers, slot: int, saved: SavedRings) -> None:
+    buffers.lengths[slot] = saved.length
+    buffers.starts[slot] = saved.start
+    pairs = zip(buffers.keys, buffers.values, strict=True)
+    for rings, kept in zip(pairs, saved.rings, strict=True):
+        for ring, filled in zip(rings, kept, strict=True):
+            ring[slot, : len(filled)].copy_(filled)
 
 
 def draft_buffers(

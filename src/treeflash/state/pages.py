@@ -1,14 +1,21 @@
 """Which pages of the KV pool belong to which sequence slot; numbers only, no tensors."""
 
 import heapq
+from collections import Counter
+from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Hands out the lowest free pages, so that a lone sequence's pages lie in a row."""
+    """Hands out the lowest free pages, so that a lone sequence's pages lie in a row.
+
+    A full page never changes again, so slots and saved states may hold it together: it is free when the last
+    of them lets go.
+    """
 
     def __init__(self, slots: int):
         self.owned: list[list[int]] = [[] for _ in range(slots)]
         self._free: list[int] = []
+        self._holders: Counter[int] = Counter()
         self.capacity = 0
 
     def missing(self, slot: int, pages: int) -> int:
@@ -23,10 +30,26 @@ class PageAllocator:
     def take(self, slot: int, pages: int) -> list[int]:
         """Lets `slot` own `pages` pages in all and returns the new ones."""
         new = [heapq.heappop(self._free) for _ in range(pages - len(self.owned[slot]))]
+        self.hold(new)
         self.owned[slot] += new
         return new
 
+    def adopt(self, slot: int, pages: list[int]) -> None:
+        """Lets an empty slot begin with pages that others hold."""
+        assert not self.owned[slot]
+        self.hold(pages)
+        self.owned[slot] = list(pages)
+
     def release(self, slot: int) -> None:
-        for page in self.owned[slot]:
-            heapq.heappush(self._free, page)
+        self.drop(self.owned[slot])
         self.owned[slot] = []
+
+    def hold(self, pages: Iterable[int]) -> None:
+        self._holders.update(pages)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                heapq.heappush(self._free, page)

@@ -5,18 +5,28 @@ accepted path and forgets the rest. Nothing committed is ever overwritten, so th
 Does not know what tokens mean.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from treeflash.errors import ResourceError
-from treeflash.kernels.causal_conv import conv_index
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.state.pages import PageAllocator
 
 PAGE = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSequence:
+    """One slot's state at one moment. Nothing writes to it, and any number of slots may begin with it."""
+
+    length: int
+    pages: list[int]  # full ones, held together with whoever else has them
+    tail: tuple[Tensor, Tensor]  # keys and values of the rest: [attention layers, tokens, KV, D]
+    layers: list[tuple[Tensor, ...]]  # a delta layer: state, window, and rows still to be folded in
+    folding: int  # how many such rows
 
 
 class SequenceStates:
@@ -42,7 +52,6 @@ class SequenceStates:
         self._pages = PageAllocator(slots)
         kv_shape = (spec.attention_layers, 0, PAGE, spec.kv_heads, spec.head_dim)
         self._keys, self._values = (torch.zeros(kv_shape, dtype=kv_dtype, device=self._device),) * 2
-        window = spec.delta.conv_width - 1 if spec.delta else 0
         self.buffers = Buffers(
             layers=tuple(
                 self._attention(0) if kind == "attention" else self._delta(slots) for kind in spec.layers
@@ -50,9 +59,8 @@ class SequenceStates:
             page_table=self._zeros(slots, -(-(max_ctx + max_rows) // PAGE), dtype=torch.int64),
             lengths=self._zeros(slots, dtype=torch.int64),
             pending=Pending(
-                row=self._zeros(slots, dtype=torch.int64) - 1,
-                ancestors=self._zeros(slots, dtype=torch.int64),
-                inputs=self._zeros(slots, window, dtype=torch.int64),
+                path=self._zeros(slots, max_rows, dtype=torch.int64),
+                count=self._zeros(slots, dtype=torch.int64),
             ),
         )
 
@@ -63,7 +71,7 @@ class SequenceStates:
         slot = self._free_slots.pop(0)
         self.lengths[slot] = 0
         self.buffers.lengths[slot] = 0
-        self.buffers.pending.row[slot] = -1
+        self.buffers.pending.count[slot] = 0
         for layer in self.buffers.layers:
             if isinstance(layer, DeltaBuffers):
                 layer.state[slot] = 0
@@ -73,6 +81,77 @@ class SequenceStates:
     def close(self, slot: int) -> None:
         self._pages.release(slot)
         self._free_slots.append(slot)
+
+    def save(self, slot: int) -> SavedSequence:
+        """The slot's committed state; `forget` it when it is no longer wanted."""
+        length = self.lengths[slot]
+        full, rest = divmod(length, PAGE)
+        pages = self._pages.owned[slot][:full]
+        last = self._pages.owned[slot][full : full + 1]
+        self._pages.hold(pages)
+        rows = self.buffers.pending.path[slot, : int(self.buffers.pending.count[slot])]
+        return SavedSequence(
+            length=length,
+            pages=pages,
+            tail=(
+                self._keys[:, last, :rest].flatten(1, 2),
+                self._values[:, last, :rest].flatten(1, 2),
+            ),
+            layers=[
+                tuple(
+                    self._aside(part)
+                    for part in (
+                        layer.state[slot],
+                        layer.window[slot],
+                        layer.tree_inputs[slot, rows],
+                        layer.tree_gates[slot, rows],
+                    )
+                )
+                for layer in self.buffers.layers
+                if isinstance(layer, DeltaBuffers)
+            ],
+            folding=len(rows),
+        )
+
+    def restore(self, slot: int, saved: SavedSequence) -> None:
+        """Lets a slot that was just opened go on from a saved state."""
+        assert self.lengths[slot] == 0
+        self._pages.adopt(slot, saved.pages)
+        pages, rest = len(saved.pages), saved.length % PAGE
+        self.buffers.page_table[slot, :pages] = torch.tensor(
+            saved.pages, dtype=torch.int64, device=self._device
+        )
+        self.lengths[slot] = saved.length
+        self.buffers.lengths[slot] = saved.length
+        self.reserve(slot, 0)
+        if rest:
+            page = self._pages.owned[slot][pages]
+            for pool, tail in zip((self._keys, self._values), saved.tail, strict=True):
+                pool[:, page, :rest] = tail
+        pending, folding = self.buffers.pending, saved.folding
+        pending.count[slot] = folding
+        pending.path[slot, :folding] = torch.arange(folding, device=self._device)
+        deltas = (layer for layer in self.buffers.layers if isinstance(layer, DeltaBuffers))
+        for layer, (state, window, inputs, gates) in zip(deltas, saved.layers, strict=True):
+            layer.state[slot].copy_(state, non_blocking=True)
+            layer.window[slot].copy_(window, non_blocking=True)
+            layer.tree_inputs[slot, :folding].copy_(inputs, non_blocking=True)
+            layer.tree_gates[slot, :folding].copy_(gates, non_blocking=True)
+
+    def forget(self, saved: SavedSequence) -> None:
+        self._pages.drop(saved.pages)
+
+    def has_room(self, slot: int, rows: int) -> bool:
+        """Whether `reserve` can succeed while saved states hold the pages they do."""
+        missing = self._pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
+        return self._pages.capacity + missing <= self.buffers.page_table.numel()
+
+    def _aside(self, tensor: Tensor) -> Tensor:
+        """A copy that takes no device memory: recurrent states are large, and a bus is fast enough."""
+        if self._device.type != "cuda":
+            return tensor.clone()
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor, non_blocking=True)
 
     def reserve(self, slot: int, rows: int) -> None:
         """Makes room for `rows` rows behind the slot's committed tokens."""
@@ -94,33 +173,35 @@ class SequenceStates:
             self.lengths[slot] += step.rows
 
     def commit(self, step: Step, last: Tensor) -> None:
-        """After a tree: keeps row `last` [B] of each slot and its ancestors; -1 keeps nothing.
+        """After a tree: keeps row `last` [B] of each slot and its ancestors; -1 keeps nothing."""
+        counts = self.keep(step, last)
+        for slot, count in zip(step.slots.tolist(), counts.tolist(), strict=True):
+            self.lengths[slot] += count
+
+    def keep(self, step: Step, last: Tensor) -> Tensor:
+        """A commit that asks the device nothing: `lengths` is left to who reads the counts [B] it returns.
 
         Keys and values move into place now; the recurrent states follow at the start of the next forward
         pass.
         """
-        assert step.ancestors is not None and step.parents is not None
-        slots, rows, pending = step.slots, step.rows, self.buffers.pending
-        kept = last.clamp(min=0)[:, None]
-        bits = torch.where(last >= 0, step.ancestors.gather(1, kept)[:, 0], 0)
-        pending.row[slots] = last
-        pending.ancestors[slots] = bits
-        if self._spec.delta is not None:
-            inputs = conv_index(step.parents, self._spec.delta.conv_width)[:, :, 1:]
-            pending.inputs[slots] = inputs.gather(1, kept[..., None].expand(-1, 1, inputs.shape[2]))[:, 0]
-        columns = torch.arange(rows, device=self._device)
+        assert step.ancestors is not None
+        slots, pending = step.slots, self.buffers.pending
+        bits = torch.where(last >= 0, step.ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0], 0)
+        columns = torch.arange(step.rows, device=self._device)
         accepted = (bits[:, None] >> columns) & 1
         counts = accepted.sum(1)
-        self._compact(slots, accepted, counts, columns)
+        path = (1 - accepted).argsort(dim=1, stable=True)  # accepted rows first, in their order
+        pending.path[slots, : step.rows] = path
+        pending.count[slots] = counts
+        self._compact(slots, torch.where(columns < counts[:, None], path, columns), columns)
         self.buffers.lengths[slots] += counts
-        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            self.lengths[slot] += count
+        return counts
 
-    def _compact(self, slots: Tensor, accepted: Tensor, counts: Tensor, columns: Tensor) -> None:
+    def _compact(self, slots: Tensor, source: Tensor, columns: Tensor) -> None:
         """Moves the accepted rows' keys and values to the front of the rows."""
-        order = (1 - accepted).argsort(dim=1, stable=True)
-        source = torch.where(columns < counts[:, None], order, columns)
-        if self._spec.attention_layers == 0 or bool((source == columns).all()):
+        # To look whether anything moves would cost a device more than moving it.
+        on_cpu = self._device.type == "cpu"
+        if self._spec.attention_layers == 0 or (on_cpu and bool((source == columns).all())):
             return
         lengths, table = self.buffers.lengths[slots][:, None], self.buffers.page_table[slots]
         here, there = (
@@ -157,9 +238,7 @@ class SequenceStates:
             state=self._zeros(slots, delta.value_heads, delta.head_dim, delta.head_dim),
             window=self._zeros(slots, delta.conv_width - 1, delta.channels, dtype=self._input_dtype),
             tree_inputs=self._zeros(slots, rows, delta.channels, dtype=self._input_dtype),
-            tree_keys=self._zeros(slots, rows, delta.key_heads, delta.head_dim),
-            tree_writes=self._zeros(slots, rows, delta.value_heads, delta.head_dim),
-            tree_decay=self._zeros(slots, rows, delta.value_heads),
+            tree_gates=self._zeros(slots, rows, 2, delta.value_heads),
         )
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -46,6 +46,8 @@ class Rendered:
     text: str
     # Where a shorter or differently continued conversation still has the same text; ascending.
     boundaries: list[int]
+    # The last of them that stands behind a user's message: what comes later may be written anew.
+    question: int | None
     # Spans where the conversation itself spells a control token; `Tokenizer.encode` keeps them plain text.
     literals: list[tuple[int, int]]
 
@@ -95,6 +97,10 @@ class ChatTemplate:
         """Whether the template asks if the model should think."""
         return "enable_thinking" in self.source
 
+    def is_control_at(self, text: str, offset: int) -> bool:
+        """Whether a control token's string begins there."""
+        return self._controls.match(text, offset) is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -126,12 +132,13 @@ class ChatTemplate:
             conversation = merged
             marked = run(conversation, add_generation_prompt)
         text, literals = _without_marks(marked)
-        return Rendered(text, self._turn_ends(text, conversation, run) if boundaries else [], literals)
+        ends, question = self._turn_ends(text, conversation, run) if boundaries else ([], None)
+        return Rendered(text, ends, question, literals)
 
     def _turn_ends(
         self, text: str, conversation: list[Message], run: Callable[[list[Message], bool], str]
-    ) -> list[int]:
-        """Where the head (system message and tools) ends, then ends of messages; ascending."""
+    ) -> tuple[list[int], int | None]:
+        """Where the head (system message and tools) ends, then messages, in order; and the last user's."""
 
         def attempt(turns: list[Message]) -> str:
             try:
@@ -146,8 +153,14 @@ class ChatTemplate:
         common = _common_length(text, opening)
         head = max((match.start() for match in self._controls.finditer(text, 0, common)), default=common)
         first = max(1, len(conversation) - BOUNDARY_TURNS + 1)
-        shorter = [attempt(conversation[:count]) for count in range(first, len(conversation) + 1)]
-        return sorted({head, *(len(turns) for turns in shorter if text.startswith(turns))} - {0})
+        users = [count for count, turn in enumerate(conversation, 1) if turn["role"] == "user"]
+        ends = {
+            count: len(turns)
+            for count in {*range(first, len(conversation) + 1), *users[-1:]}
+            if text.startswith(turns := attempt(conversation[:count]))
+        }
+        question = ends.get(users[-1]) if users else None
+        return sorted({head, *ends.values()} - {0}), question or None
 
     @cached_property
     def _template(self) -> jinja2.Template:

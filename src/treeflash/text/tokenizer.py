@@ -134,6 +134,10 @@ class Tokenizer:
         """Id of the token spelled so in the file (byte-level for ordinary ones), None if there is none."""
         return self._ids.get(token)
 
+    def is_control(self, id: int) -> bool:
+        """Whether the token is never part of a text."""
+        return self._types[id] in UNSPOKEN
+
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A new incremental detokeniser."""
         return TextStream(self._visible_bytes if skip_special else self.token_bytes)

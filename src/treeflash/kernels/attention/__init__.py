@@ -1,5 +1,49 @@
 """Attention of a step's rows over the paged cache, and of a draft block over its ring of context."""
 
-from treeflash.kernels.attention.reference import block_attention, paged_attention
+from torch import Tensor
+
+from treeflash.kernels.attention import reference
 
 __all__ = ["block_attention", "paged_attention"]
+
+LEAST_DIM = 16  # what a product on tensor cores takes
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    *,
+    gate: Tensor | None = None,
+) -> Tensor:
+    if q.is_cuda and ancestors is not None and q.shape[-1] >= LEAST_DIM:
+        from treeflash.kernels.attention import kernel
+
+        return kernel.paged_attention(q, keys, values, page_table, lengths, ancestors, gate=gate)
+    return reference.paged_attention(q, keys, values, page_table, lengths, ancestors, gate=gate)
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    *,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    if q.is_cuda and q.shape[-1] >= LEAST_DIM:
+        from treeflash.kernels.attention import kernel as chosen
+    else:
+        chosen = reference
+    return chosen.block_attention(
+        q, k, v, positions, ring_keys, ring_values, slots, lengths, starts, window=window, causal=causal
+    )

@@ -6,12 +6,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, lengths: Tensor, visible: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    *,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """q [B, T, H, D]; keys, values [pages, page, KV, D]; page_table [B, P]; lengths [B] committed tokens.
 
-    Row i of sequence b lies at index lengths[b] + i. It sees the committed tokens and the rows that `visible`
-    [B, T, T] names; without it the rows before it and itself. Query head h reads KV head h // (H / KV).
+    Row i of sequence b lies at index lengths[b] + i. It sees the committed tokens and the rows j whose bit is
+    set in ancestors[b, i]; without ancestors [B, T] the rows before it and itself. Query head h reads KV head
+    h // (H / KV). The output is multiplied by the sigmoid of gate [B, T, H, D] where there is one.
     """
     rows, heads = q.shape[1:3]
     kv_heads = keys.shape[2]
@@ -22,21 +30,24 @@ def paged_attention(
     k, v = (_gather(pool, page_table, span).transpose(1, 2).to(q.dtype) for pool in (keys, values))
     mask = None
     if rows > 1 or len(q) > 1:
-        mask = _mask(lengths, rows, span, visible)
+        mask = _mask(lengths, rows, span, ancestors)
         if len(q) > 1:
             # What lies behind a shorter sequence is another one's: not even a NaN of it may get through.
             foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
             k, v = k.masked_fill(foreign, 0), v.masked_fill(foreign, 0)
         mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
     out = scaled_dot_product_attention(packed, k, v, attn_mask=mask)
-    return out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    return out if gate is None else out * gate.sigmoid()
 
 
-def _mask(lengths: Tensor, rows: int, span: int, visible: Tensor | None) -> Tensor:
+def _mask(lengths: Tensor, rows: int, span: int, ancestors: Tensor | None) -> Tensor:
     """[B, T, span] bool: what each row sees of its sequence."""
-    if visible is None:
+    if ancestors is None:
         chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
         visible = chain.expand(len(lengths), -1, -1)
+    else:
+        visible = ((ancestors[..., None] >> torch.arange(rows, device=lengths.device)) & 1).bool()
     # Which row of the step lies at each index; below 0: committed text.
     row = torch.arange(span, device=lengths.device) - lengths[:, None]
     staged = visible.gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))

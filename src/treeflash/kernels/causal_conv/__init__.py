@@ -1,5 +1,27 @@
-"""The short causal convolution of the Gated DeltaNet layers."""
+"""The short causal convolution of the Gated DeltaNet layers, with the norms and gates behind it."""
 
-from treeflash.kernels.causal_conv.reference import chunk_conv, conv_index, tree_conv
+from torch import Tensor
 
-__all__ = ["chunk_conv", "conv_index", "tree_conv"]
+from treeflash.kernels.causal_conv import reference
+from treeflash.kernels.causal_conv.reference import chunk_conv, delta_gates, split_heads
+
+__all__ = ["chunk_conv", "conv_index", "delta_gates", "split_heads", "tree_conv"]
+
+
+def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
+    if not parents.is_cuda:
+        return reference.conv_index(parents, width, count, path)
+    from treeflash.kernels.causal_conv import kernel
+
+    return kernel.conv_index(parents, width, count, path)
+
+
+def tree_conv(
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if inputs.is_cuda:
+        from treeflash.kernels.causal_conv import kernel
+
+        if kernel.takes(weight, alpha, state["key_heads"]):
+            return kernel.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
+    return reference.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)

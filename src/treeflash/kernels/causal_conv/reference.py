@@ -1,41 +1,97 @@
-"""Depthwise causal convolution with SiLU over a chunk or over a tree, in plain torch.
+"""The short causal convolution before the delta rule, with what follows it, in plain torch.
 
-weight [C, K]: tap K-1 multiplies the row itself, tap 0 the row K-1 above it. window [B, K-1, C] holds the
-newest inputs before the step, oldest first.
+weight [C, K]: tap K-1 multiplies the row itself, tap 0 the row K-1 above it. window [.., K-1, C] holds the
+newest inputs before the step, oldest first. Channels: queries, keys, values, head after head.
 """
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
+
+from treeflash.kernels.norm_rope.reference import l2_norm
+
+# The l2 norm of queries and keys has its own constant in the trained models, whatever the file's rms
+# epsilon is.
+L2_EPS = 1e-6
 
 
 def chunk_conv(inputs: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """inputs [B, T, C], each row after the one before: outputs [B, T, C] and the new window."""
+    """inputs [B, T, C], each row after the one before: outputs [B, T, C] after SiLU and the new window."""
     rows, width = inputs.shape[1], weight.shape[1]
     series = torch.cat([window, inputs], 1)
     taps = torch.stack([series[:, tap : tap + rows] for tap in range(width)], -1)
     return silu((taps * weight).sum(-1)), series[:, rows:]
 
 
-def tree_conv(inputs: Tensor, window: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    """inputs [B, T, C]; index [B, T, K] from `conv_index`: outputs [B, T, C]."""
-    series = torch.cat([window, inputs], 1)
-    if inputs.shape[1] == 1:
-        return silu((series * weight.T).sum(1, keepdim=True))
-    batch, rows, width = index.shape
-    taps = series.gather(1, index.reshape(batch, rows * width, 1).expand(-1, -1, series.shape[2]))
-    return silu((taps.view(batch, rows, width, -1) * weight.T).sum(2))
+def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
+    """Where [window, path rows, tree rows] holds the inputs of each row: [B, path + T, width], oldest first.
 
-
-def conv_index(parents: Tensor, width: int) -> Tensor:
-    """parents [B, T] to [B, T, width]: where [window, rows] holds each row's inputs, oldest first."""
-    row = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    index = [row + width - 1]
+    parents [B, T]; the tree hangs below the first `count` [B] of `path` rows that follow each other.
+    """
+    batch, rows = parents.shape
+    chain = torch.arange(-1, path - 1, device=parents.device).expand(batch, -1)
+    above = torch.cat([chain, torch.where(parents < 0, count[:, None] - 1, parents + path)], 1)
+    at = torch.arange(path + rows, device=parents.device).expand(batch, -1)
+    index = [at]
     for _ in range(width - 1):
-        above = index[0] - (width - 1)
-        in_tree = above >= 0
-        parent = parents.gather(1, above.clamp(min=0))
-        # Below zero the walk continues backwards through the window.
-        index.insert(0, torch.where(in_tree, parent + width - 1, index[0] - 1))
-    # A root's parent is -1, one before the first row: the newest entry of the window, as it should be.
-    return torch.stack(index, -1)
+        # Above the first row the walk continues backwards through the window.
+        at = torch.where(at >= 0, above.gather(1, at.clamp(min=0)), at - 1)
+        index.append(at)
+    return torch.stack(index[::-1], -1) + width - 1
+
+
+def delta_gates(alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Projections alpha, beta [B, T, Hv] to log decay (<= 0) and write strength; decay (-A), bias [Hv]."""
+    return decay * softplus(alpha + bias), beta.sigmoid()
+
+
+def split_heads(mixed: Tensor, key_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, C] to q, k [B, T, Hk, D], of unit length, q scaled, and v [B, T, Hv, D]."""
+    heads = mixed.unflatten(-1, (-1, dim))
+    q, k = l2_norm(heads[:, :, : 2 * key_heads], L2_EPS).chunk(2, 2)
+    return q * dim**-0.5, k, heads[:, :, 2 * key_heads :]
+
+
+def tree_conv(
+    inputs: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    *,
+    window: Tensor,
+    tree_inputs: Tensor,
+    tree_gates: Tensor,
+    slots: Tensor,
+    path: Tensor,
+    count: Tensor,
+    index: Tensor,
+    key_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the delta rule takes of a tree's rows and of the path that the last tree left to commit.
+
+    inputs [B, T, C]; alpha, beta [B, T, Hv]; of all slots: window [slots, K-1, C], tree_inputs [slots, N, C],
+    tree_gates [slots, N, 2, Hv]; path [B, P], its first `count` [B] rows; index from `conv_index`.
+    Returns q [B, T, Hk, D] and, path first, k [B, P+T, Hk, D], v [B, P+T, Hv, D], g and beta [B, P+T, Hv],
+    which are zero behind a path. Moves the windows on and leaves the tree's rows in the place of the last.
+    """
+    rows, length, dim = inputs.shape[1], path.shape[1], weight.shape[0] // (2 * key_heads + alpha.shape[2])
+    # Rows are computed from what they leave behind, so that a commit meets the same numbers.
+    inputs = inputs.to(tree_inputs.dtype)
+    g, beta = delta_gates(alpha, beta, decay, bias)
+    batch = torch.arange(len(slots), device=slots.device)[:, None]
+    series = torch.cat([window[slots], tree_inputs[slots[:, None], path], inputs], 1)
+    mixed = silu((series[batch[..., None], index].float() * weight.T).sum(2))
+    q, k, v = split_heads(mixed, key_heads, dim)
+    if length:
+        gates = tree_gates[slots[:, None], path]
+        if len(slots) > 1:
+            behind = torch.arange(length, device=slots.device) >= count[:, None]
+            gates = gates.masked_fill(behind[..., None, None], 0)
+        window[slots] = series[batch, torch.arange(window.shape[1], device=slots.device) + count[:, None]]
+    tree_inputs[slots, :rows] = inputs
+    tree_gates[slots, :rows, 0], tree_gates[slots, :rows, 1] = g, beta
+    if length:
+        g, beta = torch.cat([gates[:, :, 0], g], 1), torch.cat([gates[:, :, 1], beta], 1)
+    return q[:, length:], k, v, g, beta

@@ -1,5 +1,19 @@
-"""The gated delta rule: prompt chunks, trees, and the commit of a tree's path."""
+"""The gated delta rule: prompt chunks, and trees with the commit of the path before them."""
 
-from treeflash.kernels.gated_delta.reference import chunk_delta, fold, tree_delta
+from torch import Tensor
 
-__all__ = ["chunk_delta", "fold", "tree_delta"]
+from treeflash.kernels.gated_delta import reference
+from treeflash.kernels.gated_delta.reference import advance, chunk_delta
+
+__all__ = ["advance", "chunk_delta", "tree_delta"]
+
+
+def tree_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
+) -> Tensor:
+    if q.is_cuda:
+        from treeflash.kernels.gated_delta import kernel
+
+        if kernel.takes(state):
+            return kernel.tree_delta(q, k, v, g, beta, state, **rows)
+    return reference.tree_delta(q, k, v, g, beta, state, **rows)

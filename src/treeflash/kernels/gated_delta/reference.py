@@ -46,46 +46,73 @@ def chunk_delta(
     return torch.cat(outputs, 2).transpose(1, 2)[:, :tokens], state
 
 
-def tree_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, visible: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [B, T, Hv, D], writes u [B, T, Hv, D] and log decay [B, T, Hv] of a tree's rows; state is only
-    read.
+def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Carries a run of tokens into `state`, in place; a row with g = beta = 0 changes nothing."""
+    if k.shape[1] > 1:
+        state.copy_(chunk_delta(k, k, v, g, beta, state)[1])
+        return
+    k = k.transpose(1, 2).repeat(1, v.shape[2] // k.shape[2], 1, 1)  # [B, Hv, 1, D]
+    v, beta, decay = v.transpose(1, 2), beta.transpose(1, 2)[..., None], g.transpose(1, 2)[..., None].exp()
+    state.mul_(decay)
+    writes = beta * (v - k @ state)
+    state.flatten(0, 1).baddbmm_(k.flatten(0, 1).mT, writes.flatten(0, 1))
 
-    visible [B, T, T]: row i itself and its ancestors.
+
+def tree_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    count: Tensor,
+    ancestors: Tensor,
+) -> Tensor:
+    """Advances the slots' states over their paths, and gives the outputs [B, T, Hv, D] of the tree below.
+
+    q [B, T, Hk, D]; k, v, g, beta hold P path rows before the T tree rows, and the path's rows from
+    `count` [B] on do not count. state [slots, Hv, D, D]; ancestors [B, T]: bit j set for row j of the tree
+    that is row i or above it.
     """
+    path = k.shape[1] - q.shape[1]
+    lone = len(slots) == 1
+    first = int(slots[0]) if lone else 0
+    # A view of a lone sequence's state, which is large.
+    committed = state[first : first + 1] if lone else state[slots]
+    if path:
+        if bool((count < path).any()):
+            behind = torch.arange(k.shape[1], device=k.device) - count[:, None]
+            behind = ((behind >= 0) & (behind < path - count[:, None]))[..., None]
+            g, beta = g.masked_fill(behind, 0), beta.masked_fill(behind, 0)
+            k, v = k.masked_fill(behind[..., None], 0), v.masked_fill(behind[..., None], 0)
+        advance(committed, *(x[:, :path] for x in (k, v, g, beta)))
+        if not lone:
+            state[slots] = committed
+    return _tree(q, *(x[:, path:] for x in (k, v, g, beta)), committed, ancestors)
+
+
+def _tree(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor
+) -> Tensor:
     rows, repeats = q.shape[1], v.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     beta = beta.transpose(1, 2)
-    total = (visible.to(g.dtype) @ g).transpose(1, 2) if rows > 1 else g.transpose(1, 2)
+    visible = ((ancestors[..., None] >> torch.arange(rows, device=q.device)) & 1).bool() if rows > 1 else None
+    total = g.transpose(1, 2) if visible is None else (visible.to(g.dtype) @ g).transpose(1, 2)
     grown = total.exp()[..., None]
     both = torch.cat([k, q], 2).repeat(1, repeats, 1, 1) @ state
     stored, read = both[:, :, :rows], both[:, :, rows:]
     writes = beta[..., None] * (v - grown * stored)
-    if rows == 1:
+    if visible is None:
         seen = (q * k).sum(-1, keepdim=True).repeat(1, repeats, 1, 1)
         out = grown * read + seen * writes
     else:
-        visible = visible[:, None]
-        decay = torch.where(visible, total[..., :, None] - total[..., None, :], -torch.inf).exp()
+        ratio = total[..., :, None] - total[..., None, :]
+        decay = torch.where(visible[:, None], ratio, -torch.inf).exp()
         overlap = (k @ k.mT).repeat(1, repeats, 1, 1)
         solve = (beta[..., None] * overlap * decay).tril(-1)
         writes = torch.linalg.solve_triangular(solve, writes, upper=False, unitriangular=True)
         out = grown * read + ((q @ k.mT).repeat(1, repeats, 1, 1) * decay) @ writes
-    return out.transpose(1, 2), writes.transpose(1, 2), total.transpose(1, 2)
-
-
-def fold(state: Tensor, keys: Tensor, writes: Tensor, decay: Tensor, row: Tensor, accepted: Tensor) -> None:
-    """Carries the accepted rows of a tree into `state` [B, Hv, D, D], in place.
-
-    keys [B, N, Hk, D], writes [B, N, Hv, D], decay [B, N, Hv]; row [B] the last accepted row, -1 = none;
-    accepted [B, N] bool: that row and its ancestors.
-    """
-    repeats = writes.shape[2] // keys.shape[2]
-    total = decay.gather(1, row.clamp(min=0)[:, None, None].expand(-1, 1, decay.shape[2]))  # [B, 1, Hv]
-    weight = torch.where(accepted[..., None], total - decay, -torch.inf).exp()
-    # No row at all: the state keeps its weight of one and nothing is added.
-    total = torch.where((row >= 0)[:, None, None], total, 0.0)
-    left = keys.repeat(1, 1, repeats, 1).permute(0, 2, 3, 1)
-    right = (writes * weight[..., None]).transpose(1, 2)
-    state.mul_(total[:, 0, :, None, None].exp()).add_(left @ right)
+    return out.transpose(1, 2)

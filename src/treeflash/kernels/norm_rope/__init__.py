@@ -1,5 +1,55 @@
-"""Norms and rotary embedding."""
+"""Norms, rotary embedding, gates: each with what stands beside it in a layer, so that it is one kernel."""
 
-from treeflash.kernels.norm_rope.reference import l2_norm, rms_norm, rope, rope_angles
+from torch import Tensor
 
-__all__ = ["l2_norm", "rms_norm", "rope", "rope_angles"]
+from treeflash.kernels.norm_rope import reference
+from treeflash.kernels.norm_rope.reference import l2_norm, rope, rope_angles
+
+__all__ = [
+    "add_rms_norm",
+    "cache_heads",
+    "gated_rms_norm",
+    "head_rope",
+    "l2_norm",
+    "rms_norm",
+    "rope",
+    "rope_angles",
+    "silu_mul",
+]
+
+
+def _of(x: Tensor):
+    """The implementation for x's device."""
+    if not x.is_cuda:
+        return reference
+    from treeflash.kernels.norm_rope import kernel
+
+    return kernel
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _of(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _of(x).add_rms_norm(x, add, weight, eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _of(x).gated_rms_norm(x, gate, weight, eps)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _of(gate).silu_mul(gate, up)
+
+
+def head_rope(
+    x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> Tensor:
+    return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
+
+
+def cache_heads(
+    k: Tensor, v: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, **places
+) -> None:
+    _of(k).cache_heads(k, v, norm, eps, cos, sin, **places)

@@ -1,12 +1,29 @@
-"""RMS norm, l2 norm and rotary embedding in plain torch, float32."""
+"""Norms, rotary embedding, gates and the products around them in plain torch, float32."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over its last axis."""
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x [..., D] with `add` in it, and its norm."""
+    total = x if add is None else x + add
+    return total, rms_norm(total, weight, eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [B, T, H, D] normed by head, times silu of gate [B, T, H * D]: [B, T, H * D]."""
+    return (rms_norm(x, weight, eps) * silu(gate.unflatten(-1, x.shape[-2:]))).flatten(-2)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return silu(gate) * up
 
 
 def l2_norm(x: Tensor, eps: float) -> Tensor:
@@ -31,3 +48,30 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
         a, b = rotated[..., :half], rotated[..., half:]
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def head_rope(
+    x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> Tensor:
+    """x [B, T, H, D] normed by head where there is a norm [D], then rotated."""
+    x = x if norm is None else rms_norm(x, norm, eps)
+    return rope(x, cos, sin, interleaved=interleaved)
+
+
+def cache_heads(
+    k: Tensor,
+    v: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    interleaved: bool,
+) -> None:
+    """Writes k, normed and rotated, and v [B, T, KV, D] to `rows` [B * T] of keys, values [N, KV, D]."""
+    k = head_rope(k, norm, eps, cos, sin, interleaved=interleaved)
+    for pool, new in ((keys, k), (values, v)):
+        pool.index_copy_(0, rows, new.flatten(0, 1).to(pool.dtype))

@@ -1,5 +1,44 @@
 """Matrix products with quantised weights."""
 
+from treeflash.kernels.quant_matmul.layout import (
+    Layout,
+    PackedWeight,
+    has_layout,
+    layout_of,
+    pack,
+    packed_size,
+    unpack,
+)
+from treeflash.kernels.quant_matmul.packed import (
+    backend,
+    expand_weight,
+    max_rows,
+    pack_rows,
+    packed_matmul,
+    packed_products,
+    prepare,
+)
 from treeflash.kernels.quant_matmul.reference import dense_matmul, quant_matmul
+from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 
-__all__ = ["dense_matmul", "quant_matmul"]
+__all__ = [
+    "BUCKETS",
+    "Layout",
+    "PackedRows",
+    "PackedWeight",
+    "backend",
+    "dense_matmul",
+    "empty_rows",
+    "expand_weight",
+    "has_layout",
+    "layout_of",
+    "max_rows",
+    "pack",
+    "pack_rows",
+    "packed_matmul",
+    "packed_products",
+    "packed_size",
+    "prepare",
+    "quant_matmul",
+    "unpack",
+]

@@ -25,7 +25,9 @@ def penalised(
     written.scatter_add_(1, tokens.expand(len(logits), -1), visible.to(written.dtype))
     if repetition != 1.0:
         seen = (written > 0) | prompt
-        shrunk = torch.where(logits > 0, logits / repetition, logits * repetition)
+        # A tensor on the device: divided by a number, some devices multiply by its reciprocal.
+        divisor = torch.full((), repetition, device=logits.device)
+        shrunk = torch.where(logits > 0, logits / divisor, logits * repetition)
         logits = torch.where(seen, shrunk, logits)
     if presence or frequency:
         logits = logits - presence * (written > 0) - frequency * written

@@ -5,12 +5,25 @@ output word. A token is argmax(log p + noise), an exact draw from p, the same ho
 steps.
 """
 
+import math
+
+import numpy
 import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_OCTAVES = 1.4426950408889634 * 2**20  # of 2^-20 in one e
+# 2^x - 1 over [0, 1] by Horner's rule and 1 itself, times 2^31; off by at most 1e-7 of 2^x.
+_EXP2 = (4035806, 19308016, 119869693, 515738108, 1488532025, 2**31)
+# The noise of two tokens differs by less than 26, which is 37 octaves.
+REACH = 41 << 20
+# Of a draft's row only so many tokens get noise: fewer would miss some that it lifts.
+POOL = 256
+# A candidate that the noise has lifted promises more than it keeps. Tokens a step of the embedded pair on 24
+# functions at T 0.8, by factor: 2: 3.03, 1: 3.22, 0.7: 3.25, 0.5: 3.28, 0.3: 3.16.
+SHARPNESS = 0.5
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,27 +53,70 @@ def gumbel(seed: int, token: Tensor, position: Tensor) -> Tensor:
     return -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()
 
 
-def _cooled(logits: Tensor, temperature: float) -> Tensor:
+def fixed_exp(scores: Tensor) -> Tensor:
+    """2^40 e^score of scores <= 0 as whole numbers, int64; 0 below 2^-41.
+
+    Sums of whole numbers do not depend on their order, so that every machine cuts at the same token.
+    """
+    # The only rounding: one float32 product.
+    below = (scores * -_OCTAVES).clamp(max=2.0**30).long()
+    octave = (below + 0xFFFFF) >> 20
+    fraction = ((octave << 20) - below) << 12
+    power = torch.zeros_like(fraction)
+    for coefficient in _EXP2:
+        power = coefficient + (power * fraction >> 32)
+    return (power << 9) >> octave.clamp(max=63)
+
+
+def best(logits: Tensor, count: int) -> Tensor:
+    """Ids [R, count] of the largest logits [R, V], best first; of equal ones the lower id comes first."""
+    if count < logits.shape[-1]:
+        values, ids = logits.topk(count, -1)
+        if bool(((logits >= values[:, -1:]).sum(-1) == count).all()):
+            ids = ids.sort(-1).values
+            order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+            return ids.gather(-1, order)
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def cooled(logits: Tensor, temperature: float) -> Tensor:
     """Logits over the temperature, the largest at 0: a tiny temperature overflows downwards only."""
     logits = logits.float()
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
+    # A tensor on the device: divided by a number, some devices multiply by its reciprocal.
+    divisor = torch.full((), temperature, device=logits.device)
+    return (logits - logits.amax(-1, keepdim=True)) / divisor
 
 
 def filtered(
     logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor]:
-    """logits [R, V] to scores [R, N] and token ids [R, N], best first; tokens cut by a filter score -inf."""
+    """logits [R, V] to scores [R, N] and token ids [R, N], best first; tokens cut by a filter score -inf.
+
+    Of equal logits the lower id comes first. top-p keeps a token while those before it hold less than that
+    share of what top-k left; min-p while it has that share of the best one's probability. Tokens below 2^-41
+    of the best are cut as well: no noise is large enough to lift them above it.
+    """
     vocabulary = logits.shape[-1]
-    scores, ids = _cooled(logits, temperature).topk(min(top_k or vocabulary, vocabulary), -1)
-    if top_p < 1 or min_p > 0:
-        probability = scores.softmax(-1)
-        above = probability.cumsum(-1) - probability
-        keep = (above < top_p) & (probability >= min_p * probability[:, :1])
-        keep[:, 0] = True
-        scores = scores.masked_fill(~keep, -torch.inf)
-        width = int(keep.sum(-1).max())
-        scores, ids = scores[:, :width], ids[:, :width]
-    return scores, ids
+    ids = best(logits, min(top_k or vocabulary, vocabulary))
+    scores = cooled(logits, temperature).gather(-1, ids)
+    keep = scores * -_OCTAVES < REACH
+    share = int(float32(top_p) * 2**24)
+    if share < 2**24:
+        weights = fixed_exp(scores)
+        above = weights.cumsum(-1) - weights
+        total = above[:, -1:] + weights[:, -1:]
+        # floor(share * total / 2^24) without leaving 64 bits.
+        limit = (total >> 24) * share + ((total & 0xFFFFFF) * share >> 24)
+        keep &= above < limit.clamp(min=1)
+    if min_p > 0:
+        keep &= scores >= float32(math.log(min_p))
+    width = int(keep.sum(-1).max())
+    return scores.masked_fill(~keep, -torch.inf)[:, :width], ids[:, :width]
+
+
+def float32(number: float) -> float:
+    """The nearest float32, as a device holds the number."""
+    return float(numpy.float32(number))
 
 
 def draw(
@@ -83,7 +139,32 @@ def draw(
     if top_k == 0 and top_p >= 1 and min_p <= 0:
         if noise is None:
             noise = gumbel(seed, torch.arange(logits.shape[-1], device=logits.device), positions[:, None])
-        return (_cooled(logits, temperature) + noise).argmax(-1)
+        return (cooled(logits, temperature) + noise).argmax(-1)
     scores, ids = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    best = (scores + gumbel(seed, ids, positions[:, None])).argmax(-1, keepdim=True)
-    return ids.gather(1, best)[:, 0]
+    chosen = (scores + gumbel(seed, ids, positions[:, None])).argmax(-1, keepdim=True)
+    return ids.gather(1, chosen)[:, 0]
+
+
+def rank(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    count: int,
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> tuple[Tensor, Tensor]:
+    """A draft's rows [K, V] as they will be drawn: at most `count` best ids, best first, log probabilities.
+
+    With the noise that verification will add, since it is known: what it lifts is what will be drawn.
+    """
+    if temperature == 0:
+        ids = best(logits, min(count, logits.shape[1]))
+        return ids, logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
+    pool = min(top_k or POOL, POOL)
+    scores, ids = filtered(logits, temperature=temperature, top_k=pool, top_p=top_p, min_p=min_p)
+    scores = SHARPNESS * (scores + gumbel(seed, ids, positions[:, None]))
+    top = scores.log_softmax(-1).topk(min(count, scores.shape[1]), -1)
+    return ids.gather(1, top.indices), top.values

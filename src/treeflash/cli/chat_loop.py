@@ -1,0 +1,226 @@
+"""The conversation as it goes: reads what is typed, shows what is answered, keeps both. Knows no model."""
+
+import contextlib
+import secrets
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from treeflash.cli import chat_commands, chat_state, view
+from treeflash.cli.chat_backend import Backend, Ended, Piece, Reading, Thought
+from treeflash.cli.chat_input import Keyboard, Lines, Source, history_file, unechoed
+from treeflash.cli.chat_screen import PlainReply, Reply, TerminalReply, on_terminal
+from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.cli.streams import OutputFailed
+from treeflash.errors import PromptTooLong, TreeFlashError, UsageError
+
+
+class Stop:
+    """While entered, Ctrl-C asks the reply to end; at once where it may, else a second one insists."""
+
+    def __init__(self, *, breakable: bool):
+        self.requested = False
+        self._breakable = breakable
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _caught(self, _number: int, _frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if again or self._breakable:
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How the last reply came about."""
+
+    text: str
+    seed: int
+    draft_budget: int | None
+    tok_s: float
+
+
+class Chat:
+    def __init__(
+        self,
+        backend: Backend,
+        conversation: Conversation,
+        settings: Settings,
+        *,
+        screen: view.Screen,
+        quiet: bool = False,
+        path: Path | None = None,
+    ):
+        """path: where the conversation was loaded from."""
+        self.backend = backend
+        self.conversation = conversation
+        self.settings = settings
+        self.screen = screen
+        self.attachments: list[tuple[str, str]] = []  # names and texts, for the next message
+        self.path = path  # where it was last saved or loaded
+        self.ended: Ended | None = None
+        self._made: Made | None = None
+        self._quiet = quiet
+        self._terminal = on_terminal()
+        self._exit_code = 0
+
+    @property
+    def answered(self) -> bool:
+        return bool(self.conversation.messages) and self.conversation.messages[-1].role == "assistant"
+
+    def run(self) -> int:
+        """Until the user leaves; the exit code."""
+        source: Source = Lines()
+        if self._terminal:
+            source = Keyboard(history_file(), chat_commands.complete)
+            self.screen.note(f"{self.backend.name} · /help shows commands, Ctrl-D leaves")
+        if self.path is not None:
+            self._loaded(self.path)
+        while True:
+            try:
+                if self._terminal:
+                    view.plain("")
+                    view.flush()
+                line = source.ask()
+                if line.strip():
+                    self._take(line)
+            except KeyboardInterrupt:
+                if not self._terminal:
+                    raise
+            except EOFError:
+                return self._exit_code
+            except OutputFailed:
+                raise
+            except TreeFlashError as error:
+                view.failure(error, as_json=False)
+                # Nobody reads along where there is no terminal: the exit code tells.
+                self._exit_code = self._exit_code or (0 if self._terminal else error.exit_code)
+
+    def change(self, settings: Settings) -> None:
+        self.backend.check(settings)
+        self.settings = settings
+
+    def load(self, path: Path) -> None:
+        conversation, settings = chat_state.load(path)
+        self.change(settings)
+        self.conversation, self.path, self._made = conversation, path, None
+        self._loaded(path)
+
+    def regenerate(self) -> None:
+        """With the same seed where only speculation was changed, so that the two can be compared."""
+        if not self.conversation.messages:
+            raise UsageError("there is no message to answer again")
+        before = self.conversation.take_reply()
+        made = self._made if before is not None and self._made and self._made.text == before.content else None
+        comparable = made is not None and made.draft_budget != self.settings.draft_budget
+        seed = made.seed if made is not None and comparable else self._seed()
+        try:
+            self._answer(seed)
+        finally:
+            if before is not None and not self.answered:
+                self.conversation.messages.append(before)
+        now = self._made
+        if made is not None and now is not None and comparable and self.answered:
+            same = "the same text" if now.text == made.text else "another text"
+            self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
+
+    def _take(self, line: str) -> None:
+        if chat_commands.run(self, line):
+            return
+        message = Message("user", self._with_files(line))
+        self.conversation.messages.append(message)
+        try:
+            self._answer(self._seed())
+        finally:
+            if self.answered:
+                self.attachments.clear()
+            else:
+                self.conversation.undo()
+
+    def _with_files(self, line: str) -> str:
+        parts = []
+        for name, text in self.attachments:
+            fence = "```"
+            while fence in text:
+                fence += "`"
+            parts.append(f"{name}:\n{fence}\n{text.rstrip()}\n{fence}\n\n")
+        return "".join(parts) + line
+
+    def _seed(self) -> int:
+        return int(self.settings.values.get("seed", secrets.randbits(32)))
+
+    def _answer(self, seed: int) -> None:
+        """Adds the reply to the conversation; as far as it came where it was broken off."""
+        reply: Reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        stop = Stop(breakable=self.backend.breakable)
+        text, thought = "", ""
+        ended: Ended | None = None
+        failure: TreeFlashError | None = None
+        events = self.backend.reply(
+            self.conversation.request(), self.settings, seed=seed, cancelled=lambda: stop.requested
+        )
+        unseen = unechoed() if self._terminal else contextlib.nullcontext()
+        try:
+            with unseen, reply, stop, contextlib.suppress(KeyboardInterrupt), contextlib.closing(events):
+                for event in events:
+                    match event:
+                        case Reading(done, total):
+                            reply.reading(done, total)
+                        case Thought(piece):
+                            thought += piece
+                            reply.thought(piece)
+                        case Piece(piece):
+                            text += piece
+                            reply.write(piece)
+                        case Ended():
+                            ended = event
+        except (OutputFailed, BrokenPipeError):
+            raise
+        except (TreeFlashError, RuntimeError, MemoryError) as error:
+            failure = _in_words(error)
+        whole = ended is not None and not stop.requested and failure is None
+        if text.strip() or whole:
+            self.conversation.messages.append(Message("assistant", text, thought, stopped=not whole))
+            self.ended = ended or self.ended
+            self._made = Made(text, seed, self.settings.draft_budget, ended.tok_s if ended else 0.0)
+        self._tell(ended, stopped=stop.requested, kept=bool(text.strip()))
+        if failure is not None:
+            raise failure
+        if stop.requested and not self._terminal:
+            raise KeyboardInterrupt
+
+    def _tell(self, ended: Ended | None, *, stopped: bool, kept: bool) -> None:
+        line = ended.line if ended else "interrupted" if stopped else ""
+        if stopped and not kept:
+            line += ": nothing was written, the message is taken back"
+        if line:
+            self.screen.note(line)
+        for note in ended.notes if ended else ():
+            self.screen.notice(note)
+
+    def _loaded(self, path: Path) -> None:
+        """Shows the last exchange, so that one sees where the conversation stands."""
+        count = len(self.conversation.messages)
+        self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
+        for message in self.conversation.messages[-2:] if self._terminal else ():
+            with TerminalReply() as reply:
+                if message.role == "user":
+                    reply.thought(f"› {message.content}")
+                else:
+                    reply.write(message.content)
+
+
+def _in_words(error: Exception) -> TreeFlashError:
+    if isinstance(error, PromptTooLong):
+        return PromptTooLong(error.tokens, error.limit, "/undo, /clear, or a larger --max-ctx")
+    if isinstance(error, TreeFlashError):
+        return error
+    return TreeFlashError(f"the model failed: {error}", "/save keeps the conversation")

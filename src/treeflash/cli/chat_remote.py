@@ -1,0 +1,250 @@
+"""A server that speaks OpenAI's chat protocol, as what answers in a chat. Loads no torch; knows no screen."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+
+from treeflash.cli.chat_backend import Ended, Event, Piece, Thought
+from treeflash.cli.chat_state import Settings
+from treeflash.errors import TreeFlashError, UsageError
+
+CONNECT_S = 5.0
+SILENCE_S = 600.0  # a long prompt is read without a word by servers that send no comments
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+OURS = "treeflash"
+
+
+class ServerFailed(TreeFlashError):
+    """The server is not there, is not what it should be, or says no."""
+
+
+class Unreachable(ServerFailed):
+    """Nobody listens there."""
+
+
+def address(url: str) -> str:
+    """The part before /chat/completions: a bare host gets the usual /v1."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound or parts.query or parts.fragment:
+        raise UsageError(f"--url is {url!r}; needs an address like http://127.0.0.1:8000")
+    path = parts.path.rstrip("/").removesuffix("/chat/completions")
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+
+
+def client(url: str, key: str | None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+    # What runs on this machine is not behind anybody's proxy.
+    trusted = urlsplit(url).hostname not in LOOPBACK
+    return httpx.Client(headers=headers, timeout=timeout, trust_env=trusted)
+
+
+@contextlib.contextmanager
+def failures(url: str) -> Generator[None]:
+    """What goes wrong on the way, in our words."""
+    host = urlsplit(url).netloc
+    try:
+        yield
+    except httpx.ConnectError as error:
+        hint = "treeflash serve starts one; --url says where it is"
+        raise Unreachable(f"there is no server at {host}: {error}", hint) from error
+    except httpx.TimeoutException as error:
+        raise ServerFailed(f"{host} does not answer: {type(error).__name__}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerFailed(f"the connection to {host} broke off: {error}") from error
+
+
+class RemoteBackend:
+    breakable = True
+
+    def __init__(
+        self, http: httpx.Client, url: str, *, name: str, ours: bool = False, context: int | None = None
+    ):
+        self.name = name
+        self.ours = ours  # it knows what TreeFlash adds to the protocol
+        self.context = context  # tokens, where the server says how many
+        self._http = http
+        self._url = url
+
+    @classmethod
+    def connect(cls, url: str, *, key: str | None, model: str | None) -> "RemoteBackend":
+        """Asks for the server's models, which also shows whether it is one."""
+        base = address(url)
+        http = client(base, key)
+        with failures(base):
+            answer = http.get(f"{base}/models", timeout=CONNECT_S)
+        if answer.status_code == 404 and model is not None:
+            return cls(http, base, name=model)
+        _refused(answer, base)
+        models = _models(answer, base)
+        if not models and model is None:
+            raise ServerFailed(f"{base}/models lists no model", "name one: treeflash chat NAME --url URL")
+        ours = any(each.get("owned_by") == OURS for each in models)
+        context = models[0].get("max_model_len") if models else None
+        context = context if isinstance(context, int) else None
+        return cls(http, base, name=model or models[0]["id"], ours=ours, context=context)
+
+    def check(self, settings: Settings) -> None:
+        if settings.draft_budget is not None and not self.ours:
+            raise UsageError("/draft is for models of our own; this server decides by itself")
+
+    def defaults(self, settings: Settings) -> Mapping[str, float]:
+        return {}
+
+    def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Settings,
+        *,
+        seed: int,
+        cancelled: Callable[[], bool],
+    ) -> Generator[Event]:
+        body = self._body(messages, settings, seed)
+        tally = _Tally()
+        with (
+            failures(self._url),
+            self._http.stream("POST", f"{self._url}/chat/completions", json=body) as answer,
+        ):
+            if not answer.is_success:
+                answer.read()
+                _refused(answer, self._url)
+            for chunk in _chunks(answer, self._url):
+                tally.add(chunk)
+                for delta in (choice.get("delta") or {} for choice in chunk.get("choices") or []):
+                    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                        tally.came()
+                        yield Thought(thought)
+                    if text := delta.get("content"):
+                        tally.came()
+                        yield Piece(text)
+                if cancelled():
+                    break
+        if not tally.over and not cancelled():
+            raise ServerFailed(f"{urlsplit(self._url).netloc} ended the reply without saying why")
+        yield tally.ended(self.name)
+
+    def _body(self, messages: Sequence[Mapping[str, Any]], settings: Settings, seed: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **settings.values,
+        }
+        if self.ours:
+            body |= {"seed": seed, OURS: {"budget": settings.draft_budget}}
+        if settings.stop:
+            body["stop"] = settings.stop
+        if settings.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": settings.thinking}
+        if settings.thinking_budget is not None:
+            body["thinking_budget"] = settings.thinking_budget
+        return body
+
+
+class _Tally:
+    """What can be counted from outside, and what the server itself says."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._start
+        self._usage: Mapping[str, Any] = {}
+        self._stats: Mapping[str, Any] = {}
+        self._reason = ""
+
+    @property
+    def over(self) -> bool:
+        """The server has said why the reply ends."""
+        return bool(self._reason)
+
+    def came(self) -> None:
+        self._last = time.perf_counter()
+        self._first = self._last if self._first is None else self._first
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        self._usage = chunk.get("usage") or self._usage
+        self._stats = (chunk.get(OURS) or {}).get("stats") or self._stats
+        for choice in chunk.get("choices") or []:
+            self._reason = choice.get("finish_reason") or self._reason
+
+    def ended(self, model: str) -> Ended:
+        reason = self._reason or "cancelled"
+        tokens = self._usage.get("completion_tokens")
+        prompt = self._usage.get("prompt_tokens")
+        cached = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        ttft = None if self._first is None else self._first - self._start
+        seconds = 0.0 if self._first is None else self._last - self._first
+        measured = (tokens - 1) / seconds if isinstance(tokens, int) and seconds > 0 else 0.0
+        speed = self._stats.get("tok_s") or measured
+        accepted = self._stats.get("acceptance_length")
+        parts = [
+            f"{tokens:,} tok" if isinstance(tokens, int) else "",
+            f"{speed:.1f} tok/s" if speed else "",
+            f"TTFT {ttft:.2f} s" if ttft is not None else "",
+            f"prompt {prompt:,}" + (f" ({cached:,} cached)" if cached else "") if prompt else "",
+            f"accept {accepted:.2f}/step" if accepted else "",
+            {"length": "length limit", "cancelled": "interrupted"}.get(reason, ""),
+        ]
+        details = {"model": model, "finish_reason": reason, "ttft_s": ttft, "tok_s": speed}
+        return Ended(" · ".join(filter(None, parts)), details | dict(self._usage) | dict(self._stats), speed)
+
+
+def _chunks(answer: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events."""
+    for line in answer.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise ServerFailed(f"{url} sent a piece that is not JSON: {data[:80]!r}")
+        if error := chunk.get("error"):
+            message = error.get("message") if isinstance(error, dict) else error
+            raise ServerFailed(f"the server broke off: {message}")
+        yield chunk
+
+
+def _models(answer: httpx.Response, url: str) -> list[dict[str, Any]]:
+    try:
+        models = answer.json()["data"]
+        return [each for each in models if isinstance(each["id"], str)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServerFailed(
+            f"{url}/models is not what an OpenAI-compatible server answers",
+            "the address of most of them ends in /v1",
+        ) from error
+
+
+def _refused(answer: httpx.Response, url: str) -> None:
+    if answer.is_success:
+        return
+    try:
+        error = answer.json()["error"]
+        said = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        said = answer.reason_phrase or "no reason given"
+    hints = {
+        401: "--api-key KEY, or TREEFLASH_API_KEY, is sent to it",
+        403: "--api-key KEY, or TREEFLASH_API_KEY, is sent to it",
+        404: "the address of most servers ends in /v1",
+        429: "it has too much to do: try again in a while",
+        503: "it may still be loading its model: try again in a while",
+    }
+    raise ServerFailed(
+        f"{urlsplit(url).netloc} says {answer.status_code}: {said}", hints.get(answer.status_code, "")
+    )

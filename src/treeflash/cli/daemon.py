@@ -1,0 +1,177 @@
+"""A server in the background: its pid file, its log, its end. Knows no engine and no protocol.
+
+The server holds a lock on its pid file as long as it lives, so a stale file is never taken for a server.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from treeflash.cli import view
+from treeflash.config import ServerConfig
+from treeflash.errors import TreeFlashError, UsageError
+from treeflash.server.listen import bind
+
+STOP_S = 45.0  # more than a server gives the requests it has begun
+TAIL = 12  # lines of the log that are shown when a start fails
+
+
+class NotRunning(TreeFlashError):
+    """There is no such server."""
+
+
+def folder() -> Path:
+    from platformdirs import user_state_dir
+
+    return Path(user_state_dir("treeflash"))
+
+
+def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -> None:
+    """Runs the same command line without --daemon, and returns when its model is loaded."""
+    if config.port == 0:
+        raise UsageError("--daemon needs a port that is known, not 0", "--port 8000")
+    folder().mkdir(parents=True, exist_ok=True)
+    pid_file = _pid_file(config.port)
+    log_file = (log_file or folder() / f"serve-{config.port}.log").absolute()
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(pid_file, os.O_RDWR | os.O_CREAT, 0o600)
+        stack.callback(os.close, descriptor)
+        if not _lock(descriptor):
+            raise UsageError(
+                f"a server runs in the background on port {config.port} already",
+                f"treeflash stop --port {config.port}, or --port N",
+            )
+        bind(config).close()
+        try:
+            log = stack.enter_context(log_file.open("ab"))
+        except OSError as error:
+            raise UsageError(f"--log-file {log_file} cannot be written: {error.strerror}") from error
+        begun = log.tell()
+        command = [sys.executable, "-m", "treeflash.cli.main", *_without_daemon(sys.argv[1:])]
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[descriptor],
+        )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{child.pid}\n".encode())
+        with screen.waiting("Loading in the background"):
+            code = _wait(child, config)
+        if code is not None:
+            pid_file.unlink(missing_ok=True)
+            with log_file.open("rb") as written:
+                written.seek(begun)
+                lines = written.read().decode(errors="replace").splitlines()[-TAIL:]
+            raise _failed(code, "\n".join(lines), log_file)
+    view.plain(f"{config.model_name} answers at {_address(config)} (process {child.pid})")
+    screen.note(f"log {log_file} · treeflash stop --port {config.port}")
+
+
+def stop(port: int | None) -> str:
+    """What was ended, in words."""
+    running = {found: pid for found, pid in _running()}
+    if port is None:
+        if len(running) > 1:
+            raise UsageError(
+                f"servers run on the ports {', '.join(map(str, sorted(running)))}, needed one of them",
+                "treeflash stop --port N",
+            )
+        port = next(iter(running), None)
+    if port is None or port not in running:
+        where = "" if port is None else f" on port {port}"
+        others = f"; there are some on {', '.join(map(str, sorted(running)))}" if running else ""
+        raise NotRunning(f"no server runs in the background{where}{others}", "treeflash serve --daemon")
+    pid = running[port]
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + STOP_S
+    while _holder(_pid_file(port)) is not None:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            _pid_file(port).unlink(missing_ok=True)
+            return f"The server on port {port} did not end within {STOP_S:.0f} s and was killed."
+        time.sleep(0.05)
+    _pid_file(port).unlink(missing_ok=True)
+    return f"The server on port {port} has ended."
+
+
+def _running() -> list[tuple[int, int]]:
+    """Port and process of every server in the background."""
+    found = []
+    for path in folder().glob("serve-*.pid"):
+        pid, port = _holder(path), path.stem.removeprefix("serve-")
+        if pid is not None and port.isdigit():
+            found.append((int(port), pid))
+    return found
+
+
+def _holder(path: Path) -> int | None:
+    """The process that holds the file's lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if _lock(descriptor):
+            return None
+        text = os.read(descriptor, 32).decode(errors="replace").strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    import fcntl  # not on every system, and the other commands do without
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _wait(child: subprocess.Popen[bytes], config: ServerConfig) -> int | None:
+    """None when the model is loaded, else the code the child ended with."""
+    while child.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{_address(config)}/health", timeout=2):
+                return None
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    return child.returncode
+
+
+def _failed(code: int, log: str, path: Path) -> TreeFlashError:
+    error = TreeFlashError(f"the server ended with code {code}; its log says:\n{log}", f"all of it: {path}")
+    error.exit_code = code if 0 < code < 256 else 1
+    return error
+
+
+def _address(config: ServerConfig) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+
+
+def _pid_file(port: int) -> Path:
+    return folder() / f"serve-{port}.pid"
+
+
+def _without_daemon(arguments: list[str]) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for each in arguments:
+        if skip:
+            skip = False
+        elif each == "--log-file":
+            skip = True
+        elif each != "--daemon" and not each.startswith("--log-file="):
+            kept.append(each)
+    return kept

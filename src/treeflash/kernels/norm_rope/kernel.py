@@ -1,0 +1,237 @@
+"""Triton kernels of norms, rotary embedding and gates: a row or a head a program, float32 inside."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    add,
+    weight,
+    total,
+    normed,
+    x_stride,
+    add_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One row a program: total = x + add, normed = its rms norm."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(add + row * add_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + row * WIDTH + columns, value, mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    factor = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(normed + row * WIDTH + columns, value * scale * factor, mask=inside)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _gated_norm_kernel(
+    x,
+    gate,
+    weight,
+    out,
+    gate_stride,
+    units,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Several heads a program: rms norm of each, times silu of the gate."""
+    unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
+    dims = tl.arange(0, BLOCK)
+    inside = (unit < units)[:, None] & (dims < D)[None, :]
+    at = unit[:, None] * D + dims[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    gate_at = (unit // HEADS * gate_stride + unit % HEADS * D)[:, None] + dims[None, :]
+    open_ = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
+    factor = tl.load(weight + dims, mask=dims < D, other=0.0)
+    tl.store(out + at, value * scale[:, None] * factor[None, :] * open_ * tl.sigmoid(open_), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    value = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    times = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, value * tl.sigmoid(value) * times, mask=inside)
+
+
+@triton.jit
+def _turned(
+    x,
+    norm,
+    cos,
+    sin,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A head at x, normed and rotated; cos and sin point at its row's HALF angles."""
+    dims = tl.arange(0, BLOCK)
+    inside = dims < D
+    rotated = dims < 2 * HALF
+    if INTERLEAVED:
+        partner, angle, first = dims ^ 1, dims // 2, dims % 2 == 0
+    else:
+        first = dims < HALF
+        partner, angle = tl.where(first, dims + HALF, dims - HALF), tl.where(first, dims, dims - HALF)
+    value = tl.load(x + dims, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + partner, mask=rotated, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+        value *= scale * tl.load(norm + dims, mask=inside, other=0.0)
+        other *= scale * tl.load(norm + partner, mask=rotated, other=0.0)
+    c = tl.load(cos + angle, mask=rotated, other=1.0)
+    s = tl.load(sin + angle, mask=rotated, other=0.0)
+    return value * c + tl.where(first, -other, other) * s
+
+
+@triton.jit
+def _head_kernel(
+    x, norm, cos, sin, out, row_stride, head_stride, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One head of one row a program: normed and rotated into out [rows, HEADS, D]."""
+    row, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    source = x + row * row_stride + head * head_stride
+    turned = _turned(source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+    dims = tl.arange(0, BLOCK)
+    tl.store(out + (row * HEADS + head) * D + dims, turned, mask=dims < D)
+
+
+@triton.jit
+def _cache_kernel(
+    k, v, norm, cos, sin, keys, values, rows, k_stride, k_head_stride, v_stride, v_head_stride, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One head of one row a program: its key, normed and rotated, and its value into the cache."""
+    row, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    dims = tl.arange(0, BLOCK)
+    inside = dims < D
+    at = (tl.load(rows + row).to(tl.int64) * HEADS + head) * D + dims
+    source = k + row * k_stride + head * k_head_stride
+    turned = _turned(source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+    tl.store(keys + at, turned.to(keys.dtype.element_ty), mask=inside)
+    value = tl.load(v + row * v_stride + head * v_head_stride + dims, mask=inside)
+    tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] as rows of one stride; a part of a wider product stays where it is."""
+    flat = x.flatten(0, -2)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _heads(x: Tensor) -> Tensor:
+    """[B, T, H, D] as [B * T, H, D] with contiguous heads."""
+    flat = x.flatten(0, 1)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return add_rms_norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    assert weight.shape == (width,) and weight.dtype == torch.float32, f"{weight.shape}, {weight.dtype}"
+    flat = _rows(x)
+    more = flat if add is None else _rows(add)
+    total = x if add is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    normed = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(len(flat),)](
+        flat, more, weight, total, normed, flat.stride(0), more.stride(0), eps,
+        WIDTH=width, BLOCK=block, ADD=add is not None, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return total, normed
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    heads, dim = x.shape[-2:]
+    x, flat = x.contiguous(), _rows(gate)
+    out = torch.empty(gate.shape, dtype=torch.float32, device=x.device)
+    units, block = x.numel() // dim, triton.next_power_of_2(dim)
+    _gated_norm_kernel[(triton.cdiv(units, 4),)](
+        x,
+        flat,
+        weight,
+        out,
+        flat.stride(0),
+        units,
+        eps,
+        HEADS=heads,
+        D=dim,
+        BLOCK=block,
+        UNITS=4,
+        num_warps=4,
+    )
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    width, block = gate.shape[-1], 1024
+    gates, ups = _rows(gate), _rows(up)
+    out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
+    _silu_mul_kernel[(triton.cdiv(width, block), len(gates))](
+        gates, ups, out, gates.stride(0), ups.stride(0), width, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def head_rope(
+    x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> Tensor:
+    heads, dim = x.shape[-2:]
+    flat = _heads(x)
+    assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    _head_kernel[(heads, len(flat))](
+        flat, flat if norm is None else norm, cos, sin, out, flat.stride(0), flat.stride(1), eps,
+        HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), NORM=norm is not None,
+        INTERLEAVED=interleaved, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def cache_heads(
+    k: Tensor,
+    v: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    interleaved: bool,
+) -> None:
+    heads, dim = k.shape[-2:]
+    k, v = _heads(k), _heads(v)
+    assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}, {values.stride()}"
+    _cache_kernel[(heads, len(k))](
+        k, v, k if norm is None else norm, cos, sin, keys, values, rows,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), eps,
+        HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), NORM=norm is not None,
+        INTERLEAVED=interleaved, num_warps=1,
+    )  # fmt: skip

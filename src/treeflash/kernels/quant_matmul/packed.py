@@ -1,0 +1,137 @@
+"""The product of any number of rows with a matrix in tiles; picks the kernels, knows not their insides."""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight, unpack
+from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows
+
+_SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
+
+
+@cache
+def backend(device: torch.device) -> Literal["cuda", "triton", "torch"]:
+    """What computes products there: the tuned CUDA kernels, the Triton ones, or plain torch on a CPU."""
+    if device.type == "cpu":
+        return "torch"
+    from treeflash.kernels.quant_matmul import cuda
+
+    return "cuda" if cuda.usable(device) else "triton"
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device as tensors name it: what is kept for a device is kept once."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    if backend(device) == "cuda":
+        from treeflash.kernels.quant_matmul import cuda
+
+        return cuda
+    from treeflash.kernels.quant_matmul import kernel
+
+    return kernel
+
+
+def prepare(layouts: Iterable[Layout], device: torch.device, buckets: Iterable[int] = BUCKETS) -> None:
+    """Compiles and loads the kernels for these layouts and row counts, so that no step has to wait for it."""
+    device = _numbered(device)
+    if backend(device) == "cuda":
+        _kernels(device).prepare(layouts, buckets, device)
+
+
+def max_rows(layouts: Iterable[Layout], device: torch.device) -> int:
+    """The largest bucket whose kernels fit on this card for all of these layouts."""
+    device = _numbered(device)
+    if backend(device) != "cuda":
+        return BUCKETS[-1]
+    from treeflash.kernels.quant_matmul import cuda
+
+    card, layouts = cuda.card_of(device), list(layouts)
+    return max(bucket for bucket in BUCKETS if all(cuda.stages(card, layout, bucket) for layout in layouts))
+
+
+def pack_rows(x: Tensor) -> PackedRows:
+    """x [M, K] float, M > 0, in the form that products read; made once where several matrices read it."""
+    assert x.ndim == 2 and len(x), tuple(x.shape)
+    x = x.float()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return _kernels(x.device).pack_rows(x)
+
+
+def packed_matmul(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K], transposed: float32 [M, N], into `out` (rows may be apart) where given.
+
+    Up to 64 rows are products of float16 weights and float16 rows with float32 sums, whose order does not
+    depend on M: a row's result is the same with any others. Products on one device follow one another in one
+    stream.
+    """
+    columns = x.columns if isinstance(x, PackedRows) else x.shape[1]
+    rows = x.rows if isinstance(x, PackedRows) else x.shape[0]
+    assert columns == weight.columns, (columns, weight.columns)
+    if out is None:
+        out = torch.empty(rows, weight.rows, device=weight.data.device)
+    assert out.dtype == torch.float32 and out.shape == (rows, weight.rows) and out.stride(1) == 1, out.shape
+    if isinstance(x, Tensor):
+        if not rows:
+            return out
+        if weight.data.device.type == "cpu":
+            return out.copy_(x.float() @ unpack(weight).T)
+        limit = max_rows([weight.layout], weight.data.device)
+        if limit < rows <= BUCKETS[-1]:  # a card with little shared memory
+            for part, target in zip(x.split(limit), out.split(limit), strict=True):
+                packed_matmul(part, weight, target)
+            return out
+        x = pack_rows(x)
+    if x.bucket is None:
+        _many_rows(x, weight, out)
+    else:
+        _kernels(out.device).matmul(x, weight, out)
+    return out
+
+
+def packed_products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
+    """x [M, K] times several matrices that read the same x, side by side: float32 [M, N in all]."""
+    sizes, device = [weight.rows for weight in weights], weights[0].data.device
+    rows = x.rows if isinstance(x, PackedRows) else len(x)
+    out = torch.empty(rows, sum(sizes), device=device)
+    if not rows:
+        return out
+    if isinstance(x, Tensor) and device.type != "cpu":
+        limit = max_rows((weight.layout for weight in weights), device)
+        if not limit < rows <= BUCKETS[-1]:
+            x = pack_rows(x)
+    for weight, part in zip(weights, out.split(sizes, 1), strict=True):
+        packed_matmul(x, weight, part)
+    return out
+
+
+def expand_weight(weight: PackedWeight, first: int, out: Tensor) -> None:
+    """Rows from `first` on as float16 into out [rows, padded columns]; to be multiplied by `expand_scale`."""
+    assert first % ROW_BLOCK == 0 and len(out) % ROW_BLOCK == 0 and out.is_contiguous(), (first, out.shape)
+    assert out.shape[1] == weight.padded_columns and out.dtype == torch.float16, (out.shape, out.dtype)
+    _kernels(out.device).expand(weight, first, out)
+
+
+def _many_rows(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
+    """Expands a slice of the matrix at a time, for a product of the usual kind."""
+    step = max(ROW_BLOCK, _SLICE // weight.padded_columns // ROW_BLOCK * ROW_BLOCK)
+    scale = (x.scale * weight.expand_scale)[:, None]
+    space = torch.empty(
+        min(step, weight.padded_rows), weight.padded_columns, dtype=torch.float16, device=out.device
+    )
+    for first in range(0, weight.rows, step):
+        part = space[: min(step, weight.padded_rows - first)]
+        expand_weight(weight, first, part)
+        count = min(step, weight.rows - first)
+        product = torch.mm(x.data, part[:count].T, out_dtype=torch.float32)
+        torch.mul(product, scale, out=out[:, first : first + count])

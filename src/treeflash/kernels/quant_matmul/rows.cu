@@ -1,0 +1,56 @@
+// Rows of activations into the order that tiles.cu reads. BULK: launches may overlap (sm_90 and up). No headers.
+
+typedef unsigned u32;
+#define UNROLL _Pragma("unroll")
+#if BULK
+#define NEXT_MAY_START asm volatile("griddepcontrol.launch_dependents;")
+#define WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory")
+#else
+#define NEXT_MAY_START (void)0
+#define WAIT_FOR_PREVIOUS (void)0
+#endif
+
+// x [tokens, x_stride] float32 to float16, each row times the power of two that takes its largest magnitude into
+// [2^14, 2^15), and the inverses. Column k of row m goes to (k / 32) * group_stride + m * row_stride + k % 32.
+// Loads go past L1, which may be older than x: this kernel began early.
+extern "C" __global__ void __launch_bounds__(512)
+pack_rows(const float* __restrict__ x, unsigned short* __restrict__ out, float* __restrict__ scale, long long x_stride, int columns,
+          int padded, long long group_stride, long long row_stride) {
+  NEXT_MAY_START;
+  WAIT_FOR_PREVIOUS;
+  __shared__ float peaks[16];
+  const int m = blockIdx.x;
+  const float* row = x + m * x_stride;
+  float peak = 0.f;
+  const bool wide = columns % 4 == 0 && ((size_t)row & 15) == 0;
+  if (wide) {
+    for (int k = threadIdx.x * 4; k < columns; k += 2048) {
+      const float4 v = __ldcg((const float4*)(row + k));
+      peak = fmaxf(peak, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    }
+  } else {
+    for (int k = threadIdx.x; k < columns; k += 512) peak = fmaxf(peak, fabsf(__ldcg(row + k)));
+  }
+  UNROLL for (int o = 16; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, o));
+  if ((threadIdx.x & 31) == 0) peaks[threadIdx.x >> 5] = peak;
+  __syncthreads();
+  UNROLL for (int i = 0; i < 16; i++) peak = fmaxf(peak, peaks[i]);
+  // Exponents of float32; a row of zeroes or subnormals keeps the largest factor, an infinity stays one.
+  int exponent = (int)((__float_as_uint(peak) >> 23) & 255);
+  exponent = exponent < 16 ? 16 : exponent > 254 ? 254 : exponent;
+  const float times = __uint_as_float((u32)(127 + 14 + 127 - exponent) << 23), inverse = __uint_as_float((u32)(exponent - 14) << 23);
+  if (threadIdx.x == 0) scale[m] = inverse;
+  unsigned short* to = out + m * row_stride;
+  for (int k = threadIdx.x * 4; k < padded; k += 2048) {
+    float v[4];
+    if (wide && k < columns) {
+      *(float4*)v = __ldcg((const float4*)(row + k));
+    } else {
+      UNROLL for (int i = 0; i < 4; i++) v[i] = k + i < columns ? __ldcg(row + k + i) : 0.f;
+    }
+    uint2 halves;
+    asm("{.reg .f32 a,b; mul.f32 a,%1,%3; mul.f32 b,%2,%3; cvt.rn.f16x2.f32 %0,b,a;}" : "=r"(halves.x) : "f"(v[0]), "f"(v[1]), "f"(times));
+    asm("{.reg .f32 a,b; mul.f32 a,%1,%3; mul.f32 b,%2,%3; cvt.rn.f16x2.f32 %0,b,a;}" : "=r"(halves.y) : "f"(v[2]), "f"(v[3]), "f"(times));
+    *(uint2*)(to + (size_t)(k >> 5) * group_stride + (k & 31)) = halves;
+  }
+}

@@ -1,0 +1,42 @@
+"""Rows of activations in the form the kernels read; knows no weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Rows a product is compiled for. One row costs what eight do.
+BUCKETS = (8, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows x [rows, columns] as float16, each times a power of two that keeps it clear of overflow.
+
+    Up to 64 rows are stored as [columns / 32, bucket, 32], more as [rows, columns]; columns are filled up
+    with zeroes to a multiple of 256. What stands in the rows of a bucket beyond `rows` does not matter.
+    """
+
+    data: Tensor
+    scale: Tensor  # float32 [rows]: what takes the power of two out again
+    rows: int
+    columns: int
+    bucket: int | None  # None: more rows than the largest bucket
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Elements from one group of 32 columns to the next, and from one row to the next."""
+        return (32, self.data.shape[1]) if self.bucket is None else (self.bucket * 32, 32)
+
+
+def empty_rows(rows: int, columns: int, device: torch.device) -> PackedRows:
+    """Space for a kernel that writes packed rows itself."""
+    bucket, padded = bucket_of(rows), -(-columns // 256) * 256
+    shape = (rows, padded) if bucket is None else (padded // 32, bucket, 32)
+    data = torch.empty(shape, dtype=torch.float16, device=device)
+    return PackedRows(data, torch.empty(rows, device=device), rows, columns, bucket)
+
+
+def bucket_of(rows: int) -> int | None:
+    """The smallest bucket that holds so many rows."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), None)

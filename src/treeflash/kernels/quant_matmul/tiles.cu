@@ -1,0 +1,475 @@
+// Products of a few rows with a matrix in tiles (layout.py says how a tile is ordered), and what goes with them.
+//
+// No headers: NVRTC builds this file with no include path. Macros, all given by cuda.py:
+//   LOW, HIGH   bits of a code in the two parts of a tile     SCALES  0 none, 1 six, 2 byte, 3 half, 4 affine
+//   OFFSET      taken from a code                             TABLE, TABLE0..3  code to value + 128, four to a word
+//   UNIT        columns of a tile                             TOKENS  rows of x, a multiple of 8
+//   STAGES      of the ring in shared memory                  BULK    1: bulk copies and mbarriers (sm_90 and up)
+//
+// A code is used as the float16 that has its bits, a subnormal: code * 2^-24, exactly. One fma on two codes
+// applies scale and minimum. The upper nibble of a byte stands for 16 codes; its scale is divided by 16.
+// Weights are the 16-row operand of mma.m16n8k16, rows of x the 8-wide one.
+//
+// Work is cut into units of 128 rows x UNIT columns, dealt out evenly and contiguously to the CTAs, whose number
+// does not depend on TOKENS: a row's sums are the same in every variant. A block of rows that is split over
+// several CTAs belongs to the one with its first columns; the others, which meet it at the beginning of their
+// share, leave their sums in memory. There a word that still holds UNWRITTEN, a NaN no arithmetic makes, has not
+// arrived: one trip through L2 and no counters. A CTA waits only for CTAs that were started before it.
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+
+constexpr int WARPS = 8;
+constexpr int BLOCK_ROWS = 16 * WARPS;
+constexpr int TILES = TOKENS / 8;
+constexpr int LOW_BYTES = 2 * UNIT * LOW;
+constexpr int HIGH_BYTES = 2 * UNIT * HIGH;
+constexpr int SCALE_AT = LOW_BYTES + HIGH_BYTES;
+constexpr int SCALE_BYTES = SCALES == 1 ? 320 : SCALES == 2 ? UNIT + 32 : SCALES == 3 ? UNIT : SCALES == 4 ? 2 * UNIT : 0;
+constexpr int TILE_BYTES = SCALE_AT + SCALE_BYTES;
+constexpr int WEIGHT_BYTES = WARPS * TILE_BYTES;
+constexpr int X_BYTES = 2 * UNIT * TOKENS;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
+constexpr int THREADS = WARPS * 32;
+constexpr int SPANS = UNIT / 64;
+constexpr int GROUPS = UNIT / 32;
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE uint4 load128(u32 a) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+  return v;
+}
+DEVICE uint2 load64(u32 a) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
+  return v;
+}
+DEVICE u32 load32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(a));
+  return v;
+}
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+DEVICE u32 mul2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 add2(u32 a, u32 b) {
+  u32 d;
+  asm("add.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+// Codes times one half of `s` plus one half of `m`, for both codes; choosing the half costs nothing.
+template <int S, int M>
+DEVICE u32 scaled(u32 codes, u32 s, u32 m) {
+  u32 d;
+  if (S == 0 && M == 0)
+    asm("{.reg .b16 a,b,c,e; .reg .b32 s,m; mov.b32 {a,b},%2; mov.b32 {c,e},%3; mov.b32 s,{a,a}; mov.b32 m,{c,c}; fma.rn.f16x2 %0,%1,s,m;}"
+        : "=r"(d) : "r"(codes), "r"(s), "r"(m));
+  else if (S == 0)
+    asm("{.reg .b16 a,b,c,e; .reg .b32 s,m; mov.b32 {a,b},%2; mov.b32 {c,e},%3; mov.b32 s,{a,a}; mov.b32 m,{e,e}; fma.rn.f16x2 %0,%1,s,m;}"
+        : "=r"(d) : "r"(codes), "r"(s), "r"(m));
+  else
+    asm("{.reg .b16 a,b,c,e; .reg .b32 s,m; mov.b32 {a,b},%2; mov.b32 {c,e},%3; mov.b32 s,{b,b}; mov.b32 m,{e,e}; fma.rn.f16x2 %0,%1,s,m;}"
+        : "=r"(d) : "r"(codes), "r"(s), "r"(m));
+  return d;
+}
+DEVICE void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE u32 word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Constants kept in registers: the compiler would otherwise spend a move on every use.
+struct Constants {
+  u32 magic;        // bytes of 1024 and 64 in float16
+  u32 selector;     // SCALES 2: the bytes of this lane's scales
+  u32 table[4];
+};
+DEVICE Constants constants(int lane) {
+  Constants c;
+  asm volatile("mov.b32 %0,0x5464;" : "=r"(c.magic));
+#if SCALES == 2
+  const u32 half = (lane & 3) >> 1;
+  c.selector = half * 0x0101u + 0x0400u;
+#endif
+#if TABLE
+  asm volatile("mov.b32 %0,%1;" : "=r"(c.table[0]) : "n"(TABLE0));
+  asm volatile("mov.b32 %0,%1;" : "=r"(c.table[1]) : "n"(TABLE1));
+  asm volatile("mov.b32 %0,%1;" : "=r"(c.table[2]) : "n"(TABLE2));
+  asm volatile("mov.b32 %0,%1;" : "=r"(c.table[3]) : "n"(TABLE3));
+#endif
+  return c;
+}
+
+// What a lane needs of a tile beside the low bits, for its rows g and g + 8.
+struct Tile {
+#if SCALES == 1
+  uint4 pairs[2];
+  u32 block[2], base[2], base16[2];
+#elif SCALES == 2
+  uint2 bytes[2];
+  u32 block, block16;
+#elif SCALES == 3 || SCALES == 4
+  uint4 scale[GROUPS / 4];
+#endif
+#if SCALES == 4
+  uint4 minimum[GROUPS / 4];
+#endif
+#if HIGH
+  uint4 high;
+#endif
+};
+DEVICE void load_tile(Tile& t, u32 at, int lane) {
+  const int g = lane >> 2;
+  const u32 s = at + SCALE_AT;
+#if HIGH
+  t.high = load128(at + LOW_BYTES + lane * 16);
+#endif
+#if SCALES == 1
+  UNROLL for (int r = 0; r < 2; r++) {
+    t.pairs[r] = load128(s + (g + 8 * r) * 16);
+    t.block[r] = load32(s + 256 + (g + 8 * r) * 4);
+    t.base[r] = mul2(t.block[r], 0x0000e400u);    // (-1024 D, 0)
+    t.base16[r] = mul2(t.block[r], 0x0000d400u);  // (-64 D, 0)
+  }
+#elif SCALES == 2
+  UNROLL for (int r = 0; r < 2; r++) t.bytes[r] = load64(s + (g + 8 * r) * 8);
+  t.block = load32(s + UNIT + g * 4);
+  t.block16 = mul2(t.block, 0x2c002c00u);
+#elif SCALES == 3 || SCALES == 4
+  UNROLL for (int i = 0; i < GROUPS / 4; i++) t.scale[i] = load128(s + g * GROUPS * 4 + i * 16);
+#endif
+#if SCALES == 4
+  UNROLL for (int i = 0; i < GROUPS / 4; i++) t.minimum[i] = load128(s + UNIT + g * GROUPS * 4 + i * 16);
+#endif
+}
+
+// The A fragments of the two k16 steps in columns 64 j + 32 h and on: a[0..3], a[4..7].
+DEVICE void weights(u32* a, const Tile& t, u32 at, uint4 low, int j, int h, int lane, const Constants& c) {
+#if LOW == 16
+  UNROLL for (int r = 0; r < 2; r++) {
+    const uint4 v = load128(at + (2 * j + h) * 1024 + r * 512 + lane * 16);
+    UNROLL for (int i = 0; i < 4; i++) a[2 * i + r] = word(v, i);
+  }
+#else
+  constexpr bool NIBBLES = LOW == 4 && !TABLE;
+  const bool upper = NIBBLES && h;  // the codes are 16 times too large
+#if SCALES == 1
+  // (1024 + scale, min * 2^-24) * (D, Dm) + (-1024 D, 0); for upper nibbles (64 + scale / 16, ..) and -64 D
+  u32 s[2];
+  UNROLL for (int r = 0; r < 2; r++)
+    s[r] = fma2(permute(word(t.pairs[r], j), c.magic, h ? 0x6352 : 0x6140), t.block[r], h ? t.base16[r] : t.base[r]);
+#elif SCALES == 2
+  const u32 bytes = permute(j ? t.bytes[0].y : t.bytes[0].x, j ? t.bytes[1].y : t.bytes[1].x, c.selector + (h ? 0x0202u : 0u));
+  const u32 s = mul2(add2((bytes & 0x00ff00ffu) | 0x64006400u, 0xe480e480u), upper ? t.block16 : t.block);
+#elif SCALES == 3 || SCALES == 4
+  u32 s = word(t.scale[(2 * j + h) >> 2], (2 * j + h) & 3);
+  if (upper) s = mul2(s, 0x2c002c00u);
+#endif
+#if SCALES == 2 || SCALES == 3
+  const u32 offset = 0x80008000u | ((upper ? 16 : 1) * OFFSET * 0x00010001u);
+  const u32 m = mul2(s, offset);
+#elif SCALES == 4
+  const u32 m = mul2(word(t.minimum[(2 * j + h) >> 2], (2 * j + h) & 3), 0x04000400u);
+#endif
+#if TABLE
+  uint4 looked;
+  UNROLL for (int i = 0; i < 4; i++) {
+    const u32 nibbles = h ? word(low, i) >> 16 : word(low, i);
+    const u32 index = nibbles & 0x7777u;
+    const u32 first = permute(c.table[0], c.table[1], index), second = permute(c.table[2], c.table[3], index);
+    (&looked.x)[i] = permute(first, second, ((nibbles & 0x8888u) >> 1) | 0x3210u);
+  }
+  low = looked;
+#endif
+  UNROLL for (int i = 0; i < 8; i++) {
+    const int r = i & 1, p = (i >> 1) & 1;
+    const u32 packed = word(low, 2 * r + (i >> 2));
+    u32 v;
+#if LOW == 8 || TABLE
+    v = permute(packed, 0, p ? 0x4342 : 0x4140);
+#else
+    v = (p ? packed >> 8 : packed) & (h ? 0x00f000f0u : 0x000f000fu);
+#if HIGH
+    const u32 bits = HIGH == 1 ? word(t.high, j) : word(t.high, 2 * j + h);
+    const int shift = (HIGH == 1 ? 8 * h + i : 2 * i) - (h ? 8 : 4);
+    const u32 mask = (HIGH == 1 ? 0x00010001u : 0x00030003u) << (h ? 8 : 4);
+    v |= (shift >= 0 ? bits >> (shift & 31) : bits << (-shift & 31)) & mask;
+#endif
+#endif
+#if SCALES == 1
+    a[i] = r ? scaled<0, 1>(v, s[1], s[1]) : scaled<0, 1>(v, s[0], s[0]);
+#else
+    a[i] = r ? scaled<1, 1>(v, s, m) : scaled<0, 0>(v, s, m);
+#endif
+  }
+#endif
+}
+
+// The low bits of columns 64 j + 32 h and on; nibbles of both h are loaded together.
+DEVICE uint4 load_low(u32 at, int j, int h, int lane) {
+  return load128(at + (LOW == 4 ? j : 2 * j + h) * 512 + lane * 16);
+}
+
+// One unit: `at` is this warp's tile of the stage, `xs` the stage's x.
+DEVICE void multiply(float (&sums)[TILES][4], u32 at, u32 xs, int lane, const Constants& c) {
+  Tile t;
+  load_tile(t, at, lane);
+  const u32 mine = xs + lane * 16;
+  UNROLL for (int j = 0; j < SPANS; j++) {
+    uint4 low;
+    UNROLL for (int h = 0; h < 2; h++) {
+      if (LOW == 8 || (LOW == 4 && h == 0)) low = load_low(at, j, h, lane);
+      u32 a[8];
+      weights(a, t, at, low, j, h, lane, c);
+      UNROLL for (int n = 0; n < TILES; n++) {
+        const uint4 b = load128(mine + (2 * j + h) * (TOKENS * 64) + n * 512);
+        mma(sums[n], a, b.x, b.y);
+        mma(sums[n], a + 4, b.z, b.w);
+      }
+    }
+  }
+}
+
+#if BULK
+DEVICE void barrier_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(b), "r"(n)); }
+DEVICE void barrier_wait(u32 b, u32 phase) {
+  asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],%1; @p bra done; bra again; done: }" ::"r"(b), "r"(phase) : "memory");
+}
+DEVICE void barrier_expect(u32 b, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(b), "r"(n) : "memory"); }
+DEVICE void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(b) : "memory"); }
+DEVICE void bulk_copy(u32 to, const void* from, u32 n, u32 b, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to), "l"(from), "r"(n), "r"(b), "l"(policy) : "memory");
+}
+#define NEXT_MAY_START asm volatile("griddepcontrol.launch_dependents;")
+#define WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory")
+#else
+DEVICE void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
+#define NEXT_MAY_START (void)0
+#define WAIT_FOR_PREVIOUS (void)0
+#endif
+
+// CTA c has share + (c < extra) units, beginning with first_unit(c).
+DEVICE int first_unit(int c, int share, int extra) { return c * share + (c < extra ? c : extra); }
+DEVICE int cta_of(int unit, int share, int extra) {
+  const int cut = extra * (share + 1);
+  return unit < cut ? unit / (share + 1) : extra + (unit - cut) / share;
+}
+
+constexpr u32 UNWRITTEN = 0xffffdeadu;
+DEVICE uint4 load_part(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_part(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE uint4* part_of(uint4* parts, int cta, int warp, int lane) { return parts + ((size_t)cta * WARPS + warp) * (TILES * 32) + lane; }
+
+// Adds what CTAs first to last leave of a block of rows, in this order.
+DEVICE void add_parts(float (&sums)[TILES][4], uint4* parts, int first, int last, int warp, int lane) {
+  constexpr int AHEAD = TILES <= 2 ? 4 : TILES <= 4 ? 2 : 1;  // parts on their way at a time
+  for (int base = first; base <= last; base += AHEAD) {
+    uint4 v[AHEAD][TILES];
+    UNROLL for (int k = 0; k < AHEAD; k++)
+      if (base + k <= last) UNROLL for (int n = 0; n < TILES; n++) v[k][n] = load_part(part_of(parts, base + k, warp, lane) + n * 32);
+    UNROLL for (int k = 0; k < AHEAD; k++)
+      if (base + k <= last) {
+        uint4* part = part_of(parts, base + k, warp, lane);
+        UNROLL for (int n = 0; n < TILES; n++) {
+          uint4 z = v[k][n];
+          while (z.x == UNWRITTEN || z.y == UNWRITTEN || z.z == UNWRITTEN || z.w == UNWRITTEN) z = load_part(part + n * 32);
+          store_part(part + n * 32, make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN));
+          sums[n][0] += __uint_as_float(z.x), sums[n][1] += __uint_as_float(z.y);
+          sums[n][2] += __uint_as_float(z.z), sums[n][3] += __uint_as_float(z.w);
+        }
+      }
+  }
+}
+
+DEVICE void store(const float (&v)[TILES][4], float* y, const float* x_scale, int row0, int rows, int stride, int tokens, int lane) {
+  UNROLL for (int n = 0; n < TILES; n++)
+    UNROLL for (int e = 0; e < 4; e++) {
+      const int row = row0 + (lane >> 2) + 8 * (e >> 1), token = n * 8 + 2 * (lane & 3) + (e & 1);
+      if (token < tokens && row < rows) y[(size_t)token * stride + row] = v[n][e] * x_scale[token];
+    }
+}
+
+// y [tokens, stride] = x w^T. w: tiles [depth][blocks * 8]; x: float16 [K/32][TOKENS][32], times x_scale [TOKENS];
+// parts: 128 * TOKENS words a CTA, UNWRITTEN before and after.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
+       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra) {
+  extern __shared__ __align__(128) u8 ring[];
+  const u32 ring0 = shared_address(ring);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = gridDim.x - 1 - blockIdx.x;
+  const int unit0 = first_unit(cta, share, extra), units = share + (cta < extra), block0 = (u32)unit0 / (u32)depth, step0 = unit0 - block0 * depth;
+  const size_t step_bytes = (size_t)blocks * WEIGHT_BYTES;
+  // What is copied next.
+  int fill_unit = 0, fill_slot = 0, fill_block = block0, fill_step = step0;
+  auto advance = [&]() {
+    fill_unit++;
+    if (++fill_slot == STAGES) fill_slot = 0;
+    if (++fill_step == depth) fill_step = 0, fill_block++;
+  };
+#if BULK
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
+  u64 once, often;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(once));
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(often));
+  auto fill_weights = [&]() {
+    const u32 bar = full + 8 * fill_slot;
+    barrier_expect(bar, STAGE_BYTES);
+    bulk_copy(ring0 + fill_slot * STAGE_BYTES, w + fill_step * step_bytes + (size_t)fill_block * WEIGHT_BYTES, WEIGHT_BYTES, bar, once);
+  };
+  auto fill_x = [&](int to, int from) {
+    bulk_copy(ring0 + to * STAGE_BYTES + WEIGHT_BYTES, x + (size_t)from * X_BYTES, X_BYTES, full + 8 * to, often);
+  };
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  NEXT_MAY_START;
+  const int ahead = units < STAGES ? units : STAGES;
+  for (int i = 0; i < ahead; i++) {
+    // Weights do not depend on the kernel before: they are on their way while it ends.
+    if (threadIdx.x == 0) fill_weights();
+    advance();
+  }
+  WAIT_FOR_PREVIOUS;
+  if (threadIdx.x == 0)
+    for (int i = 0, from = step0; i < ahead; i++) {
+      fill_x(i, from);
+      if (++from == depth) from = 0;
+    }
+  int empty_phase = 0;
+#else
+  auto fill = [&]() {
+    if (fill_unit < units) {
+      const u32 to = ring0 + fill_slot * STAGE_BYTES;
+      const u8* from = w + fill_step * step_bytes + (size_t)fill_block * WEIGHT_BYTES;
+      for (int o = threadIdx.x * 16; o < WEIGHT_BYTES; o += THREADS * 16) copy16(to + o, from + o);
+      from = x + (size_t)fill_step * X_BYTES;
+      for (int o = threadIdx.x * 16; o < X_BYTES; o += THREADS * 16) copy16(to + WEIGHT_BYTES + o, from + o);
+      advance();
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  for (int i = 0; i < STAGES - 1; i++) fill();
+#endif
+  // Not through L1, which may still hold what the row scales were before: this kernel began early.
+  __shared__ float x_scales[TOKENS];
+  if (threadIdx.x < tokens) x_scales[threadIdx.x] = __ldcg(x_scale + threadIdx.x);
+  __syncthreads();
+  const Constants c = constants(lane);
+  float sums[TILES][4];
+  UNROLL for (int n = 0; n < TILES; n++) UNROLL for (int e = 0; e < 4; e++) sums[n][e] = 0.f;
+  int slot = 0, phase = 0, started = step0, block = block0, step = step0;
+  float scale0, scale1;
+  auto load_scales = [&]() {
+    const float* mine = row_scale + block * BLOCK_ROWS + warp * 16 + (lane >> 2);
+    scale0 = __ldg(mine), scale1 = __ldg(mine + 8);
+  };
+  auto finish = [&]() {
+    UNROLL for (int n = 0; n < TILES; n++) UNROLL for (int e = 0; e < 4; e++) sums[n][e] *= e & 2 ? scale1 : scale0;
+    store(sums, y, x_scales, block * BLOCK_ROWS + warp * 16, rows, stride, tokens, lane);
+  };
+  load_scales();
+  for (int i = 0; i < units; i++) {
+#if BULK
+    if (i && fill_unit < units) {  // the slot of the unit before is filled again once all warps have left it
+      if (threadIdx.x == 0) {
+        barrier_wait(empty + 8 * fill_slot, empty_phase);
+        fill_weights();
+        fill_x(fill_slot, fill_step);
+      }
+      advance();
+      if (fill_slot == 0) empty_phase ^= 1;
+    }
+    barrier_wait(full + 8 * slot, phase);
+    __syncwarp();
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncthreads();
+    fill();
+#endif
+    multiply(sums, ring0 + slot * STAGE_BYTES + warp * TILE_BYTES, ring0 + slot * STAGE_BYTES + WEIGHT_BYTES, lane, c);
+#if BULK
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + 8 * slot);
+#endif
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+    if (started && (step == depth - 1 || i == units - 1)) {
+      UNROLL for (int n = 0; n < TILES; n++) store_part(part_of(parts, cta, warp, lane) + n * 32, *(uint4*)sums[n]);
+      if (i == units - 1) return;
+    } else if (step == depth - 1) {
+      finish();
+    }
+    if (++step < depth) continue;
+    step = started = 0;
+    if (++block < blocks) load_scales();
+    UNROLL for (int n = 0; n < TILES; n++) UNROLL for (int e = 0; e < 4; e++) sums[n][e] = 0.f;
+  }
+  if (step) {
+    add_parts(sums, parts, cta + 1, cta_of(block * depth + depth - 1, share, extra), warp, lane);
+    finish();
+  }
+}
+
+// Rows of tiles to float16 [rows, 32 * pitch], each row times factor[row]. One warp a tile.
+extern "C" __global__ void __launch_bounds__(256)
+expand(const u8* __restrict__ w, const float* __restrict__ factor, uint4* __restrict__ out, int first_tile, int tiles, int all_tiles, int depth) {
+  __shared__ __align__(128) u8 buffer[WARPS * TILE_BYTES];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x * WARPS + warp, step = blockIdx.y;
+  if (tile >= tiles) return;
+  const u8* from = w + ((size_t)step * all_tiles + first_tile + tile) * TILE_BYTES;
+  for (int o = lane * 16; o < TILE_BYTES; o += 512) *(uint4*)(buffer + warp * TILE_BYTES + o) = *(const uint4*)(from + o);
+  __syncwarp();
+  asm volatile("" ::: "memory");
+  const u32 at = shared_address(buffer) + warp * TILE_BYTES;
+  const Constants c = constants(lane);
+  const int g = lane >> 2;
+  float scale[2];
+  UNROLL for (int r = 0; r < 2; r++) scale[r] = factor[(first_tile + tile) * 16 + g + 8 * r];
+  Tile t;
+  load_tile(t, at, lane);
+  UNROLL for (int j = 0; j < SPANS; j++) {
+    uint4 low;
+    UNROLL for (int h = 0; h < 2; h++) {
+      if (LOW == 8 || (LOW == 4 && h == 0)) low = load_low(at, j, h, lane);
+      u32 a[8];
+      weights(a, t, at, low, j, h, lane, c);
+      UNROLL for (int r = 0; r < 2; r++) {
+        uint4 v;
+        UNROLL for (int i = 0; i < 4; i++)
+          asm("{.reg .b16 l,h; .reg .f32 a,b; mov.b32 {l,h},%1; cvt.f32.f16 a,l; cvt.f32.f16 b,h; mul.f32 a,a,%2; mul.f32 b,b,%2; cvt.rn.f16x2.f32 %0,b,a;}"
+              : "=r"((&v.x)[i]) : "r"(a[2 * i + r]), "f"(scale[r]));
+        const size_t row = tile * 16 + g + 8 * r;
+        out[(row * depth + step) * (UNIT / 8) + (2 * j + h) * 4 + (lane & 3)] = v;
+      }
+    }
+  }
+}

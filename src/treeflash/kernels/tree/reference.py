@@ -1,0 +1,143 @@
+"""The best tree that candidates make, and the walk down a verified one, in plain Python."""
+
+import heapq
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What claimed log probabilities were worth: table[depth_bins[d], number of edges below the claim]."""
+
+    edges: Tensor  # [E] float32, rising
+    table: Tensor  # [D, E + 1] float32, to be added
+    depth_bins: Tensor  # [K] int64
+
+    def applied(self, scores: Tensor) -> Tensor:
+        """scores [K, k], one row a depth; at most 0."""
+        claims = torch.bucketize(scores.contiguous(), self.edges)
+        return (scores + self.table[self.depth_bins[: len(scores), None], claims]).clamp(max=0)
+
+
+@dataclass(slots=True)
+class _Node:
+    token: int
+    parent: int
+    depth: int
+    weight: float
+    chains: list[int]  # that begin with the path to this node
+
+
+def best_first(
+    anchor: int,
+    ids: Tensor,
+    scores: Tensor,
+    chains: Tensor,
+    chain_scores: Tensor,
+    *,
+    nodes: int,
+    spine: float,
+    edge: Callable[[int, Tensor], Tensor] | None = None,
+) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and weights of the root and up to `nodes` likeliest prefixes below it, best first.
+
+    ids, scores [K, k]: candidates of each depth; chains, chain_scores [m, K]: whole continuations. The path
+    of best children is in as long as its weight is at least `spine`. Weights are float32 sums from the root
+    down. Of equal weights the shallower comes first, then the child of the earlier row, then the better
+    score, then the earlier column; a chain's token that is no candidate of its depth stands behind them.
+    """
+    depths, width = ids.shape
+    columns = [ids[d].tolist() + chains[:, d].tolist() for d in range(depths)]
+    own_scores, own_chains = scores.tolist(), chain_scores.tolist()
+
+    def children(node: _Node) -> list[float]:
+        """The score of every column behind a node; -inf: not there."""
+        depth = node.depth
+        own = own_scores[depth] + [-math.inf] * len(chains)
+        if edge is not None:
+            gain = edge(depth, torch.tensor([node.token], device=ids.device))[0].tolist()
+            own[:width] = [score + more for score, more in zip(own, gain, strict=False)]
+        for chain in node.chains:
+            token = columns[depth][width + chain]
+            if token >= 0:
+                # One column for a token: a candidate's, or that of the first chain that has it.
+                home = columns[depth].index(token)
+                own[home] = max(own[home], own_chains[chain][depth])
+        return [min(score, 0.0) for score in own]
+
+    rows = [_Node(anchor, -1, 0, 0.0, list(range(len(chains))))]
+    queue: list[tuple[float, int, int, float, int]] = []  # -weight, depth, parent, -score, column
+
+    def expand(row: int) -> None:
+        node = rows[row]
+        if node.depth < depths:
+            for column, score in enumerate(children(node)):
+                if score > -math.inf:
+                    weight = _float32(node.weight + score)
+                    heapq.heappush(queue, (-weight, node.depth, row, -score, column))
+
+    def child(row: int, column: int, weight: float) -> _Node:
+        node = rows[row]
+        token = columns[node.depth][column]
+        followed = [chain for chain in node.chains if columns[node.depth][width + chain] == token >= 0]
+        return _Node(token, row, node.depth + 1, weight, followed)
+
+    forced, tail = 0, rows[0]
+    while forced < nodes and tail.depth < depths:
+        own = children(tail)
+        score = max(own)
+        weight = _float32(tail.weight + score)
+        if weight < spine or weight == -math.inf:
+            break
+        column, depth = own.index(score), tail.depth
+        token = columns[depth][column]
+        tail = _Node(token, -1, depth + 1, weight, [c for c in tail.chains if chains[c, depth] == token])
+        forced += 1
+
+    expand(0)
+    end = 0  # the row in which the path of best children ends so far
+    while queue and len(rows) <= nodes:
+        if forced > 0 and nodes - (len(rows) - 1) == forced:
+            entry = min(item for item in queue if item[2] == end)
+            queue.remove(entry)
+            heapq.heapify(queue)
+        else:
+            entry = heapq.heappop(queue)
+        weight, _, row, _, column = entry
+        rows.append(child(row, column, -weight))
+        expand(len(rows) - 1)
+        if row == end and forced > 0:
+            forced, end = forced - 1, len(rows) - 1
+    return [row.token for row in rows], [row.parent for row in rows], [row.weight for row in rows]
+
+
+def walk(
+    tokens: list[int],
+    parents: list[int],
+    chosen: list[int],
+    *,
+    stops: Collection[int] = (),
+    room: int | None = None,
+) -> list[int]:
+    """The rows, root first, that the target's own choices lead along; chosen[i] is drawn behind row i.
+
+    A chosen token among `stops` ends the walk, and so do `room` rows.
+    """
+    children = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    rows = [0]
+    while room is None or len(rows) < room:
+        token = chosen[rows[-1]]
+        child = children.get((rows[-1], token))
+        if child is None or token in stops:
+            break
+        rows.append(child)
+    return rows
+
+
+def _float32(number: float) -> float:
+    return float(numpy.float32(number))

@@ -1,0 +1,248 @@
+"""The application: routes to adapters, errors to the protocols' objects; knows the engine by its worker."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+import treeflash
+from treeflash.config import ServerConfig
+from treeflash.engine.requests import TextRequest
+from treeflash.engine.worker import EngineWorker, State
+from treeflash.errors import TreeFlashError, UsageError
+from treeflash.server import anthropic, chat, completions, responses
+from treeflash.server.anthropic_writer import MessagesWriter
+from treeflash.server.failures import Failure, failure_of, invalid
+from treeflash.server.guard import Guard
+from treeflash.server.metrics import CONTENT_TYPE, Metrics
+from treeflash.server.responses_writer import ResponsesWriter
+from treeflash.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    MessagesBody,
+    ResponsesBody,
+    TemplateBody,
+    TokenizeBody,
+)
+from treeflash.server.service import Service
+from treeflash.server.sse import ClientGone
+
+HERE = Path(__file__).parent
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# What the model wrote must not make a browser fetch anything from elsewhere.
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def create_app(
+    worker: EngineWorker,
+    config: ServerConfig,
+    *,
+    metrics: Metrics,
+    model_name: str,
+    facts: Callable[[], Mapping[str, Any]] = dict,
+) -> FastAPI:
+    """`facts` are further things that /props says of the loaded model."""
+    app = FastAPI(
+        title="TreeFlash",
+        version=treeflash.__version__,
+        docs_url=None,
+        redoc_url=None,
+        description="OpenAI and Anthropic protocols for one local model.",
+    )
+    service = Service(worker, config, model_name)
+    app.add_middleware(Guard, config=config)
+    _generation(app, service)
+    _text(app, service)
+    _about(app, service, metrics, facts)
+    _pages(app)
+    _errors(app)
+    return app
+
+
+def _generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        writer = chat.ChatWriter(service, body, _name("chatcmpl"))
+        requests = chat.to_requests(body, service)
+        return await service.answer(request, requests, writer, stream=body.stream)
+
+    @app.post("/v1/completions", tags=["OpenAI"])
+    async def text_completions(body: CompletionBody, request: Request) -> Response:
+        writer = completions.CompletionWriter(service, body, _name("cmpl"))
+        requests = completions.to_requests(body, service)
+        return await service.answer(request, requests, writer, stream=body.stream)
+
+    @app.post("/v1/responses", tags=["OpenAI"])
+    async def create_response(body: ResponsesBody, request: Request) -> Response:
+        writer = ResponsesWriter(service, body, _name("resp"))
+        requests = [responses.to_request(body, service)]
+        return await service.answer(request, requests, writer, stream=body.stream)
+
+    @app.post("/v1/messages", tags=["Anthropic"])
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        writer = MessagesWriter(service, body, _name("msg"))
+        requests = [anthropic.to_request(body, service)]
+        return await service.answer(request, requests, writer, stream=body.stream)
+
+    @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
+    def count_tokens(body: MessagesBody) -> dict[str, Any]:
+        return {"input_tokens": len(service.session.encode(anthropic.to_request(body, service)))}
+
+
+def _text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", tags=["Text"])
+    def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        session = service.session
+        if (body.content is None) == (body.messages is None):
+            raise UsageError("content is needed, or messages; exactly one of them")
+        if body.messages is not None:
+            tools = chat.tool_list(body.tools, "tools")
+            ids = session.encode(TextRequest(messages=body.messages, tools=tools or None))
+        else:
+            ids = session.tokenizer.encode(body.content)
+            bos = session.tokenizer.bos_id
+            ids = [bos, *ids] if body.add_special and bos is not None else ids
+        return {"tokens": ids}
+
+    @app.post("/detokenize", tags=["Text"])
+    def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        return {"content": service.session.tokenizer.decode(body.tokens, skip_special=False)}
+
+    @app.post("/apply-template", tags=["Text"])
+    def apply_template(body: TemplateBody) -> dict[str, Any]:
+        kwargs = dict(body.chat_template_kwargs or {})
+        thinking = kwargs.pop("enable_thinking", service.config.thinking)
+        chat.check_template_options(kwargs)
+        rendered = service.session.template.render(
+            body.messages,
+            tools=chat.tool_list(body.tools, "tools"),
+            thinking=thinking,
+            add_generation_prompt=body.add_generation_prompt,
+            **kwargs,
+        )
+        return {"prompt": rendered.text}
+
+
+def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[], Mapping[str, Any]]) -> None:
+    worker = service.worker
+
+    @app.get("/health", tags=["Server"])
+    async def health() -> Response:
+        status = 200 if worker.state is State.ready else 503
+        return JSONResponse(dict(worker.describe()), status, {} if status == 200 else {"retry-after": "2"})
+
+    def model(id: str) -> dict[str, Any]:
+        return {
+            "id": id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "treeflash",
+            "type": "model",
+            "display_name": id,
+            "created_at": "1970-01-01T00:00:00Z",
+            "max_model_len": service.session.max_ctx if worker.state is State.ready else None,
+        }
+
+    @app.get("/v1/models", tags=["OpenAI", "Anthropic"])
+    async def list_models() -> dict[str, Any]:
+        id = service.model_name
+        return {"object": "list", "data": [model(id)], "has_more": False, "first_id": id, "last_id": id}
+
+    @app.get("/v1/models/{id:path}", tags=["OpenAI", "Anthropic"])
+    async def get_model(id: str) -> dict[str, Any]:
+        """Any name is served by the one model that is loaded."""
+        return model(id)
+
+    @app.get("/props", tags=["Server"])
+    async def props() -> dict[str, Any]:
+        session, config = service.session, service.config
+        return {
+            "version": treeflash.__version__,
+            "model": service.model_name,
+            "max_ctx": session.max_ctx,
+            "vocabulary": session.tokenizer.vocab_size,
+            "chat_template": session.template.source,
+            "supports_thinking": session.template.supports_thinking,
+            "thinking": {"default": config.thinking, "budget": config.thinking_budget},
+            "sampling": service.sampling_facts(),
+            "queue": dict(worker.describe()),
+            **facts(),
+        }
+
+    @app.get("/metrics", tags=["Server"], response_class=PlainTextResponse)
+    async def prometheus() -> Response:
+        return Response(metrics.page(worker), media_type=CONTENT_TYPE)
+
+
+def _pages(app: FastAPI) -> None:
+    files = {path.name: path for folder in ("page", "docs") for path in (HERE / folder).glob("*.*")}
+
+    def send(path: Path) -> Response:
+        return FileResponse(path, headers=PAGE_HEADERS, media_type=TYPES.get(path.suffix))
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page() -> Response:
+        return send(files["index.html"])
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return send(files["docs.html"])
+
+    @app.get("/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        return send(files[name])
+
+
+def _errors(app: FastAPI) -> None:
+    def answer(request: Request, failure: Failure) -> Response:
+        return JSONResponse(failure.body(request.url.path), failure.status, failure.headers)
+
+    @app.exception_handler(TreeFlashError)
+    async def known(request: Request, error: TreeFlashError) -> Response:
+        return answer(request, failure_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return answer(request, invalid(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        messages = {
+            404: f"there is no {request.url.path} here; /docs lists what there is",
+            405: f"{request.url.path} does not take {request.method}",
+        }
+        failure = Failure(error.status_code, messages.get(error.status_code, str(error.detail)))
+        response = answer(request, failure)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def unknown(request: Request, error: Exception) -> Response:
+        return answer(request, failure_of(error))
+
+
+def _name(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

@@ -1,0 +1,247 @@
+"""OpenAI chat completions: wire shapes only."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treeflash.engine.requests import (
+    Finished,
+    Progress,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TextRequest,
+    TokenLogprob,
+    ToolArguments,
+    ToolCall,
+    TreeStep,
+)
+from treeflash.engine.worker import Job
+from treeflash.errors import UsageError
+from treeflash.server import answers, options
+from treeflash.server.answers import Answer
+from treeflash.server.failures import Failure
+from treeflash.server.schemas import ChatBody, Object
+from treeflash.server.service import Service
+from treeflash.server.sse import DONE, comment, event
+
+# What the template gets from elsewhere in the request.
+_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "keep_reasoning", "boundaries")
+
+
+def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
+    """One for each of the `n` answers."""
+    _refuse(body)
+    fields = body.__dict__
+    thinking = options.thinking_switch(fields).otherwise(service.thinking)
+    tools = tool_list(body.tools, "tools")
+    template_options = dict(body.chat_template_kwargs or {})
+    template_options.pop("enable_thinking", None)
+    check_template_options(template_options)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    request = TextRequest(
+        messages=body.messages,
+        tools=tools or None,
+        tool_choice=options.tool_choice(_choice(body.tool_choice), tools),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        max_tokens=options.token_limit(fields, "max_completion_tokens", "max_tokens"),
+        sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
+        stop=options.stops(body.stop),
+        thinking=thinking.on,
+        thinking_budget=thinking.budget,
+        grammar=options.format_grammar(body.response_format, "response_format")
+        or options.structured_grammar(body.structured_outputs),
+        template_options=template_options,
+        draft_budget=body.treeflash.budget if body.treeflash else None,
+        trees=bool(body.stream and body.treeflash and body.treeflash.trees),
+    )
+    return [replace(request, sampling=each) for each in options.copies(request.sampling, body.n or 1)]
+
+
+def check_template_options(given: Mapping[str, Any]) -> None:
+    for name in _RESERVED:
+        if name in given:
+            raise UsageError(f"chat_template_kwargs has {name!r}; the request sets it elsewhere")
+
+
+def _refuse(body: ChatBody) -> None:
+    if body.audio is not None or "audio" in (body.modalities or ()):
+        field = "audio" if body.audio is not None else "modalities"
+        raise UsageError(f"{field} is set; the model reads and writes text only")
+    for field in ("functions", "function_call"):
+        if getattr(body, field) is not None:
+            raise UsageError(f"{field} is no longer part of the protocol; use tools and tool_choice")
+
+
+def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
+    """Function tools; others are run by their provider and cannot be called here."""
+    found = []
+    for index, tool in enumerate(tools or ()):
+        where = f"{field}[{index}]"
+        if tool.get("type", "function") != "function":
+            continue
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise UsageError(f"{where}.function is {function!r}; needs an object with a name")
+        found.append(
+            options.function_tool(
+                function.get("name"),
+                function.get("description"),
+                function.get("parameters"),
+                function.get("strict"),
+                field=f"{where}.function",
+            )
+        )
+    return found
+
+
+def _choice(choice: str | Object | None) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    function = choice.get("function")
+    if choice.get("type") == "function" and isinstance(function, Mapping):
+        return function.get("name")
+    raise UsageError(f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name")
+
+
+@dataclass(slots=True)
+class ChatWriter:
+    service: Service
+    body: ChatBody
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        return self.body.model or self.service.model_name
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        fresh = index not in self.answers
+        answer = self.answers.setdefault(index, Answer())
+        answer.add(piece)
+        begin = self._chunk(index, {"role": "assistant", "content": ""}) if fresh else b""
+        return begin + self._delta(index, piece)
+
+    def _delta(self, index: int, piece: SessionEvent) -> bytes:
+        match piece:
+            case Progress():
+                return b""
+            case Text(text, found):
+                return self._chunk(index, {"content": text}, logprobs=self._logprobs(found))
+            case Reasoning(text):
+                return self._chunk(index, {"reasoning_content": text})
+            case ToolCall(at, id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": at, "id": id, "type": "function", "function": function}
+                return self._chunk(index, {"tool_calls": [call]})
+            case ToolArguments(at, text):
+                return self._chunk(index, {"tool_calls": [{"index": at, "function": {"arguments": text}}]})
+            case TreeStep():
+                return self._chunk(index, {}, extension={"tree": answers.tree(piece)})
+            case Finished():
+                asked = self.body.treeflash is not None
+                extension = {"stats": answers.statistics(piece.stats)} if asked else None
+                return self._chunk(index, {}, reason=piece.reason, extension=extension)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Object,
+        *,
+        reason: str | None = None,
+        logprobs: Object | None = None,
+        extension: Object | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        chunk = self._head("chat.completion.chunk") | {"choices": [choice]}
+        if self._usage_wanted:
+            chunk["usage"] = None
+        if extension is not None:
+            chunk["treeflash"] = extension
+        return event(chunk)
+
+    def _head(self, kind: str) -> Object:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @property
+    def _usage_wanted(self) -> bool:
+        return bool((self.body.stream_options or {}).get("include_usage"))
+
+    def end(self) -> bytes:
+        if not self._usage_wanted:
+            return DONE
+        usage = usage_of(list(self.answers.values()), self.body.n or 1)
+        return event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage}) + DONE
+
+    def keep_alive(self, job: Job) -> bytes:
+        return comment(job)
+
+    def failure(self, failure: Failure) -> bytes:
+        return event(failure.openai()) + DONE
+
+    def result(self) -> Object:
+        choices = [self._choice_of(index, answer) for index, answer in sorted(self.answers.items())]
+        found = self._head("chat.completion") | {
+            "choices": choices,
+            "usage": usage_of(list(self.answers.values()), self.body.n or 1),
+        }
+        if self.body.treeflash is not None:
+            stats = [answer.finished.stats for answer in self.answers.values() if answer.finished]
+            found["treeflash"] = {"stats": answers.statistics(stats[-1])}
+        return found
+
+    def _choice_of(self, index: int, answer: Answer) -> Object:
+        message: Object = {"role": "assistant", "content": answer.text or None, "refusal": None}
+        if not answer.calls:
+            message["content"] = answer.text
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.text},
+                }
+                for call in answer.calls
+            ]
+        logprobs = self._logprobs(answer.logprobs) if self.body.logprobs else None
+        reason = answer.finished.reason if answer.finished else "stop"
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, found: list[TokenLogprob] | None) -> Object | None:
+        if found is None or not self.body.logprobs:
+            return None
+        token_bytes = self.service.session.tokenizer.token_bytes
+
+        def entry(id: int, logprob: float) -> Object:
+            raw = token_bytes(id)
+            # JSON has no infinities: this is as unlikely.
+            logprob = max(logprob, -9999.0)
+            return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+        content = [
+            entry(each.token, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}
+            for each in found
+        ]
+        return {"content": content, "refusal": None}
+
+
+def usage_of(found: list[Answer], copies: int) -> Object:
+    """Of all answers to one request; a prompt is counted once for its `copies` answers."""
+    stats = [answer.finished.stats for answer in found if answer.finished is not None]
+    if not stats:
+        return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    prompts = stats[::copies]
+    prompt = sum(each.prompt_tokens for each in prompts)
+    completion = sum(each.generated_tokens for each in stats)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
+        "speculation": answers.speculation(stats[-1]),
+    }

@@ -1,0 +1,155 @@
+"""OpenAI text completions, the older protocol: wire shapes only."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from treeflash.engine.requests import (
+    Finished,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TextRequest,
+    TokenLogprob,
+)
+from treeflash.engine.worker import Job
+from treeflash.errors import UsageError
+from treeflash.server import options
+from treeflash.server.answers import Answer
+from treeflash.server.chat import usage_of
+from treeflash.server.failures import Failure
+from treeflash.server.schemas import CompletionBody, Object
+from treeflash.server.service import Service
+from treeflash.server.sse import DONE, comment, event
+
+MAX_CHOICES = 128
+
+
+def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
+    """One for each answer to each prompt."""
+    count = body.n or 1
+    if body.suffix:
+        raise UsageError("suffix is set; the model only continues text")
+    if body.best_of is not None and body.best_of != count:
+        raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}")
+    if body.echo and body.logprobs is not None:
+        raise UsageError("echo is set together with logprobs; the prompt's are not computed")
+    prompts = _prompts(body)
+    if len(prompts) * count > MAX_CHOICES:
+        raise UsageError(f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} answers")
+    fields = body.__dict__
+    params = options.sampling(service.defaults(None), fields, logprobs=body.logprobs)
+    return [
+        TextRequest(
+            prompt=prompt,
+            max_tokens=options.token_limit(fields, "max_tokens"),
+            sampling=each,
+            stop=options.stops(body.stop),
+            grammar=options.structured_grammar(body.structured_outputs),
+            draft_budget=body.treeflash.budget if body.treeflash else None,
+        )
+        for prompt in prompts
+        for each in options.copies(params, count)
+    ]
+
+
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    if not prompt or not all(prompt):
+        raise UsageError("prompt is empty; needs some text")
+    return list(prompt)
+
+
+@dataclass(slots=True)
+class CompletionWriter:
+    service: Service
+    body: CompletionBody
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    answers: dict[int, Answer] = field(default_factory=dict)
+    offsets: dict[int, int] = field(default_factory=dict)
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        fresh = index not in self.answers
+        answer = self.answers.setdefault(index, Answer())
+        begin = b""
+        if fresh and self.body.echo:
+            prompt = Text(self._echo(index))
+            answer.add(prompt)
+            begin = self._chunk(index, prompt.text)
+        # The text is the prompt's continuation as it is, tags of reasoning included or not.
+        if isinstance(piece, Reasoning):
+            piece = Text(piece.text, piece.logprobs)
+        answer.add(piece)
+        match piece:
+            case Text(text, found):
+                return begin + self._chunk(index, text, logprobs=self._logprobs(index, found))
+            case Finished(reason=reason):
+                return begin + self._chunk(index, "", reason=reason)
+        return begin
+
+    def _echo(self, index: int) -> str:
+        prompt = _prompts(self.body)[index // (self.body.n or 1)]
+        return prompt if isinstance(prompt, str) else self.service.session.tokenizer.decode(prompt)
+
+    def _chunk(
+        self, index: int, text: str, *, reason: str | None = None, logprobs: Object | None = None
+    ) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        chunk = self._head() | {"choices": [choice]}
+        if self._usage_wanted:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def _head(self) -> Object:
+        model = self.body.model or self.service.model_name
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": model}
+
+    @property
+    def _usage_wanted(self) -> bool:
+        return bool((self.body.stream_options or {}).get("include_usage"))
+
+    def end(self) -> bytes:
+        if not self._usage_wanted:
+            return DONE
+        return event(self._head() | {"choices": [], "usage": self._usage()}) + DONE
+
+    def _usage(self) -> Object:
+        return usage_of(list(self.answers.values()), self.body.n or 1)
+
+    def keep_alive(self, job: Job) -> bytes:
+        return comment(job)
+
+    def failure(self, failure: Failure) -> bytes:
+        return event(failure.openai()) + DONE
+
+    def result(self) -> Object:
+        choices = []
+        self.offsets.clear()
+        for index, answer in sorted(self.answers.items()):
+            logprobs = self._logprobs(index, answer.logprobs) if self.body.logprobs is not None else None
+            reason = answer.finished.reason if answer.finished else "stop"
+            choices.append(
+                {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": reason}
+            )
+        return self._head() | {"choices": choices, "usage": self._usage()}
+
+    def _logprobs(self, index: int, found: list[TokenLogprob] | None) -> Object | None:
+        if found is None or self.body.logprobs is None:
+            return None
+        token_bytes = self.service.session.tokenizer.token_bytes
+        offset = self.offsets.get(index, 0)
+        columns: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for each in found:
+            text = token_bytes(each.token).decode(errors="replace")
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(max(each.logprob, -9999.0))
+            columns["top_logprobs"].append(
+                {token_bytes(id).decode(errors="replace"): max(value, -9999.0) for id, value in each.top}
+            )
+            columns["text_offset"].append(offset)
+            offset += len(text)
+        self.offsets[index] = offset
+        return columns

@@ -1,0 +1,86 @@
+"""Errors as the protocols' own objects, so that official clients raise their typed exceptions."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treeflash.errors import PromptTooLong, TreeFlashError, Unavailable
+
+_OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# Messages about a field begin with its name.
+_FIELD = re.compile(r"([a-z_]+(?:\[\d+\]|\.[a-z_]+)*) (?:is|has|names) ")
+_WANTED = {"missing": "needs a value", "json_invalid": "needs JSON"}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The error object of the protocol that `path` belongs to."""
+        return self.anthropic() if path.startswith("/v1/messages") else self.openai()
+
+    def openai(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _OPENAI.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        return {
+            "type": "error",
+            "error": {"type": _ANTHROPIC.get(self.status, kind), "message": self.message},
+        }
+
+
+def failure_of(error: Exception) -> Failure:
+    if not isinstance(error, TreeFlashError):
+        # Its text may quote other people's prompts; the log has it.
+        return Failure(500, f"the engine failed with {type(error).__name__}; the server's log says where")
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    field = _FIELD.match(error.message)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    retry = None
+    if isinstance(error, Unavailable):
+        retry, code = error.retry_after_s, "queue_full" if error.http_status == 429 else "unavailable"
+    return Failure(error.http_status, message, field[1] if field else None, code, retry)
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> Failure:
+    """Of a body that is not what its schema says: the first field that is wrong."""
+    first = errors[0]
+    names = [str(part) if isinstance(part, str) else f"[{part}]" for part in first["loc"]]
+    field = ".".join(name for name in names if name != "body").replace(".[", "[")
+    if first["type"] == "json_invalid":
+        return Failure(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    wanted = _WANTED.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+    seen = "" if first["type"] == "missing" else f" {_short(first.get('input'))};"
+    return Failure(400, f"{field or 'the body'} is{seen or ' missing;'} {wanted}", field or None)
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

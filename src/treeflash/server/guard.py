@@ -1,0 +1,188 @@
+"""What every request passes before any route: key, origin, host, size. Knows no protocol's fields."""
+
+import base64
+import binascii
+import hmac
+import json
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treeflash.config import ServerConfig
+from treeflash.server.failures import Failure
+from treeflash.server.listen import is_loopback
+
+OPEN = ("/health",)  # needs no key
+_ADDRESS = re.compile(r"\d{1,3}(\.\d{1,3}){3}|\[?[0-9a-f]*:[0-9a-f:.]*\]?")
+# JSON's escapes in order, so that a backslash that is itself escaped is not mistaken for one.
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a whole character
+    rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    rb"|\\.",
+    re.DOTALL,
+)
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers, path = Headers(scope=scope), scope["path"]
+        origin = headers.get("origin")
+        allowed = origin is None or self._allows(origin, headers.get("host", ""))
+        added = _cors(origin) if origin and allowed else {}
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_raw(added)]
+            await send(message)
+
+        failure = self._refusal(scope, headers, allowed)
+        if failure is not None:
+            return await _refuse(reply, failure, path, _ask_for_password(scope, headers, failure))
+        if scope["method"] == "OPTIONS" and origin:
+            await send({"type": "http.response.start", "status": 204, "headers": _raw(added | _PREFLIGHT)})
+            return await send({"type": "http.response.body", "body": b""})
+        if scope["method"] == "POST":
+            body = await self._read(receive, headers)
+            if isinstance(body, Failure):
+                return await _refuse(reply, body, path, {"connection": "close"})
+            if body is None:
+                return None
+            scope = _as_json(scope)
+            receive = _replay(_repaired(body), receive)
+        await self._app(scope, receive, reply)
+
+    def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Failure | None:
+        if not allowed:
+            return Failure(
+                403, f"pages of {headers['origin']} may not use this server; --cors-origin lets them in"
+            )
+        if not self._config.api_keys:
+            # A name that someone pointed at this machine's address would let their page in.
+            host = _host(headers.get("host", ""))
+            if host and not is_loopback(host) and not _ADDRESS.fullmatch(host):
+                return Failure(403, f"the host {host} is not known here; use localhost, or start with a key")
+            return None
+        if scope["path"] in OPEN or scope["method"] == "OPTIONS":
+            return None
+        given = _key(headers)
+        if given is None:
+            return Failure(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if not any(hmac.compare_digest(given.encode(), key.encode()) for key in self._config.api_keys):
+            return Failure(401, "the key is wrong", code="invalid_api_key")
+        return None
+
+    def _allows(self, origin: str, host: str) -> bool:
+        if "*" in self._config.cors_origins or origin in self._config.cors_origins:
+            return True
+        try:
+            parts = urlsplit(origin)
+            return is_loopback(parts.hostname or "") or parts.netloc == host
+        except ValueError:
+            return False
+
+    async def _read(self, receive: Receive, headers: Headers) -> bytes | Failure | None:
+        """The whole body; None where the client left while it was sent."""
+        limit = self._config.max_body
+        too_large = Failure(413, f"the body is larger than {limit} bytes", code="request_too_large")
+        if headers.get("content-length", "0").isdigit() and int(headers.get("content-length", "0")) > limit:
+            return too_large
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            if size > limit:
+                return too_large
+            if not message.get("more_body"):
+                return b"".join(pieces)
+
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, OPTIONS",
+    "access-control-allow-headers": "*, authorization, content-type, x-api-key, anthropic-version, "
+    "anthropic-beta",
+    "access-control-max-age": "600",
+}
+
+
+def _cors(origin: str) -> dict[str, str]:
+    return {
+        "access-control-allow-origin": origin,
+        "access-control-expose-headers": "x-request-id, retry-after",
+        "vary": "origin",
+    }
+
+
+def _host(value: str) -> str:
+    return value.rpartition(":")[0] if re.search(r":\d+$", value) else value
+
+
+def _key(headers: Headers) -> str | None:
+    """From either header that clients use; browsers send it as a password."""
+    if "x-api-key" in headers:
+        return headers["x-api-key"]
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return None
+    return None
+
+
+def _ask_for_password(scope: Scope, headers: Headers, failure: Failure) -> dict[str, str]:
+    """Lets a person who opens the page type the key; scripts see the error alone."""
+    navigates = scope["method"] == "GET" and "text/html" in headers.get("accept", "")
+    if failure.status == 401 and navigates:
+        return {"www-authenticate": 'Basic realm="TreeFlash: any name, the key as password"'}
+    return {}
+
+
+async def _refuse(send: Send, failure: Failure, path: str, headers: Mapping[str, str]) -> None:
+    body = json.dumps(failure.body(path)).encode()
+    found = {"content-type": "application/json", "content-length": str(len(body))} | failure.headers
+    await send(
+        {"type": "http.response.start", "status": failure.status, "headers": _raw({**found, **headers})}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Whatever type a client forgot to change: only JSON is read here."""
+    kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
+
+
+def _repaired(body: bytes) -> bytes:
+    """Halves of characters, which clients leave when they cut a text anywhere, as U+FFFD."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _ESCAPE.sub(lambda match: rb"\ufffd" if match["half"] else match[0], body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    left = [body]
+
+    async def replayed() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return replayed

@@ -1,0 +1,203 @@
+"""What request fields mean to the engine, whichever protocol spells them; knows no wire shapes of answers."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treeflash.engine.requests import Grammar
+from treeflash.engine.sampler import SamplingParams
+from treeflash.errors import UsageError
+from treeflash.server.schemas import Object
+
+# Tokens of reasoning; efforts above set no limit.
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """None: as the next in line says; last the template, without a limit."""
+
+    on: bool | None = None
+    budget: int | None = None
+
+    def otherwise(self, other: "Thinking") -> "Thinking":
+        return Thinking(
+            other.on if self.on is None else self.on, other.budget if self.budget is None else self.budget
+        )
+
+
+def sampling(
+    defaults: SamplingParams, fields: Mapping[str, Any], *, logprobs: int | None = None
+) -> SamplingParams:
+    """What the request says, then the defaults."""
+    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    if "seed" in given:
+        given["seed"] %= 2**64  # clients send any integer
+    if given.get("top_k", 0) == -1:  # another name for all of them
+        given["top_k"] = 0
+    if given.get("top_p") == 0:  # the likeliest token alone
+        given["top_p"] = 1e-9
+    return replace(defaults, **given, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
+
+
+def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
+    wrong = [name for name in given or {} if not re.fullmatch("[0-9]{1,9}", name)]
+    if wrong:
+        raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids")
+    return {int(name): value for name, value in (given or {}).items()}
+
+
+def copies(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """For several answers to one request: each with the next seed."""
+    first = params.seeded()
+    assert first.seed is not None
+    return [replace(first, seed=(first.seed + index) % 2**64) for index in range(count)]
+
+
+def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
+    """The first of the named fields that is set; None: what fits."""
+    for name in names:
+        value = fields.get(name)
+        if value is not None and value != -1:  # -1: some clients' word for no limit
+            if value < 1:
+                raise UsageError(f"{name} is {value}; needs at least 1")
+            return value
+    return None
+
+
+def stops(given: str | Sequence[str] | None) -> list[str]:
+    return [text for text in ([given] if isinstance(given, str) else given or []) if text]
+
+
+def effort(value: Any, field: str) -> Thinking:
+    if value is None:
+        return Thinking()
+    if value == "none":
+        return Thinking(on=False)
+    if not isinstance(value, str) or value not in EFFORTS:
+        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}")
+    return Thinking(True, EFFORTS[value])
+
+
+def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
+    """The several ways to ask for reasoning in a chat request."""
+    options = fields.get("chat_template_kwargs") or {}
+    on = options.get("enable_thinking", fields.get("enable_thinking"))
+    if on is not None and not isinstance(on, bool):
+        raise UsageError(f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false")
+    named = Thinking(on, fields.get("thinking_budget"))
+    return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
+
+
+def format_grammar(form: Any, field: str) -> Grammar | None:
+    """`response_format` and its relatives; the schema may stand beside the type or one level below."""
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object", None)
+        case "json_schema":
+            inner = form.get("json_schema", form)
+            where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
+            schema = inner.get("schema") if isinstance(inner, Mapping) else None
+            if not isinstance(schema, Mapping | bool):
+                raise UsageError(f"{where} is {schema!r}; needs a JSON schema")
+            return Grammar("json_schema", _schema(schema))
+        case "regex":
+            return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"))
+        case "grammar" | "lark":
+            return Grammar("lark", _text(form.get("grammar"), f"{field}.grammar"))
+    raise UsageError(f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar")
+
+
+def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
+    """`structured_outputs`: exactly one of json, regex, choice, grammar."""
+    kinds = {name: value for name, value in (given or {}).items() if value is not None}
+    if not kinds:
+        return None
+    field = "structured_outputs"
+    if len(kinds) > 1:
+        raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them")
+    name, value = kinds.popitem()
+    match name:
+        case "json":
+            try:
+                schema = json.loads(value) if isinstance(value, str) else value
+            except ValueError as error:
+                raise UsageError(f"{field}.json is not JSON: {error}") from error
+            if not isinstance(schema, Mapping | bool):
+                raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema")
+            return Grammar("json_schema", _schema(schema))
+        case "regex":
+            return Grammar("regex", _text(value, f"{field}.regex"))
+        case "choice":
+            if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+                raise UsageError(f"{field}.choice is {value!r}; needs a list of texts")
+            return Grammar("regex", "|".join(re.escape(each) for each in value))
+        case "grammar":
+            return Grammar("lark", _text(value, f"{field}.grammar"))
+    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar")
+
+
+def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+    if isinstance(schema, Mapping):
+        return schema
+    return {} if schema else {"not": {}}
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{field} is {value!r}; needs a text")
+    return value
+
+
+def function_tool(
+    name: Any, description: Any, parameters: Any, strict: Any = None, *, field: str
+) -> dict[str, Any]:
+    """A tool as chat templates describe it."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{field}.name is {name!r}; needs the tool's name")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise UsageError(f"{field}.parameters is {parameters!r}; needs a JSON schema")
+    function: Object = {"name": name}
+    if isinstance(description, str):
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """auto, none, required or a tool's name, from what the protocol's adapter made of it."""
+    choice = "auto" if choice is None else choice
+    if choice in ("auto", "none"):
+        return choice
+    names = [tool["function"]["name"] for tool in tools]
+    if choice == "required" or choice in names:
+        if not names:
+            raise UsageError("tool_choice is 'required'; needs tools")
+        return choice
+    raise UsageError(f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}")

@@ -1,0 +1,136 @@
+// The server's HTTP interface: requests, event streams, failures in words; knows no elements.
+
+/** `kind`: unreachable, key, busy, loading, refused or broken. */
+export class RequestFailed extends Error {
+  constructor(kind, message, { hint = "", retryAfter = 0 } = {}) {
+    super(message);
+    this.kind = kind;
+    this.hint = hint;
+    this.retryAfter = retryAfter;
+  }
+}
+
+const KINDS = { 401: "key", 429: "busy", 503: "loading" };
+
+function headers(key) {
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+async function send(path, { body, key, signal } = {}) {
+  try {
+    return await fetch(path, {
+      method: body ? "POST" : "GET",
+      headers: headers(key),
+      body: body && JSON.stringify(body),
+      signal,
+      cache: "no-store",
+    });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new RequestFailed("unreachable", "The server does not answer.", {
+      hint: "Is “treeflash serve” still running? Nothing you typed is lost.",
+    });
+  }
+}
+
+/** Server messages are clauses; here they stand as sentences. */
+function sentence(text) {
+  return text && text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+}
+
+async function failure(response) {
+  let error = {};
+  try {
+    const body = await response.json();
+    error = body.error ?? body;
+  } catch {
+    // Not ours: a proxy, or a server that died while answering.
+  }
+  const message = typeof error === "string" ? error : error.message;
+  return new RequestFailed(KINDS[response.status] ?? "refused", sentence(message) || `The server answered ${response.status} ${response.statusText}.`, {
+    hint: error.hint ?? "",
+    retryAfter: Number(response.headers.get("Retry-After")) || 0,
+  });
+}
+
+/** GET of a JSON document; throws RequestFailed. */
+export async function getJson(path, options) {
+  const response = await send(path, options);
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
+/** {ready, message}: `ready` is false while the model loads; throws RequestFailed when nobody answers. */
+export async function health(signal) {
+  const response = await send("health", { signal });
+  if (response.ok) return { ready: true, message: "" };
+  const error = await failure(response);
+  return { ready: false, message: error.message };
+}
+
+/** Yields {data} and {comment} of a server-sent event stream. */
+async function* serverEvents(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split(/\r?\n/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+        else if (line.startsWith(":")) yield { comment: line.slice(1).trim() };
+        else if (line === "" && data.length) {
+          yield { data: data.join("\n") };
+          data = [];
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function* chunkEvents(chunk) {
+  const choice = chunk.choices?.[0];
+  const reasoning = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning;
+  if (chunk.treeflash?.tree) yield { type: "tree", tree: chunk.treeflash.tree };
+  if (chunk.treeflash?.progress) yield { type: "progress", ...chunk.treeflash.progress };
+  if (reasoning) yield { type: "reasoning", text: reasoning };
+  if (choice?.delta?.content) yield { type: "content", text: choice.delta.content };
+  if (choice?.finish_reason) yield { type: "finish", reason: choice.finish_reason };
+  if (chunk.treeflash?.stats) yield { type: "stats", stats: chunk.treeflash.stats };
+  if (chunk.usage) yield { type: "usage", usage: chunk.usage };
+}
+
+/**
+ * Asks for one answer and yields what comes: content, reasoning, tree, progress, note, finish, stats, usage.
+ * Throws RequestFailed; when `signal` aborts, the abort error.
+ */
+export async function* streamChat(body, { key, signal }) {
+  const response = await send("v1/chat/completions", { body, key, signal });
+  if (!response.ok) throw await failure(response);
+  let complete = false;
+  try {
+    for await (const event of serverEvents(response.body)) {
+      if (event.comment !== undefined) {
+        if (event.comment) yield { type: "note", text: event.comment };
+      } else if (event.data === "[DONE]") {
+        complete = true;
+      } else {
+        const chunk = JSON.parse(event.data);
+        if (chunk.error) {
+          complete = true;
+          throw new RequestFailed("refused", sentence(chunk.error.message ?? String(chunk.error)), { hint: chunk.error.hint ?? "" });
+        }
+        yield* chunkEvents(chunk);
+      }
+    }
+  } catch (error) {
+    if (signal.aborted || error instanceof RequestFailed) throw error;
+    throw new RequestFailed("broken", "The connection broke off.", { hint: "What had come so far is kept." });
+  }
+  if (!complete) throw new RequestFailed("broken", "The connection broke off.", { hint: "What had come so far is kept." });
+}

@@ -1,0 +1,137 @@
+// Elements for messages and their controls; knows neither storage nor the server.
+
+import { MarkdownView } from "./markdown.js";
+
+export function element(name, options = {}, ...children) {
+  const { dataset = {}, ...properties } = options;
+  const made = Object.assign(document.createElement(name), properties);
+  Object.assign(made.dataset, dataset);
+  made.append(...children);
+  return made;
+}
+
+function button(action, text, extra = {}) {
+  return element("button", { type: "button", className: "text", dataset: { action }, ...extra }, text);
+}
+
+const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+/** The one grey line below an answer. */
+export function statsInWords(stats) {
+  const parts = [];
+  const speed = stats.decode_tok_s || stats.tok_s;
+  if (speed) parts.push(`${number(speed, speed < 100 ? 1 : 0)} tokens a second`);
+  if (stats.acceptance_length > 1) parts.push(`${number(stats.acceptance_length, 2)} a step`);
+  if (stats.generated_tokens) parts.push(`${number(stats.generated_tokens)} tokens`);
+  if (stats.ttft_s) parts.push(`first after ${number(stats.ttft_s, 2)} s`);
+  return parts.join(" · ");
+}
+
+const STATES = {
+  stopped: "Stopped. What had come is kept.",
+  length: "Cut at the length limit. Raise “Most tokens” in Settings for more.",
+};
+
+export class MessageView {
+  /** `message` is read again at each refresh(); its index in the chat is found by the caller from the element. */
+  constructor(message) {
+    this.message = message;
+    this.body = element("div", { className: "body" });
+    this.foot = element("div", { className: "foot" });
+    this.root = element("article", { className: `message ${message.role}` }, this.body, this.foot);
+    this.root.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
+    this.editing = false;
+    this.refresh();
+  }
+
+  refresh() {
+    if (this.editing) return;
+    if (this.message.role === "user") this.#refreshUser();
+    else this.#refreshAnswer();
+  }
+
+  #refreshUser() {
+    this.body.replaceChildren(element("div", { className: "bubble" }, this.message.content));
+    this.foot.replaceChildren(button("edit", "Edit"), button("copy", "Copy"));
+  }
+
+  #refreshAnswer() {
+    const { message } = this;
+    const writing = message.state === "writing";
+    this.root.setAttribute("aria-busy", String(writing));
+    if (message.reasoning && !this.thought) this.#addThought();
+    if (this.thought) {
+      this.thoughtText.textContent = message.reasoning;
+      this.thoughtTitle.textContent = writing && !message.content ? "Thinking…" : "Thought";
+    }
+    if (message.content && !this.markdown) {
+      const host = element("div", { className: "prose" });
+      this.body.append(host);
+      this.markdown = new MarkdownView(host);
+    }
+    this.markdown?.update(message.content);
+    this.root.classList.toggle("writing", writing);
+    this.root.classList.toggle("waiting", writing && !message.content && !message.reasoning);
+    this.#refreshFoot(writing);
+  }
+
+  #addThought() {
+    this.thoughtTitle = element("summary");
+    this.thoughtText = element("div", { className: "thought-text" });
+    this.thought = element("details", { className: "thought" }, this.thoughtTitle, this.thoughtText);
+    this.body.prepend(this.thought);
+  }
+
+  #refreshFoot(writing) {
+    const { message } = this;
+    if (writing) {
+      if (this.foot.childElementCount) this.foot.replaceChildren();
+      return;
+    }
+    const parts = [];
+    if (message.error) parts.push(this.#errorNotice());
+    else if (STATES[message.state]) parts.push(element("p", { className: "note" }, STATES[message.state]));
+    const controls = element("div", { className: "controls" }, button("regenerate", message.error ? "Try again" : "Regenerate"));
+    if (message.content) controls.prepend(button("copy", "Copy"));
+    if (message.stats) controls.append(element("span", { className: "stats" }, statsInWords(message.stats)));
+    this.foot.replaceChildren(...parts, controls);
+  }
+
+  #errorNotice() {
+    const notice = element("div", { className: "notice" }, element("strong", {}, this.message.error.message));
+    notice.setAttribute("role", "alert");
+    if (this.message.error.hint) notice.append(" ", this.message.error.hint);
+    return notice;
+  }
+
+  /** Turns a user message into a field; `onSave(text)` when it is sent, nothing changes when it is cancelled. */
+  edit(onSave) {
+    this.editing = true;
+    const field = element("textarea", { value: this.message.content, rows: Math.min(12, this.message.content.split("\n").length + 1) });
+    field.setAttribute("aria-label", "Edit message");
+    const close = () => {
+      this.editing = false;
+      this.refresh();
+      this.foot.querySelector("button")?.focus();
+    };
+    const save = () => {
+      if (!field.value.trim()) return;
+      this.editing = false;
+      onSave(field.value);
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        save();
+      }
+    });
+    const cancel = button("", "Cancel", { onclick: close });
+    const send = element("button", { type: "button", className: "primary", onclick: save }, "Send");
+    this.body.replaceChildren(element("div", { className: "edit" }, field, element("div", { className: "edit-foot" }, cancel, send)));
+    this.foot.replaceChildren();
+    field.focus();
+  }
+}

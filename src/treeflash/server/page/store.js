@@ -1,0 +1,126 @@
+// Settings, chats and the key as kept by the browser; knows neither the page's elements nor the server.
+
+const PREFIX = "treeflash.";
+const CHATS_KEPT = 50;
+
+export const DEFAULTS = Object.freeze({
+  system: "",
+  temperature: "",
+  top_p: "",
+  max_tokens: "",
+  seed: "",
+  budget: "",
+  thinking: "own",
+  compare: false,
+  panel: true,
+});
+
+function read(key, fallback) {
+  try {
+    const text = localStorage.getItem(PREFIX + key);
+    return text === null ? fallback : JSON.parse(text);
+  } catch {
+    return fallback;
+  }
+}
+
+/** Returns whether it was kept: storage can be full or forbidden. */
+function write(key, value) {
+  try {
+    localStorage.setItem(PREFIX + key, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+function remove(key) {
+  try {
+    localStorage.removeItem(PREFIX + key);
+  } catch {
+    // Nothing was kept, so nothing is left.
+  }
+}
+
+export const settings = {
+  load: () => ({ ...DEFAULTS, ...read("settings", {}) }),
+  save: (values) => write("settings", values),
+};
+
+export const key = {
+  load: () => read("key", ""),
+  save: (value) => (value ? write("key", value) : remove("key")),
+};
+
+/** Text typed and not yet sent. */
+export const draft = {
+  load: () => read("draft", ""),
+  save: (value) => (value ? write("draft", value) : remove("draft")),
+};
+
+export const theme = {
+  load: () => document.documentElement.dataset.theme ?? "",
+  save(value) {
+    // Plain text, not JSON: theme.js reads it before any module.
+    try {
+      localStorage.setItem(PREFIX + "theme", value);
+    } catch {
+      // The choice then lasts as long as the page.
+    }
+    document.documentElement.dataset.theme = value;
+  },
+};
+
+// One entry a chat, so that two tabs do not overwrite each other's.
+export const chats = {
+  create: () => ({ id: `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`, updated: Date.now(), messages: [] }),
+
+  list() {
+    const found = [];
+    try {
+      for (const name of Object.keys(localStorage)) {
+        if (!name.startsWith(`${PREFIX}chat.`)) continue;
+        const chat = read(name.slice(PREFIX.length), null);
+        if (chat?.messages?.length) found.push(chat);
+      }
+    } catch {
+      return [];
+    }
+    return found.sort((a, b) => b.updated - a.updated);
+  },
+
+  /** When storage is full the oldest chats make room. */
+  save(chat) {
+    if (!chat.messages.length) return true;
+    const older = this.list().filter((other) => other.id !== chat.id);
+    for (const extra of older.splice(CHATS_KEPT - 1)) this.remove(extra.id);
+    while (!write(`chat.${chat.id}`, chat)) {
+      const oldest = older.pop();
+      if (!oldest) return false;
+      this.remove(oldest.id);
+    }
+    return true;
+  },
+
+  remove: (id) => remove(`chat.${id}`),
+
+  /** The chat this tab had open, else none: a new tab begins afresh. */
+  reopen() {
+    try {
+      const id = sessionStorage.getItem(`${PREFIX}open`);
+      return (id && read(`chat.${id}`, null)) || null;
+    } catch {
+      return null;
+    }
+  },
+
+  opened(chat) {
+    try {
+      sessionStorage.setItem(`${PREFIX}open`, chat.id);
+    } catch {
+      // The next load then begins with a new chat.
+    }
+  },
+
+  title: (chat) => (chat.messages.find((message) => message.role === "user")?.content ?? "Empty chat").trim().split("\n")[0],
+};

@@ -1,0 +1,9 @@
+// Sets the colour scheme before the first paint; a classic script because modules run too late for that.
+(() => {
+  try {
+    const choice = localStorage.getItem("treeflash.theme");
+    if (choice === "light" || choice === "dark") document.documentElement.dataset.theme = choice;
+  } catch {
+    // Storage may be blocked; the system's scheme is used then.
+  }
+})();

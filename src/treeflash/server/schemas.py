@@ -1,0 +1,134 @@
+"""Request bodies of the protocols as clients send them; anything further is accepted and left alone."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Object = dict[str, Any]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @property
+    def extras(self) -> Object:
+        """Fields that the protocol does not have."""
+        return self.model_extra or {}
+
+
+class Extension(Body):
+    """What TreeFlash adds to a protocol, under the name `treeflash`."""
+
+    trees: bool = Field(False, description="Send every step's tree with the chunks.")
+    budget: int | None = Field(None, ge=0, le=63, description="Most proposed tokens; 0: plain decoding.")
+
+
+class Sampled(Body):
+    """Fields that the two older OpenAI protocols share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: Object | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    structured_outputs: Object | None = Field(None, description="One of json, regex, choice, grammar.")
+    treeflash: Extension | None = None
+
+
+class ChatBody(Sampled):
+    messages: list[Object] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: Object | None = None
+    tools: list[Object] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Object | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = Field(None, ge=0)
+    modalities: list[str] | None = None
+    audio: Object | None = None
+    functions: list[Object] | None = None
+    function_call: str | Object | None = None
+
+
+class CompletionBody(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ResponsesBody(Body):
+    model: str | None = None
+    input: str | list[Object]
+    instructions: str | None = None
+    stream: bool | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    max_output_tokens: int | None = None
+    tools: list[Object] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Object | None = None
+    text: Object | None = None
+    include: list[str] | None = None
+    metadata: Object | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    conversation: str | Object | None = None
+    prompt: Object | None = None
+    treeflash: Extension | None = None
+
+
+class MessagesBody(Body):
+    model: str | None = None
+    messages: list[Object] = Field(min_length=1)
+    system: str | list[Object] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[Object] | None = None
+    tool_choice: Object | None = None
+    thinking: Object | None = None
+    output_config: Object | None = None
+    output_format: Object | None = None
+    treeflash: Extension | None = None
+
+
+class TokenizeBody(Body):
+    """Either text, or a conversation as the chat template writes it."""
+
+    content: str | None = None
+    messages: list[Object] | None = None
+    tools: list[Object] | None = None
+    add_special: bool = Field(False, description="Begin with the model's first token, where it has one.")
+
+
+class DetokenizeBody(Body):
+    tokens: list[int]
+
+
+class TemplateBody(Body):
+    messages: list[Object] = Field(min_length=1)
+    tools: list[Object] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Object | None = None

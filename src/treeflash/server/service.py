@@ -1,0 +1,120 @@
+"""The way to an answer that all protocols share: queue, stream, cancel. Knows no wire shapes."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from treeflash.config import ServerConfig
+from treeflash.engine.requests import Finished, SessionEvent, TextRequest
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.worker import EngineWorker, Job, Tagged, TextSession
+from treeflash.errors import Unavailable
+from treeflash.server.failures import Failure, failure_of
+from treeflash.server.options import Thinking
+from treeflash.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
+
+log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """One answer in a protocol's words."""
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        """The stream's next piece; called for every event, streaming or not."""
+        ...
+
+    def end(self) -> bytes: ...
+    def keep_alive(self, job: Job) -> bytes: ...
+    def failure(self, failure: Failure) -> bytes: ...
+    def result(self) -> dict[str, Any]:
+        """The whole answer for those who do not stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    worker: EngineWorker
+    config: ServerConfig
+    model_name: str
+
+    @property
+    def session(self) -> TextSession:
+        return self.worker.session
+
+    @property
+    def thinking(self) -> Thinking:
+        return Thinking(self.config.thinking, self.config.thinking_budget)
+
+    def defaults(self, thinking: bool | None) -> SamplingParams:
+        return self.session.sampling_for(thinking)
+
+    def sampling_facts(self) -> dict[str, Any]:
+        """What requests get that say nothing."""
+        found = self.defaults(self.config.thinking)
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
+        return {name: getattr(found, name) for name in names}
+
+    async def answer(
+        self, request: Request, requests: list[TextRequest], writer: Writer, *, stream: bool | None
+    ) -> Response:
+        identity = f"req_{secrets.token_hex(8)}"
+        headers = {"x-request-id": identity, "request-id": identity}
+        job = self.worker.submit(*requests, label=f"{identity} {request.url.path}")
+        if job.ahead:
+            # Faults are told now rather than behind the queue, where a stream has its status already.
+            try:
+                await asyncio.to_thread(self.session.encode, requests[0])
+            except BaseException:
+                job.cancel()
+                raise
+        if not stream:
+            try:
+                await unless_gone(request, _collect(job, writer))
+            finally:
+                job.cancel()
+            return JSONResponse(writer.result(), headers=headers)
+        batches = job.batches(KEEP_ALIVE_S)
+        try:
+            first = await unless_gone(request, anext(batches))
+        except BaseException:
+            job.cancel()
+            raise
+        return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
+
+
+async def _collect(job: Job, writer: Writer) -> None:
+    async for batch in job.batches():
+        for index, event in batch:
+            writer.write(index, _checked(event))
+
+
+async def _stream(
+    job: Job, first: list[Tagged], rest: AsyncIterator[list[Tagged]], writer: Writer
+) -> AsyncIterator[bytes]:
+    try:
+        yield _piece(job, first, writer)
+        async for batch in rest:
+            if piece := _piece(job, batch, writer):
+                yield piece
+        yield writer.end()
+    except Exception as error:
+        yield writer.failure(failure_of(error))
+
+
+def _piece(job: Job, batch: list[Tagged], writer: Writer) -> bytes:
+    if not batch:
+        return writer.keep_alive(job)
+    return b"".join(writer.write(index, _checked(event)) for index, event in batch)
+
+
+def _checked(event: SessionEvent) -> SessionEvent:
+    """A reader who is still there sees a cancelled request only when the server ends."""
+    if isinstance(event, Finished) and event.reason == "cancelled":
+        raise Unavailable("the server is stopping", retry_after_s=10)
+    return event

@@ -1,0 +1,321 @@
+"""OutputParser: the text of an answer, as it comes, to reasoning, content and tool calls; knows no tokens.
+
+Any split of the text gives the same deltas, joined. Text that is no call after all is content.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from treeflash.text import tools as tags
+from treeflash.text.tools import Tool, is_string, typed
+
+THINK, END_THINK = "<think>", "</think>"
+_LONGEST_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """`index` is the call's, from 0; a call's `text` is its name, then pieces of its arguments as JSON."""
+
+    kind: Literal["reasoning", "content", "call", "arguments"]
+    text: str
+    index: int = 0
+
+
+class OutputParser:
+    def __init__(
+        self,
+        *,
+        reasoning: Literal["open", "possible", "none"] = "none",
+        tools: Sequence[Tool] = (),
+    ):
+        """`reasoning`: open where the prompt has begun it, possible where the answer may begin with it."""
+        self._tools = {tool.name: tool for tool in tools}
+        self._state: Callable[[bool], bool] = {
+            "open": self._reasoning,
+            "possible": self._beginning,
+            "none": self._content,
+        }[reasoning]
+        self._held = ""
+        self._bare = reasoning == "open"  # whitespace that follows is no part of the text
+        self._out: list[Delta] = []
+        self._tool = Tool("")
+        self._key = ""
+        self._arguments = 0  # of the call under way, so far
+        self.calls_begun = 0
+        self.calls_done = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == self._reasoning
+
+    def push(self, text: str) -> list[Delta]:
+        self._held += text
+        return self._take(final=False)
+
+    def flush(self, *, whole: bool = True) -> list[Delta]:
+        """What was held back, once no more text comes; not `whole`: it was cut off, maybe in a call."""
+        if not whole and self._state in (self._parameters, self._value, self._closing):
+            return []
+        if not whole and self._state == self._string:
+            self._emit("arguments", json.dumps(self._held, ensure_ascii=False)[1:-1])
+            self._held = ""
+            return self._drain()
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> list[Delta]:
+        # A state answers whether another should look at what it left.
+        while self._state(final):
+            pass
+        return self._drain()
+
+    def _drain(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return out
+
+    def _emit(self, kind: Literal["reasoning", "content", "call", "arguments"], text: str) -> None:
+        if text:
+            index = max(0, self.calls_begun - 1) if kind in ("call", "arguments") else 0
+            self._out.append(Delta(kind, text, index))
+
+    def _beginning(self, final: bool) -> bool:
+        text = self._held.lstrip()
+        if text.startswith(THINK):
+            self._held, self._bare = text.removeprefix(THINK), True
+            self._state = self._reasoning
+        elif not final and THINK.startswith(text):
+            return False
+        else:
+            self._state = self._content
+        return True
+
+    def _reasoning(self, final: bool) -> bool:
+        if not self._bared():
+            return False
+        before, tag, after = self._held.partition(END_THINK)
+        if tag:
+            self._emit("reasoning", before.rstrip())
+            self._held, self._bare = after, True
+            self._state = self._content
+            return True
+        self._emit("reasoning", self._ready(final, END_THINK))
+        return False
+
+    def _content(self, final: bool) -> bool:
+        if not self._bared():
+            return False
+        if not self._tools:
+            self._emit("content", self._held)
+            self._held = ""
+            return False
+        before, tag, _ = self._held.partition(tags.OPEN)
+        if not tag:
+            self._emit("content", self._ready(final, tags.OPEN))
+            return False
+        self._emit("content", before.rstrip())
+        # The space before a call belongs to it, or to the content if it turns out to be none.
+        self._held = self._held[len(before.rstrip()) :]
+        self._state = self._call
+        return True
+
+    def _call(self, final: bool) -> bool:
+        """At the first tag of what may be a call."""
+        text = self._held.lstrip().removeprefix(tags.OPEN).lstrip()
+        if text.startswith("{"):
+            return self._json_call(final)
+        name, mark, rest = text.removeprefix(tags.FUNCTION).partition(">")
+        if not text.startswith(tags.FUNCTION):
+            sound = tags.FUNCTION.startswith(text)
+        else:
+            sound = len(name) <= _LONGEST_NAME and not set(name) & set("\n<") and bool(name or not mark)
+        if not sound or (final and not mark):
+            return self._no_call()
+        if not mark:
+            return False
+        self._begin(name.strip())
+        self._held = rest
+        self._state = self._parameters
+        return True
+
+    def _parameters(self, final: bool) -> bool:
+        """Between the arguments of a call."""
+        text = self._held.lstrip()
+        key, mark, rest = text.removeprefix(tags.PARAMETER).partition(">")
+        if text.startswith(tags.PARAMETER) and "\n" not in key and len(key) <= _LONGEST_NAME:
+            if not mark:
+                return self._broken() if final else False
+            self._key, self._held = key.strip(), rest
+            self._emit("arguments", ("{" if not self._arguments else ", ") + json.dumps(self._key) + ": ")
+            self._arguments += 1
+            self._state = self._value
+            return True
+        if text.startswith(tags.END_FUNCTION):
+            self._held = text.removeprefix(tags.END_FUNCTION)
+            self._end_arguments()
+            self._state = self._closing
+            return True
+        if text.startswith(tags.CLOSE):
+            self._end_arguments()
+            self._held = text
+            self._state = self._closing
+            return True
+        waiting = any(tag.startswith(text) for tag in (tags.PARAMETER, tags.END_FUNCTION, tags.CLOSE))
+        return False if waiting and not final else self._broken()
+
+    def _value(self, final: bool) -> bool:
+        """The whole of an argument whose text has to be read; a string's text goes on as it comes."""
+        schema = self._tool.schema(self._key)
+        end, after = _value_end(self._held, final)
+        if is_string(schema):
+            self._emit("arguments", '"')
+            self._held = self._held.removeprefix("\n") if self._held else ""
+            self._state = self._string
+            self._bare = not self._held
+            return True
+        if after is None:
+            return False
+        text = _framed(self._held[:end])
+        self._emit("arguments", json.dumps(typed(text, schema), ensure_ascii=False))
+        self._held = self._held[after:]
+        self._state = self._parameters
+        return True
+
+    def _string(self, final: bool) -> bool:
+        if self._bare and self._held:
+            self._held, self._bare = self._held.removeprefix("\n"), False
+        end, after = _value_end(self._held, final)
+        text = self._held[:end]
+        if after is not None:
+            text = text.removesuffix("\n")
+        self._emit("arguments", json.dumps(text, ensure_ascii=False)[1:-1])
+        self._held = self._held[end if after is None else after :]
+        if after is None:
+            return False
+        self._emit("arguments", '"')
+        self._bare = False
+        self._state = self._parameters
+        return True
+
+    def _closing(self, final: bool) -> bool:
+        """Behind the arguments: the last tag, which is not missed where it is missing."""
+        text = self._held.lstrip()
+        if not final and tags.CLOSE.startswith(text) and text != tags.CLOSE:
+            return False
+        self._held, self._bare = text.removeprefix(tags.CLOSE), True
+        self.calls_done += 1
+        self._state = self._content
+        return True
+
+    def _json_call(self, final: bool) -> bool:
+        start = self._held.index(tags.OPEN) + len(tags.OPEN)
+        end = self._held.find(tags.CLOSE, start)
+        while end >= 0 or final:
+            block = self._held[start : end if end >= 0 else len(self._held)]
+            try:
+                call = _json_object(json.loads(block))
+            except (ValueError, RecursionError) as error:
+                # A tag inside a string is text.
+                if end >= 0 and str(error).startswith("Unterminated string"):
+                    end = self._held.find(tags.CLOSE, end + 1)
+                    if end >= 0 or final:
+                        continue
+                    return False
+                return self._no_call()
+            if call is None:
+                return self._no_call()
+            self._begin(call[0])
+            self._emit("arguments", call[1])
+            self._held = self._held[end:] if end >= 0 else ""
+            self._state = self._closing
+            return True
+        return False
+
+    def _begin(self, name: str) -> None:
+        self._tool = self._tools.get(name, Tool(name))
+        self._arguments = 0
+        self.calls_begun += 1
+        self._emit("call", name)
+
+    def _end_arguments(self) -> None:
+        self._emit("arguments", "}" if self._arguments else "{}")
+
+    def _no_call(self) -> bool:
+        """The tag and the space before it are content."""
+        tag = self._held.index(tags.OPEN) + len(tags.OPEN)
+        self._emit("content", self._held[:tag])
+        self._held = self._held[tag:]
+        self._state = self._content
+        return True
+
+    def _broken(self) -> bool:
+        """A call that begins well and goes on otherwise: its arguments end here, the rest is content."""
+        self._end_arguments()
+        self.calls_done += 1
+        self._bare = True
+        self._state = self._content
+        return True
+
+    def _bared(self) -> bool:
+        """Drops whitespace where it is no part of the text; whether any text is left, or none is due."""
+        if self._bare:
+            self._held = self._held.lstrip()
+            self._bare = not self._held
+        return not self._bare
+
+    def _ready(self, final: bool, tag: str) -> str:
+        """Text that surely stands before `tag` and the space in front of it; what may not is held."""
+        count = len(self._held)
+        if not final:
+            count = _before(self._held, tag)
+            count = len(self._held[:count].rstrip())
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+
+def _before(text: str, tag: str) -> int:
+    """Index from which the end of `text` may be the beginning of `tag`."""
+    for start in range(max(0, len(text) - len(tag) + 1), len(text)):
+        if tag.startswith(text[start:]):
+            return start
+    return len(text)
+
+
+def _value_end(text: str, final: bool) -> tuple[int, int | None]:
+    """Where an argument's text ends, and where to go on behind its tag; None: it is not there yet.
+
+    A closing tag counts only where the call can go on behind it: text may hold one of its own.
+    """
+    followers = (tags.PARAMETER, tags.END_FUNCTION, tags.CLOSE)
+    start = text.find(tags.END_PARAMETER)
+    while start >= 0:
+        after = start + len(tags.END_PARAMETER)
+        rest = text[after:].lstrip()
+        if rest.startswith(followers) or (final and not rest):
+            return start, after
+        if not final and any(follower.startswith(rest) for follower in followers):
+            return _unbroken(text, start), None
+        start = text.find(tags.END_PARAMETER, after)
+    if final:
+        return len(text), len(text)
+    return _unbroken(text, _before(text, tags.END_PARAMETER)), None
+
+
+def _unbroken(text: str, end: int) -> int:
+    """`end`, or before the line break in front of it, which would belong to the tag."""
+    return end - 1 if text[:end].endswith("\n") else end
+
+
+def _framed(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _json_object(call: Any) -> tuple[str, str] | None:
+    """Name and arguments of a call written as an object; None where it is something else."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

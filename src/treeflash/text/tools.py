@@ -1,0 +1,195 @@
+"""Tools as requests describe them, their arguments' types, and the grammar of calls; knows no model.
+
+Two ways of writing a call are known: `<function=NAME>` with one `<parameter=KEY>` each (Qwen3.5), and a JSON
+object (Hermes, Qwen3), both inside `<tool_call>`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from treeflash.errors import UsageError
+from treeflash.text.grammar import JSON_STYLE, Grammar
+
+Syntax = Literal["xml", "json"]
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, PARAMETER = "<function=", "<parameter="
+END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of an object
+    strict: bool = False
+
+    def schema(self, key: str) -> Mapping[str, Any]:
+        """Of one argument; empty where nothing is said about it."""
+        found = (self.parameters.get("properties") or {}).get(key)
+        return _resolved(found, self.parameters) if isinstance(found, Mapping) else {}
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
+    """Function tools, with their fields under `function` or beside `type`."""
+    found: list[Tool] = []
+    for index, tool in enumerate(tools or ()):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name or any(mark in name for mark in "<>\n\"'"):
+            raise UsageError(f"tools[{index}].function.name is {name!r}, needed the name of a function")
+        assert isinstance(function, Mapping)
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise UsageError(
+                f"tools[{index}].function.parameters is of type {type(parameters).__name__},"
+                " needed a JSON schema"
+            )
+        found.append(Tool(name, parameters, bool(function.get("strict"))))
+    return found
+
+
+def syntax_of(template: str) -> Syntax | None:
+    """How a chat template writes calls; None where it knows no tools."""
+    if FUNCTION in template:
+        return "xml"
+    return "json" if OPEN in template else None
+
+
+def is_string(schema: Mapping[str, Any]) -> bool:
+    """Whether an argument is text and nothing else, so that its text need not be read as JSON."""
+    return _types(schema) == {"string"} or bool(_choices(schema))
+
+
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """An argument's text as the value its schema asks for; text that is no such value stays text."""
+    if is_string(schema):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = _PYTHON_WORDS.get(text.strip(), text)
+    if isinstance(value, str):
+        return text
+    types = _types(schema)
+    if not types:
+        return value
+    matching = [name for name in types if isinstance(value, _TYPES.get(name, ()))]
+    if isinstance(value, bool):
+        matching = [name for name in matching if name == "boolean"]
+    return value if matching else text
+
+
+def call_grammar(tools: Sequence[Tool], syntax: Syntax, *, many: bool, opened: bool = False) -> Grammar:
+    """Calls of `tools` and nothing else; `opened`: one call, of which the first tag has been written."""
+    write = _xml_call if syntax == "xml" else _json_call
+    rules = [
+        f"one: {json.dumps(chr(10))} body",
+        "body: " + " | ".join(f"tool{index}" for index in range(len(tools))),
+        _text_rule("argument", {}),
+    ]
+    for index, tool in enumerate(tools):
+        rules += write(f"tool{index}", tool)
+    call = json.dumps(OPEN)
+    start = "start: one" if opened else f"start: {call} one" + (f" ( /\\n/ {call} one )*" if many else "")
+    return Grammar("lark", "\n".join([start, *rules]))
+
+
+def _xml_call(rule: str, tool: Tool) -> list[str]:
+    properties = tool.parameters.get("properties") or {}
+    required = tool.parameters.get("required") or ()
+    names, rules = [], []
+    for index, key in enumerate(properties):
+        name = f"{rule}x{index}"
+        head = json.dumps(f"\n{PARAMETER}{key}>\n", ensure_ascii=False)
+        value = _xml_value(tool, key)
+        if value is None:
+            value = f"{name}text"
+            rules.append(_text_rule(value, tool.schema(key), strict=tool.strict))
+        rules.append(f"{name}: {head} {value}")
+        names.append(name if key in required else f"{name}?")
+    if tool.parameters.get("additionalProperties"):
+        opening, closing = json.dumps(f"\n{PARAMETER}"), json.dumps(">\n")
+        rules.append(f"{rule}any: {opening} /[^<>\\n]+/ {closing} argument")
+        names.append(f"{rule}any*")
+    head = json.dumps(f"{FUNCTION}{tool.name}>", ensure_ascii=False)
+    tail = json.dumps(f"\n{END_FUNCTION}\n{CLOSE}")
+    return [f"{rule}: {head} {' '.join(names)} {tail}", *rules]
+
+
+def _xml_value(tool: Tool, key: str) -> str | None:
+    """What stands behind a parameter's tag; None where it is any text."""
+    schema = tool.schema(key)
+    tail = json.dumps(f"\n{END_PARAMETER}")
+    if values := _choices(schema):
+        return "( " + " | ".join(json.dumps(value, ensure_ascii=False) for value in values) + f" ) {tail}"
+    if "string" in _types(schema) or not schema:
+        return None
+    return f"%json {_json(schema, tool)} {tail}"
+
+
+def _text_rule(name: str, schema: Mapping[str, Any], *, strict: bool = False) -> str:
+    """Text up to the closing tag, as long and of the form that its schema says."""
+    expression = "(?s:.*)"
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if strict and isinstance(schema.get("pattern"), str):
+        # A schema's pattern matches anywhere unless it is anchored; the grammar's matches the whole.
+        pattern = schema["pattern"].replace("/", r"\/")
+        before = "" if pattern.startswith("^") else expression
+        after = "" if pattern.endswith("$") else expression
+        expression = f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}"
+    elif least or most != "":
+        expression = f"(?s:.{{{least},{most}}})"
+    return f'{name}[suffix="\\n{END_PARAMETER}"]: /{expression}/'
+
+
+def _json_call(rule: str, tool: Tool) -> list[str]:
+    arguments = {"type": "object", "additionalProperties": False, **tool.parameters}
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    return [f"{rule}: %json {_json(call, tool)} {json.dumps(chr(10) + CLOSE)}"]
+
+
+def _json(schema: Mapping[str, Any], tool: Tool) -> str:
+    """With what its references point to; only strict tools insist on every keyword being understood."""
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    options = JSON_STYLE | ({} if tool.strict else {"lenient": True})
+    return json.dumps({**schema, **shared, "x-guidance": options}, ensure_ascii=False)
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    """The texts that a schema lists; none where it lists nothing, or other values too."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return list(values) if all(isinstance(value, str) for value in values) else []
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Names of the JSON types that a schema allows; none where it does not say."""
+    found = schema.get("type")
+    types: set[str] = {found} if isinstance(found, str) else set(found or ())
+    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(option) if isinstance(option, Mapping) else set()
+    return types
+
+
+def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    place: Any = root
+    for key in reference[2:].split("/"):
+        place = place.get(key) if isinstance(place, Mapping) else None
+    return place if isinstance(place, Mapping) else {}

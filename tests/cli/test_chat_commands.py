@@ -1,0 +1,270 @@
+"""A chat without a terminal, with somebody who answers by script."""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeflash.cli import chat_commands, view
+from treeflash.cli.chat_backend import Ended, Event, Piece, Thought
+from treeflash.cli.chat_loop import Chat
+from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.errors import TreeFlashError, UsageError
+
+
+class Parrot:
+    """Says the last message and the seed; remembers what it was asked."""
+
+    name = "Parrot"
+    breakable = False
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[Any], Settings, int]] = []
+        self.failure: Exception | None = None
+
+    def defaults(self, settings: Settings) -> Mapping[str, float]:
+        return {"temperature": 0.7}
+
+    def check(self, settings: Settings) -> None:
+        if settings.draft_budget == 63:
+            raise UsageError("63 is too much")
+
+    def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Settings,
+        *,
+        seed: int,
+        cancelled: Callable[[], bool],
+    ) -> Generator[Event]:
+        self.asked.append(([*messages], settings, seed))
+        yield Thought("hmm")
+        if self.failure is not None and "late" not in str(self.failure):
+            raise self.failure
+        yield Piece(f"{messages[-1]['content']} {seed}")
+        if self.failure is not None:
+            raise self.failure
+        yield Ended(
+            f"line of {seed}",
+            {"model": "m", "tokens": 3, "speed": 1.25, "counts": [1, 2]},
+            10.0 + len(self.asked),
+        )
+
+
+@pytest.fixture
+def parrot() -> Parrot:
+    return Parrot()
+
+
+@pytest.fixture
+def talk(parrot, monkeypatch) -> Callable[..., Chat]:
+    def run(*lines: str, settings: Settings | None = None) -> Chat:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        chat = Chat(parrot, Conversation(), settings or Settings(), screen=view.Screen())
+        chat.code = chat.run()
+        return chat
+
+    return run
+
+
+def contents(chat: Chat) -> list[str]:
+    return [each.content for each in chat.conversation.messages]
+
+
+def test_lines_are_messages_and_the_conversation_grows(talk, parrot, capsys):
+    chat = talk("hello", "  ", "two\\", "lines", settings=Settings({"seed": 5}))
+    assert contents(chat) == ["hello", "hello 5", "two\nlines", "two\nlines 5"]
+    assert [len(messages) for messages, _, _ in parrot.asked] == [1, 3]
+    assert chat.conversation.messages[1] == Message("assistant", "hello 5", "hmm")
+    output, errors = capsys.readouterr()
+    assert output == "hello 5\ntwo\nlines 5\n"
+    assert errors == "hmm\nline of 5\nhmm\nline of 5\n"
+    assert chat.code == 0
+
+
+def test_undo_clear_and_system(talk, parrot, capsys):
+    chat = talk(
+        "a",
+        "/undo",
+        "/undo",
+        "/system Be brief.",
+        "b",
+        "/clear",
+        "/system",
+        "c",
+        "/system none",
+        "/exit",
+        "d",
+    )
+    assert contents(chat) == ["c", f"c {parrot.asked[-1][2]}"]
+    assert [messages[0]["role"] for messages, _, _ in parrot.asked] == ["user", "system", "system"]
+    assert chat.conversation.system is None
+    errors = capsys.readouterr().err
+    assert "Taken back: a" in errors and "error: there is nothing to take back" in errors
+    assert "A new conversation. The system message stays." in errors and "System message: Be brief." in errors
+    assert chat.code == 2
+
+
+def test_another_answer_has_another_seed(talk, parrot):
+    chat = talk("a", "/regen")
+    first, second = (seed for _, _, seed in parrot.asked)
+    assert first != second and contents(chat) == ["a", f"a {second}"]
+    assert parrot.asked[0][0] == parrot.asked[1][0]
+
+
+def test_without_speculation_the_same_answer_comes_again(talk, parrot, capsys):
+    chat = talk(
+        "a", "/draft off", "/regen", "/draft 7", "/regen", "/draft", "/draft 64", "/draft 63", "/draft on"
+    )
+    assert len({seed for _, _, seed in parrot.asked}) == 1
+    assert [settings.draft_budget for _, settings, _ in parrot.asked] == [None, 0, 7]
+    assert chat.settings.draft_budget is None
+    errors = capsys.readouterr().err
+    assert "Speculation is off; /regen gives the last reply again, in the same words." in errors
+    assert "the same text · 12.0 tok/s now, 11.0 tok/s before" in errors
+    assert "Speculation is on, 7 tokens in a tree at most." in errors
+    assert "/draft is '64'; needs on, off, or a number from 1 to 63" in errors and "63 is too much" in errors
+
+
+def test_settings(talk, parrot, capsys):
+    chat = talk(
+        "/set",
+        "/set top-p 0.5",
+        "/set temperature",
+        "/set heat 3",
+        "/think 50",
+        "a",
+        "/think off",
+        "/think default",
+    )
+    assert parrot.asked[0][1].values == {"top_p": 0.5}
+    assert (parrot.asked[0][1].thinking, parrot.asked[0][1].thinking_budget) == (True, 50)
+    assert chat.settings.thinking is None and chat.settings.thinking_budget is None
+    output, errors = capsys.readouterr()
+    assert (
+        "temperature         0.7" in output
+        and "repetition_penalty  default" in output
+        and "as the model has it" in output
+    )
+    assert "top-p is 0.5." in errors and "Thinking is on, for 50 tokens at most." in errors
+    assert "/set temperature needs a value" in errors and "there is no setting 'heat'" in errors
+
+
+def test_files_go_with_the_next_message(talk, parrot, tmp_path, capsys):
+    (tmp_path / "a b.md").write_text("```\nx\n```\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\0")
+    chat = talk(
+        f'/file "{tmp_path}/a b.md"',
+        "what is it?",
+        "and now?",
+        f"/file {tmp_path}/binary",
+        "/file none",
+        "/file",
+        f"/file {tmp_path}",
+    )
+    assert contents(chat)[0] == "a b.md:\n````\n```\nx\n```\n````\n\nwhat is it?"
+    assert contents(chat)[2] == "and now?"
+    errors = capsys.readouterr().err
+    assert "a b.md, 10 characters, goes with the next message." in errors
+    for wanted in (
+        "is not text: byte 0",
+        "none cannot be read: No such file",
+        "/file needs a path",
+        "is a folder",
+    ):
+        assert wanted in errors
+
+
+def test_saving_and_loading(talk, parrot, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    chat = talk(
+        "/save",
+        "/set top_k 3",
+        "/system s",
+        "a",
+        "/save talk.json",
+        "b",
+        "/save",
+        "/clear",
+        "/load talk.json",
+        "c",
+    )
+    saved = json.loads(Path("talk.json").read_text())
+    assert [each["content"] for each in saved["messages"]] == contents(chat)[:4]
+    assert saved["model"] == "Parrot" and saved["settings"]["top_k"] == 3 and saved["system"] == "s"
+    assert len(parrot.asked[-1][0]) == 6
+    errors = capsys.readouterr().err
+    assert "/save needs a file name" in errors and "2 messages saved in talk.json." in errors
+    assert "4 messages from talk.json." in errors
+
+
+def test_a_broken_file_changes_nothing(talk, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text('{"messages": [{"role"')
+    chat = talk("a", "/set top_k 3", "/load broken.json", "/load", "/load none.json")
+    assert len(contents(chat)) == 2 and chat.settings.values == {"top_k": 3} and chat.path is None
+    assert (
+        "error: broken.json is not JSON: Expecting ':' delimiter in line 1, column 22"
+        in capsys.readouterr().err
+    )
+
+
+def test_statistics_and_help(talk, capsys):
+    talk("/stats", "a", "/stats", "/help")
+    output, errors = capsys.readouterr()
+    assert "there was no reply yet" in errors
+    assert "tokens" in output and "1.25" in output and "1 2" in output
+    assert all(f"/{name}" in output for name in chat_commands.COMMANDS)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [TreeFlashError, RuntimeError])
+def test_failures_leave_a_sound_conversation(talk, parrot, kind, late, capsys):
+    parrot.failure = kind("late: it broke" if late else "it broke")
+    chat = talk("a", "b")
+    wanted = 4 if late else 0
+    assert len(contents(chat)) == wanted
+    assert all(each.stopped for each in chat.conversation.messages[1::2])
+    errors = capsys.readouterr().err
+    assert errors.count("error: ") == 2 and "it broke" in errors
+    assert chat.code == 1
+
+
+def test_a_failed_second_answer_keeps_the_first(talk, parrot, monkeypatch):
+    monkeypatch.setattr(parrot, "check", lambda _: setattr(parrot, "failure", TreeFlashError("no")))
+    chat = talk("a", "/think on", "/regen")
+    assert contents(chat) == ["a", f"a {parrot.asked[0][2]}"]
+
+
+@pytest.mark.parametrize("line", ["/usr/bin/env is what?", " /help", "a /help", "/", "/1"])
+def test_what_is_no_command_is_said(talk, line):
+    assert contents(talk(line))[0] == line
+
+
+def test_commands_that_do_not_exist(talk, parrot, capsys):
+    chat = talk("/hlep", "/xyz")
+    assert capsys.readouterr().err == (
+        "error: there is no command /hlep\nhint: did you mean /help?\n"
+        "error: there is no command /xyz\nhint: /help lists them\n"
+    )
+    assert parrot.asked == [] and chat.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("/s", ["/system ", "/set ", "/save ", "/stats "]),
+        ("/set t", ["temperature ", "top_p ", "top_k "]),
+        ("/set top_p 0", []),
+        ("/draft o", ["on ", "off "]),
+        ("/load ta", None),
+        ("/nothing x", []),
+        ("hello /s", []),
+    ],
+)
+def test_completion(text, found):
+    assert chat_commands.complete(text) == found

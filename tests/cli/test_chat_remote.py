@@ -1,0 +1,158 @@
+"""A chat with servers: what is sent, what is shown, and what is said of servers of another kind."""
+
+import json
+import socket
+
+import pytest
+
+from tests.cli.chat_server import ChatServer, echo, thought
+from treeflash.cli.chat_remote import RemoteBackend, ServerFailed, address
+from treeflash.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("TREEFLASH_API_KEY", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for what is on this machine
+
+
+def test_a_conversation(treeflash):
+    with ChatServer(echo) as server:
+        result = treeflash("chat", "--url", server.url, "--system", "Be kind.", stdin="one two\nthree\n")
+    assert (result.exit_code, result.stdout) == (0, "one two \nthree \n")
+    assert result.stderr.count("2 tok · ") == 1 and "TTFT" in result.stderr and "prompt 7" in result.stderr
+    first, second = server.requests
+    assert first == {
+        "model": "served-model",
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "one two"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert [each["role"] for each in second["messages"]] == ["system", "user", "assistant", "user"]
+
+
+def test_bytes_that_are_no_text(treeflash):
+    with ChatServer(echo) as server:
+        result = treeflash("chat", "--url", server.url, stdin=b"a\xff b\n")
+    assert (result.exit_code, result.stdout) == (0, "a\ufffd b \n")
+
+
+def test_settings_are_sent_under_their_names(treeflash):
+    flags = ["-t", "0.5", "-n", "9", "--seed", "3", "--set", "top_k=4", "--set", r"stop=\n", "--no-think"]
+    with ChatServer(echo) as server:
+        result = treeflash("chat", "my-model", "--url", f"{server.url}/v1/", *flags, stdin="/think 80\nhi\n")
+    assert result.exit_code == 0, result.stderr
+    sent = server.requests[0]
+    assert {name: sent[name] for name in ("temperature", "max_tokens", "seed", "top_k", "stop", "model")} == {
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "seed": 3,
+        "top_k": 4,
+        "stop": ["\n"],
+        "model": "my-model",
+    }
+    assert sent["chat_template_kwargs"] == {"enable_thinking": True} and sent["thinking_budget"] == 80
+
+
+def test_a_server_of_ours_takes_the_draft(treeflash):
+    stats = {"choices": [], "treeflash": {"stats": {"tok_s": 55.5, "acceptance_length": 4.25}}}
+    with ChatServer(lambda _: [thought("hm"), "x", stats], owner="treeflash") as server:
+        result = treeflash("chat", "--url", server.url, stdin="hi\n/draft off\n/regen\n/stats\n")
+    assert result.exit_code == 0 and [each["treeflash"] for each in server.requests] == [
+        {"budget": None},
+        {"budget": 0},
+    ]
+    assert server.requests[0]["seed"] == server.requests[1]["seed"]
+    assert "55.5 tok/s" in result.stderr and "accept 4.25/step" in result.stderr and "hm\n" in result.stderr
+    assert "the same text · 55.5 tok/s now" in result.stderr and "acceptance length" in result.stdout
+
+
+def test_a_server_of_others_does_not(treeflash):
+    with ChatServer(echo) as server:
+        result = treeflash("chat", "--url", server.url, stdin="/draft off\n")
+        flags = treeflash("chat", "--url", server.url, "--budget", "4", stdin="")
+    assert "/draft is for models of our own" in result.stderr and result.exit_code == 2
+    assert "--url and flags of the draft exclude each other" in flags.stderr
+
+
+def test_keys(treeflash, monkeypatch):
+    with ChatServer(echo, key="secret") as server:
+        without = treeflash("chat", "--url", server.url, stdin="hi\n")
+        given = treeflash("chat", "--url", server.url, "--api-key", "secret", stdin="hi\n")
+        monkeypatch.setenv("TREEFLASH_API_KEY", "secret")
+        known = treeflash("chat", "--url", server.url, stdin="hi\n")
+    assert without.exit_code == 1 and "says 401: wrong key\nhint: --api-key KEY" in without.stderr
+    assert given.stdout == known.stdout == "hi \n"
+
+
+def test_nobody_there(treeflash):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        result = treeflash("chat", "--url", f"127.0.0.1:{taken.getsockname()[1]}", stdin="hi\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: there is no server at 127.0.0.1:")
+    assert "hint: treeflash serve" in result.stderr
+
+
+@pytest.mark.parametrize("models", ["<html>a page</html>", {"data": 1}, {"models": []}, [1]])
+def test_a_server_of_another_kind(models):
+    with ChatServer(echo) as server:
+        server.models = models
+        with pytest.raises(ServerFailed, match="is not what an OpenAI-compatible server answers"):
+            RemoteBackend.connect(server.url, key=None, model=None)
+
+
+def test_a_server_that_lists_no_models():
+    with ChatServer(echo) as server:
+        server.models = None
+        with pytest.raises(ServerFailed, match="says 404: not found"):
+            RemoteBackend.connect(server.url, key=None, model=None)
+        assert RemoteBackend.connect(server.url, key=None, model="m").name == "m"
+        server.models = {"data": []}
+        with pytest.raises(ServerFailed, match="lists no model"):
+            RemoteBackend.connect(server.url, key=None, model=None)
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        ({"error": {"message": "out of memory"}}, "the server broke off: out of memory"),
+        ({"error": "plain"}, "the server broke off: plain"),
+    ],
+)
+def test_a_reply_that_breaks_off_is_kept(treeflash, tmp_path, piece, message):
+    with ChatServer(lambda _: ["so far ", piece, "never"]) as server:
+        path = tmp_path / "talk.json"
+        result = treeflash("chat", "--url", server.url, stdin=f"hi\n/save {path}\n")
+    assert result.exit_code == 1 and message in result.stderr and result.stdout == "so far \n"
+    saved = json.loads(path.read_text())["messages"]
+    assert saved[1] == {"role": "assistant", "content": "so far ", "stopped": True}
+
+
+def test_a_server_that_dies(treeflash):
+    def die(_):
+        raise OSError
+
+    with ChatServer(die) as server:
+        result = treeflash("chat", "--url", server.url, stdin="hi\n")
+    assert result.exit_code == 1 and "ended the reply without saying why" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("localhost:8000", "http://localhost:8000/v1"),
+        ("http://h", "http://h/v1"),
+        ("https://h/api/v2/", "https://h/api/v2"),
+        ("http://h/v1/chat/completions", "http://h/v1"),
+        ("http://[::1]:80", "http://[::1]:80/v1"),
+    ],
+)
+def test_addresses(url, found):
+    assert address(url) == found
+
+
+@pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h:x", "http://h?a=b"])
+def test_addresses_that_are_none(url):
+    with pytest.raises(UsageError, match="needs an address like"):
+        address(url)

@@ -1,0 +1,42 @@
+"""Compiles the Triton products for GPUs that are not here; run in a process of its own, as a GPU's code."""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.quant_matmul import kernel
+from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+
+TARGETS = {
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+POINTERS = {"data": "*u8", "table": "*u8", "x": "*fp16", "out": "*fp16"}
+FLOATS = ("row_scale", "x_scale", "y", "factor", "scale")
+
+
+def compile_kernel(function, constants: dict, target: GPUTarget, **pointers: str) -> None:
+    types = {**POINTERS, **dict.fromkeys(FLOATS, "*fp32"), **pointers}
+    signature = {name: types.get(name, "i32") for name in function.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(function, signature, places), target=target)
+    binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
+    assert binary, (function.__name__, target)
+
+
+def main() -> None:
+    target = TARGETS[sys.argv[1]]
+    compile_kernel(kernel._expand_kernel, kernel.constants(LAYOUTS[QuantType.IQ4_XS]) | {"ROWS": 32}, target)
+    for layout in (LAYOUTS[QuantType.Q4_K], DENSE):
+        constants = kernel.constants(layout) | {"ROWS": 32, "BUCKET": 24, "COLUMNS": 32}
+        compile_kernel(kernel._matmul_kernel, constants, target)
+    compile_kernel(kernel._pack_rows_kernel, {"WIDTH": 1024}, target, x="*fp32")
+
+
+if __name__ == "__main__":
+    main()

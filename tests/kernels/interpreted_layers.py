@@ -1,0 +1,190 @@
+"""The layers' Triton kernels against their references, in Triton's interpreter; run by test_triton_layers."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from treeflash.kernels.attention import kernel as attention_kernel
+from treeflash.kernels.attention import reference as attention
+from treeflash.kernels.causal_conv import kernel as conv_kernel
+from treeflash.kernels.causal_conv import reference as conv
+from treeflash.kernels.gated_delta import kernel as delta_kernel
+from treeflash.kernels.gated_delta import reference as delta
+from treeflash.kernels.norm_rope import kernel as norm_kernel
+from treeflash.kernels.norm_rope import reference as norm
+from treeflash.models.step import Step
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fresh memory holds NaN, so that an element nobody writes is seen."""
+    plain = torch.empty
+
+    def empty(*shape, **options) -> Tensor:
+        out = plain(*shape, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out.fill_(1 << 20)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    torch.manual_seed(7)
+    yield
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> None:
+    assert found.shape == wanted.shape
+    assert bool(found.isfinite().all())
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < tolerance, float(error)
+
+
+def tree_of(rows: int, batch: int) -> Step:
+    choose = random.Random(rows)
+    parents = [
+        [-1] + [choose.randrange(max(0, row - 5), row) for row in range(1, rows)] for _ in range(batch)
+    ]
+    zeros = torch.zeros(batch, dtype=torch.int64)
+    return Step.tree(
+        torch.arange(batch), torch.zeros(batch, rows, dtype=torch.int64), torch.tensor(parents), zeros
+    )
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 40), (2, 96)])
+def test_norms_and_products(rows: int, width: int) -> None:
+    wide = torch.randn(2, rows, 2 * width + 3)
+    x, add = wide[..., :width], wide[..., width : 2 * width]
+    weight = torch.randn(width)
+    for found, wanted in zip(
+        norm_kernel.add_rms_norm(x, add, weight, 1e-6), norm.add_rms_norm(x, add, weight, 1e-6), strict=True
+    ):
+        close(found, wanted)
+    close(norm_kernel.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+    close(norm_kernel.silu_mul(x, add), norm.silu_mul(x, add))
+    heads, factor = torch.randn(2, rows, width, 24), torch.randn(24)
+    gate = torch.randn(2, rows, width * 24 + 1)[..., 1:]
+    close(
+        norm_kernel.gated_rms_norm(heads, gate, factor, 1e-6), norm.gated_rms_norm(heads, gate, factor, 1e-6)
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [16, 24])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads(interleaved: bool, dim: int, normed: bool) -> None:
+    batch, rows, heads = 2, 3, 4
+    cos, sin = norm.rope_angles(torch.randint(0, 90, (batch, rows)), torch.rand(4))
+    factor = torch.randn(dim) if normed else None
+    x, other = torch.randn(2, batch, rows, heads, 2 * dim)[..., :dim]
+    options = {"interleaved": interleaved}
+    found = norm_kernel.head_rope(x, factor, 1e-6, cos, sin, **options)
+    close(found, norm.head_rope(x, factor, 1e-6, cos, sin, **options))
+    places = torch.randperm(20)[: batch * rows]
+    pools = [torch.randn(2, 20, heads, dim) for _ in range(2)]
+    pools[1].copy_(pools[0])
+    for implementation, (keys, values) in zip((norm_kernel, norm), pools, strict=True):
+        implementation.cache_heads(
+            x, other, factor, 1e-6, cos, sin, keys=keys, values=values, rows=places, **options
+        )
+    close(pools[0], pools[1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "dtype"),
+    [(1, (0, 1), torch.float16), (5, (3, 0), torch.float32), (18, (1, 17), torch.float16)],
+)
+def test_conv(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
+    key_heads, value_heads, dim, width, saved, length = 1, 3, 16, 4, 18, 17
+    channels = (2 * key_heads + value_heads) * dim
+    step = tree_of(rows, 2)
+    assert step.parents is not None
+    slots, count = torch.tensor([2, 0]), torch.tensor(counts)
+    path = torch.stack([torch.randperm(saved)[:length].sort().values for _ in range(2)])
+    index = conv.conv_index(step.parents, width, count, length)
+    assert torch.equal(conv_kernel.conv_index(step.parents, width, count, length), index)
+    inputs, alpha, beta = torch.randn(2, rows, channels + 6).split([channels, 3, 3], -1)
+    weights = torch.randn(channels, width), -torch.rand(value_heads), 30 * torch.randn(value_heads)
+    state = [torch.randn(3, size, channels).to(dtype) for size in (width - 1, saved)]
+    state.append(torch.randn(3, saved, 2, value_heads))
+    results = []
+    for implementation in (conv_kernel, conv):
+        window, stash, gates = (part.clone() for part in state)
+        rest = {"window": window, "tree_inputs": stash, "tree_gates": gates}
+        places = {"slots": slots, "path": path, "count": count, "index": index, "key_heads": key_heads}
+        out = implementation.tree_conv(inputs, alpha, beta, *weights, **rest, **places)
+        results.append((out, window, stash, gates))
+    (found, *left), (wanted, *expected) = results
+    used = torch.arange(length + rows) - count[:, None]
+    used = (used < 0) | (used >= length - count[:, None])
+    close(found[0], wanted[0])
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        close(one[used], other[used])
+    for one, other in zip(left, expected, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize(("rows", "counts"), [(1, (1, 0)), (7, (0, 4)), (19, (2, 3))])
+def test_delta(rows: int, counts: tuple[int, int]) -> None:
+    key_heads, value_heads, dim, length = 1, 2, 32, 5
+    step = tree_of(rows, 2)
+    assert step.ancestors is not None
+    q = norm.l2_norm(torch.randn(2, rows, key_heads, dim), 1e-6)
+    k = norm.l2_norm(torch.randn(2, length + rows, key_heads, dim), 1e-6)
+    v = torch.randn(2, length + rows, value_heads, dim)
+    g, beta = -8 * torch.rand(2, length + rows, value_heads) ** 3, torch.rand(2, length + rows, value_heads)
+    count = torch.tensor(counts)
+    unused = torch.arange(length + rows) - count[:, None]
+    unused = (unused >= 0) & (unused < length - count[:, None])
+    k[unused] = torch.nan  # nobody has written there
+    states = [torch.randn(3, value_heads, dim, dim)] * 2
+    states[1] = states[0].clone()
+    places = {"slots": torch.tensor([2, 0]), "count": count, "ancestors": step.ancestors}
+    found, wanted = (
+        implementation.tree_delta(q, k, v, g, beta, state, **places)
+        for implementation, state in zip((delta_kernel, delta), states, strict=True)
+    )
+    close(found, wanted)
+    close(states[0], states[1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "lengths", "dtype", "tolerance"),
+    [
+        (1, 16, (0, 70), torch.float32, 2e-6),
+        (11, 24, (5, 130), torch.float16, 1e-3),
+        (23, 64, (64, 1), torch.float32, 2e-6),
+    ],
+)
+def test_paged_attention(
+    rows: int, dim: int, lengths: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    page, kv_heads, group = 8, 2, 3
+    keys, values = torch.randn(2, 50, page, kv_heads, dim).to(dtype)
+    table = torch.randperm(50).view(2, 25)
+    step = tree_of(rows, 2)
+    q = torch.randn(2, rows, kv_heads * group, dim)
+    gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:]
+    places = (keys, values, table, torch.tensor(lengths), step.ancestors)
+    for opened in (None, gate):
+        found = attention_kernel.paged_attention(q, *places, gate=opened)
+        close(found, attention.paged_attention(q, *places, gate=opened), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("length", "start", "window"), [(0, 0, None), (20, 3, None), (90, 40, 24), (33, 0, 24)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_attention(length: int, start: int, window: int | None, causal: bool) -> None:
+    rows, kv_heads, group, dim, ring = 5, 2, 2, 16, 24
+    q, k, v = torch.randn(2, rows, kv_heads * group, dim), *torch.randn(2, 2, rows, kv_heads, dim)
+    keys, values = torch.randn(2, 3, ring, kv_heads, dim)
+    slots, lengths, starts = torch.tensor([1, 2]), torch.tensor([9, length, 7]), torch.tensor([0, start, 0])
+    positions = lengths[slots][:, None] + torch.arange(rows)
+    places = (positions, keys, values, slots, lengths, starts)
+    found, wanted = (
+        implementation.block_attention(q, k, v, *places, window=window, causal=causal)
+        for implementation in (attention_kernel, attention)
+    )
+    close(found, wanted)

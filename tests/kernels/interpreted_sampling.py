@@ -1,0 +1,132 @@
+"""The sampling kernels against their references, in Triton's interpreter; run by test_sampling_triton."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from treeflash.kernels.sampling import DrawState, draw_rows, filtered, launch, rank_rows
+from treeflash.kernels.sampling.state import adjusted
+
+torch.set_num_threads(1)
+ROWS = 3
+OPTIONS = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "top-k": {"temperature": 1.3, "top_k": 7},
+    "min-p": {"temperature": 1.5, "min_p": 0.05},
+    "everything": {
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.7,
+        "min_p": 0.02,
+        "repetition": 1.2,
+        "presence": 0.3,
+        "frequency": 0.1,
+    },
+}
+POSITIONS = torch.tensor([5, 2**33 + 1, 7])
+ANCESTORS = torch.tensor([0b001, 0b011, 0b101])
+
+
+def make_logits(kind: str, vocabulary: int) -> Tensor:
+    noise = torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
+    match kind:
+        case "ties":
+            return (noise * 2).round() / 2
+        case "equal":
+            return torch.full_like(noise, -2.5)
+        case "holes":
+            return noise.masked_fill(noise < 0, -torch.inf)
+        case _:
+            return noise
+
+
+def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[DrawState, Tensor]:
+    """A request with everything that its options take into account, and a tree's tokens."""
+    state = DrawState.empty(ROWS, logits.shape[1], "cpu")
+    tokens = torch.tensor([int(logits[0].argmax()), 8, 9])
+    more = {}
+    if "repetition" in options:
+        bias = torch.tensor([2.0, -torch.inf])
+        more = {"prompt": torch.tensor([1, 2, 3]), "biased": torch.tensor([5, 9]), "bias": bias}
+    state.ask(**options, **more, seed=2**63 + 77, masked=masked)
+    state.written[torch.tensor([3, 4])] = 2.0
+    return state, tokens
+
+
+def poisoned(vocabulary: int, capacity: int) -> launch.Workspace:
+    work = launch.Workspace(ROWS, vocabulary, "cpu", capacity=capacity)
+    for part in vars(work).values():
+        if isinstance(part, Tensor):
+            part.fill_(torch.nan if part.is_floating_point() else 0x7B7B7B7B)
+    return work
+
+
+def kept(work: launch.Workspace, logits: Tensor, settings: dict) -> list[set[int]]:
+    """The tokens from the threshold up, as far as noise can lift them."""
+    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 20
+    keys = ordered | (0xFFFFF - torch.arange(logits.shape[1]))
+    near = (logits - logits.amax(-1, keepdim=True)) / settings["temperature"] > -28.4
+    return [set(row.nonzero()[:, 0].tolist()) for row in (keys >= work.state[:, 7:]) & near]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "vocabulary", "capacity"),
+    [
+        *((name, "normal", 2500, 8192) for name in OPTIONS),
+        # No room for what is in a bin: the search reads the whole row.
+        *((name, "ties", 600, 16) for name in ("top-p", "top-k", "everything")),
+        *((name, "equal", 300, 16) for name in ("greedy", "top-p", "top-k")),
+        ("everything", "holes", 300, 64),
+    ],
+)
+def test_draw(name: str, kind: str, vocabulary: int, capacity: int) -> None:
+    logits = make_logits(kind, vocabulary)
+    state, tokens = asked(OPTIONS[name], logits)
+    work = poisoned(vocabulary, capacity)
+    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, work)
+    assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    settings = state.settings()
+    if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
+        seen = adjusted(logits, tokens, ANCESTORS, state)
+        filters = {key: settings[key] for key in ("temperature", "top_k", "top_p")}
+        scores, ids = filtered(seen, **filters, min_p=0.0)
+        wanted = [set(row[score > -28.4].tolist()) for row, score in zip(ids, scores, strict=True)]
+        assert kept(work, seen, settings) == wanted
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_rank(name: str) -> None:
+    logits = make_logits("normal", 2500)
+    state, tokens = asked(OPTIONS[name], logits)
+    work = poisoned(2500, 8192)
+    ids, scores = launch.rank_rows(logits, POSITIONS, tokens[:1], 16, state, work)
+    wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], 16, state, None)
+    live = wanted > -torch.inf
+    assert torch.equal(scores > -torch.inf, live)
+    assert torch.equal(ids, wanted_ids)
+    assert torch.allclose(scores[live], wanted[live], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-p"])
+def test_masks(name: str) -> None:
+    logits = make_logits("normal", 300)
+    state, tokens = asked(OPTIONS[name], logits, masked=True)
+    state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
+    state.allowed[1] = 0
+    state.allowed[1, 2] = 1 << 5
+    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300, 8192))
+    assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    assert int(found[1]) == 69
+    # A draft's rows are not the tree's, whose masks these are.
+    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], 4, state, poisoned(300, 8192))
+    assert torch.equal(ids, rank_rows(logits, POSITIONS, tokens[:1], 4, state, None)[0])
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    logits = make_logits("normal", 320)[:, :301]
+    state, tokens = asked(OPTIONS["top-p"], logits)
+    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301, 8192))
+    assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))

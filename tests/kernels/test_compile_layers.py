@@ -1,0 +1,123 @@
+"""The layers' kernels compile for every card on the list; the hot ones fit into its shared memory."""
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from treeflash.kernels.attention import kernel as attention
+from treeflash.kernels.causal_conv import kernel as conv
+from treeflash.kernels.gated_delta import kernel as delta
+from treeflash.kernels.norm_rope import kernel as norm
+
+# Shared memory of one program, bytes.
+TARGETS = {
+    "sm_75": (GPUTarget("cuda", 75, 32), 65536),
+    "sm_80": (GPUTarget("cuda", 80, 32), 166912),
+    "sm_86": (GPUTarget("cuda", 86, 32), 101376),
+    "sm_89": (GPUTarget("cuda", 89, 32), 101376),
+    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
+    "sm_120": (GPUTarget("cuda", 120, 32), 101376),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 65536),
+}
+POINTERS = {
+    "slots": "*i64",
+    "path": "*i64",
+    "count": "*i64",
+    "index": "*i64",
+    "parents": "*i64",
+    "ancestors": "*i64",
+    "table": "*i64",
+    "lengths": "*i64",
+    "starts": "*i64",
+    "positions": "*i64",
+    "rows": "*i64",
+    "active": "*i32",
+    "keys": "*fp16",
+    "values": "*fp16",
+    "window": "*fp16",
+    "stash": "*fp16",
+}
+NUMBERS = {"T", "PATH", "SAVED", "padded", "elements", "units", "width", "ring"}
+HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
+SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": 32}
+SIMPLE = {
+    "norm": (norm._norm_kernel, {"WIDTH": 5120, "BLOCK": 8192, "ADD": True}),
+    "gated norm": (norm._gated_norm_kernel, {"HEADS": 48, "D": 128, "BLOCK": 128, "UNITS": 4}),
+    "silu": (norm._silu_mul_kernel, {"BLOCK": 1024}),
+    "heads": (norm._head_kernel, {"HEADS": 24, **HEAD}),
+    "cache": (norm._cache_kernel, {"HEADS": 4, **HEAD}),
+    "index": (conv._index_kernel, {"WIDTH": 4, "BLOCK": 128}),
+    "conv": (
+        conv._conv_kernel,
+        {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128, "WIDTH": 4, "ROWS": 16, "WINDOW": 4},
+    ),
+    "merge": (attention._merge_kernel, {**SPLIT, "PARTS": 64, "STEP": 8, "GATE": True}),
+}
+
+
+def shared_memory(
+    kernel, target: GPUTarget, constants: dict, *, scalars: dict | None = None, **options
+) -> int:
+    """Compiles a kernel and gives the bytes of shared memory that a program takes."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in (scalars or {}):
+            types[name] = scalars[name]
+        elif name in NUMBERS or name.endswith(("stride", "_row", "_head")):
+            types[name] = "i32"
+        else:
+            types[name] = "fp32" if name in ("eps", "scale") else POINTERS.get(name, "*fp32")
+    # As at a launch: tensors lie at multiples of 16 bytes.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=target, options={"num_warps": 4, **options}).metadata.shared
+
+
+def capability(target: GPUTarget) -> tuple[int, int] | None:
+    return divmod(target.arch, 10) if target.backend == "cuda" else None
+
+
+def compiled(kernel, card: str, constants: dict, chosen: dict, **more) -> int:
+    """With tiles as the launcher chooses them: those in capitals are constants, the others options."""
+    fixed = {name: value for name, value in chosen.items() if name.isupper()}
+    options = {name: value for name, value in chosen.items() if not name.isupper()}
+    return shared_memory(kernel, TARGETS[card][0], {**constants, **fixed}, **options, **more)
+
+
+@pytest.mark.parametrize("card", TARGETS)
+def test_small_kernels(card: str) -> None:
+    target, limit = TARGETS[card]
+    for kernel, constants in SIMPLE.values():
+        assert shared_memory(kernel, target, constants) <= limit
+
+
+@pytest.mark.parametrize("card", TARGETS)
+def test_delta(card: str) -> None:
+    target, limit = TARGETS[card]
+    constants = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128}
+    for rows in (8, 64):
+        chosen = delta.tiles(rows, 128, capability(target))
+        assert compiled(delta._tree_kernel, card, constants, chosen) <= limit
+
+
+@pytest.mark.parametrize("card", TARGETS)
+def test_attention(card: str) -> None:
+    """Of the target with heads of 256, of the draft with heads of 128."""
+    target, limit = TARGETS[card]
+    constants = {**SPLIT, "LEAST": attention.LEAST, "PRECISION": "ieee", "PAGE": 64}
+    paged = compiled(attention._paged_kernel, card, constants, attention.tiles(256, capability(target)))
+    constants = {
+        **SPLIT,
+        "LEAST": attention.LEAST,
+        "PRECISION": "ieee",
+        "CAUSAL": True,
+        "D": 128,
+        "BLOCK": 128,
+    }
+    chosen = attention.tiles(128, capability(target))
+    ring = compiled(attention._ring_kernel, card, constants, chosen, scalars={"window": "i32"})
+    assert max(paged, ring) <= limit

@@ -1,0 +1,86 @@
+"""The GPU kernels compile for cards that are not here, and the hot ones keep within those cards' limits."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.quant_matmul.cuda import Card, defines, source, stage_bytes, stages
+from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
+from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.quant_matmul.rows import BUCKETS
+
+CARDS = {
+    "A100": Card("sm_80", 108, 164 << 10, 163 << 10),
+    "RTX 3090": Card("sm_86", 82, 100 << 10, 99 << 10),
+    "RTX 4090": Card("sm_89", 128, 100 << 10, 99 << 10),
+    "H200": Card("sm_90", 132, 228 << 10, 227 << 10),
+    "RTX 5090": Card("sm_120", 170, 100 << 10, 99 << 10),
+}
+HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
+
+
+def resources(card: Card, layout: Layout, bucket: int, folder: Path) -> dict[str, dict[str, int]]:
+    """Registers, stack bytes and static shared bytes of each kernel of a variant, from its machine code."""
+    path = folder / "variant.cubin"
+    path.write_bytes(
+        compile_cubin(source(), defines=defines(card, layout, bucket), arch=card.arch, cached=False)
+    )
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run(
+        [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+    names = ("registers", "stack", "shared")
+    return {name: dict(zip(names, map(int, numbers), strict=True)) for name, *numbers in found}
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("bucket", [8, 24])
+def test_hot_variants_fit_every_card(card: Card, bucket: int, tmp_path: Path) -> None:
+    for layout in HOT if card.arch == "sm_90" else HOT[bucket == 8 :: 2]:
+        found = resources(card, layout, bucket, tmp_path)
+        assert set(found) == {"matmul", "expand"}
+        assert found["matmul"]["stack"] == 0, (layout, found)
+        ring = stages(card, layout, bucket) * stage_bytes(layout, bucket)
+        assert (found["matmul"]["shared"] + ring) * card.resident <= card.shared_per_processor
+        # Registers are handed out in groups of four warps.
+        assert 65536 // (found["matmul"]["registers"] * 32) // 4 * 4 >= 8 * card.resident
+
+
+def test_the_largest_bucket_spills_nothing(tmp_path: Path) -> None:
+    assert resources(CARDS["H200"], LAYOUTS[QuantType.Q5_K], 64, tmp_path)["matmul"]["stack"] == 0
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), DENSE], ids=[*(type.name for type in LAYOUTS), "F16"])
+def test_every_layout_compiles(layout: Layout, tmp_path: Path) -> None:
+    assert "matmul" in resources(CARDS["RTX 3090"], layout, 16, tmp_path)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_rows_are_packed_on_every_card(card: Card) -> None:
+    assert compile_cubin(source("rows.cu"), defines={"BULK": int(card.bulk)}, arch=card.arch, cached=False)
+
+
+def test_every_bucket_up_to_48_fits_every_card() -> None:
+    for card in CARDS.values():
+        for layout in (*LAYOUTS.values(), DENSE):
+            assert all(stages(card, layout, bucket) >= 2 for bucket in BUCKETS if bucket <= 48), (
+                card,
+                layout,
+            )
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "gfx942", "gfx1100"]
+)
+def test_triton_kernels_compile(target: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compiled_matmul", target]
+    root = Path(__file__).parents[2]
+    subprocess.run(command, cwd=root, env=environment, check=True, timeout=240)

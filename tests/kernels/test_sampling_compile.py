@@ -1,0 +1,59 @@
+"""The kernels of sampling and trees compile for every card on the list."""
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from treeflash.kernels.sampling import kernel as sampling
+from treeflash.kernels.tree import kernel as tree
+
+TARGETS = {
+    "sm_75": GPUTarget("cuda", 75, 32),
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+FLOATS = "logits adjusted numbers written bias scores chain_scores edges table corrected gains"
+FLOATS = {*FLOATS.split(), "out_weights", "scores_out"}
+SCALARS = "tree_rows stride vocabulary words capacity splits depths width chain_count edge_count nodes rows"
+SCALARS = {*SCALARS.split(), "stop_count"}
+TYPES = {"count": "*i32", "prompt": "*i1", "allowed": "*i32", "homes": "*i32", "spine": "fp32"}
+CONSTANTS = {"SPLITS": 128, "BLOCK": 2048, "CHUNK": 1024, "WIDE": 32, "MASKS": 4, "FINAL": 1}
+KERNELS = {
+    "adjust": (sampling.adjust_kernel, {}, 8),
+    "histogram": (sampling.histogram_kernel, {"COUNT": 0}, 8),
+    "locate": (sampling.locate_kernel, {"COUNT": 0}, 8),
+    "gather": (sampling.gather_kernel, {"COUNT": 0, "FINAL": 0}, 8),
+    "solve": (sampling.solve_kernel, {"COUNT": 0}, 8),
+    "noise": (sampling.noise_kernel, {}, 8),
+    "choose": (sampling.choose_kernel, {}, 1),
+    "solve for a ranking": (sampling.solve_kernel, {"COUNT": 24}, 8),
+    "gather for a ranking": (sampling.gather_kernel, {"COUNT": 24}, 8),
+    "rank": (sampling.rank_kernel, {"COUNT": 24}, 2),
+    "build": (tree.build_kernel, {"CORRECTED": True}, 1),
+    "walk": (tree.walk_kernel, {"COUNTED": True}, 1),
+}
+
+
+def type_of(name: str) -> str:
+    if name in SCALARS:
+        return "i32"
+    return TYPES.get(name, "*fp32" if name in FLOATS else "*i64")
+
+
+@pytest.mark.parametrize("card", TARGETS)
+def test_kernels_compile(card: str) -> None:
+    for kernel, own, warps in KERNELS.values():
+        constants = {key: value for key, value in {**CONSTANTS, **own}.items() if key in kernel.arg_names}
+        types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"}
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+        options = {"num_warps": warps, "enable_fp_fusion": False}
+        made = triton.compile(source, target=TARGETS[card], options=options)
+        # So little shared memory that it never decides how many programs fit.
+        assert made.metadata.shared <= 32 << 10

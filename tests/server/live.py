@@ -1,0 +1,63 @@
+"""A real server on a loopback port, in a thread of the test process."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+from tests.server.scripted import Script, ScriptedSession, echo
+from treeflash.config import ServerConfig
+from treeflash.engine.worker import EngineWorker, Loader, TextSession
+from treeflash.server.app import create_app
+from treeflash.server.listen import bind
+from treeflash.server.metrics import Metrics
+from treeflash.server.run import make_server
+
+MODEL = "treeflash-test"
+
+
+@dataclass
+class Live:
+    url: str
+    port: int
+    worker: EngineWorker
+    session: TextSession
+
+    def settle(self, seconds: float = 5.0) -> None:
+        """Waits until nothing runs and nothing waits."""
+        end = time.monotonic() + seconds
+        while (self.worker.running or self.worker.waiting) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not self.worker.running and not self.worker.waiting
+
+
+@contextlib.contextmanager
+def live(load: Loader, config: ServerConfig | None = None, *, wait: bool = True) -> Generator[Live]:
+    config = replace(config or ServerConfig(), port=0, drain_s=1)
+    metrics = Metrics()
+    worker = EngineWorker(load, max_queue=config.max_queue, ended=metrics.count)
+    app = create_app(worker, config, metrics=metrics, model_name=config.model_name or MODEL)
+    server = make_server(app, config)
+    listening = bind(config)
+    port = listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    worker.start()
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    if wait:
+        worker.ready.wait(120)
+    try:
+        yield Live(f"http://127.0.0.1:{port}", port, worker, worker._session)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        worker.close()
+
+
+@contextlib.contextmanager
+def scripted(script: Script = echo, config: ServerConfig | None = None, **options) -> Generator[Live]:
+    session = ScriptedSession(script, **options)
+    with live(lambda _progress: session, config) as server:
+        yield server

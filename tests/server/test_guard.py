@@ -1,0 +1,251 @@
+"""Keys, origins, hosts, sizes, and the routes around the protocols."""
+
+import base64
+import socket
+import threading
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.server.live import Live, live, scripted
+from tests.server.scripted import ScriptedSession, echo
+from treeflash.config import ServerConfig
+from treeflash.errors import UsageError
+from treeflash.server.guard import _repaired
+from treeflash.server.listen import bind, check
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+ROUTES = ["/", "/docs", "/openapi.json", "/props", "/metrics", "/v1/models", "/app.js"]
+
+
+@pytest.fixture(scope="module")
+def locked():
+    with scripted(config=ServerConfig(api_keys=("first", "second"))) as server:
+        yield server
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_needs_the_key(locked: Live, route: str):
+    refused = httpx2.get(locked.url + route)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert "www-authenticate" not in refused.headers
+    for key in ("first", "second"):
+        assert httpx2.get(locked.url + route, headers={"authorization": f"Bearer {key}"}).status_code == 200
+    assert httpx2.get(locked.url + route, headers={"x-api-key": "first"}).status_code == 200
+    assert httpx2.get(locked.url + route, headers={"x-api-key": "third"}).status_code == 401
+
+
+def test_health_needs_none_and_says_little(locked: Live):
+    answer = httpx2.get(f"{locked.url}/health")
+    assert answer.status_code == 200 and answer.json()["status"] == "ok"
+
+
+def test_generation_needs_the_key(locked: Live):
+    for route in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"):
+        answer = httpx2.post(locked.url + route, json=CHAT)
+        assert answer.status_code == 401
+        assert ("type" in answer.json()) == (route == "/v1/messages")
+
+
+def test_a_person_may_type_the_key_as_a_password(locked: Live):
+    asked = httpx2.get(locked.url, headers={"accept": "text/html"})
+    assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic ")
+    word = base64.b64encode(b"me:second").decode()
+    assert httpx2.get(locked.url, headers={"authorization": f"Basic {word}"}).status_code == 200
+    for wrong in (
+        "Basic !!!",
+        "Basic " + base64.b64encode(b"me:no").decode(),
+        "Digest x",
+        "Bearer",
+        "Bearer é",
+    ):
+        headers = {"authorization": wrong.encode()}
+        assert httpx2.get(locked.url, headers=headers).status_code == 401
+
+
+def test_beyond_this_machine_a_key_is_needed():
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
+        with pytest.raises(UsageError, match="no key"):
+            check(ServerConfig(host=host))
+        check(ServerConfig(host=host, api_keys=("k",)))
+    for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
+        check(ServerConfig(host=host))
+    with pytest.raises(UsageError, match="cannot stand in a header"):
+        check(ServerConfig(api_keys=("käse",)))
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is in use"):
+            bind(ServerConfig(port=port))
+    with pytest.raises(UsageError, match="cannot listen"):
+        bind(ServerConfig(host="203.0.113.7"))
+
+
+def test_pages_of_this_machine_may_call_and_others_may_not(http: httpx2.Client):
+    for origin in ("http://localhost:3000", "http://127.0.0.1:9", "http://[::1]:5", "https://app.localhost"):
+        answer = http.get("/v1/models", headers={"origin": origin})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == origin
+    for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://["):
+        answer = http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin})
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+    asked = {"origin": "http://localhost:1", "access-control-request-method": "POST"}
+    flight = http.options("/v1/chat/completions", headers=asked)
+    assert flight.status_code == 204 and "POST" in flight.headers["access-control-allow-methods"]
+
+
+def test_origins_that_were_let_in():
+    config = ServerConfig(cors_origins=("https://a.example",), api_keys=("k",))
+    with scripted(config=config) as server:
+        headers = {"origin": "https://a.example", "x-api-key": "k"}
+        assert httpx2.get(f"{server.url}/props", headers=headers).status_code == 200
+        flight = httpx2.options(f"{server.url}/props", headers={"origin": "https://a.example"})
+        assert flight.status_code == 204
+        wrong = httpx2.get(f"{server.url}/props", headers={"origin": "https://a.example"})
+        assert wrong.status_code == 401 and wrong.headers["access-control-allow-origin"]
+    with scripted(config=ServerConfig(cors_origins=("*",))) as server:
+        headers = {"origin": "https://b.example"}
+        assert httpx2.get(f"{server.url}/props", headers=headers).status_code == 200
+
+
+def test_a_foreign_name_for_this_machine_is_refused(http: httpx2.Client):
+    assert http.get("/props", headers={"host": "rebound.example"}).status_code == 403
+    assert http.get("/props", headers={"host": "rebound.example:8000"}).status_code == 403
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "10.0.0.3:80"):
+        assert http.get("/props", headers={"host": host}).status_code == 200
+
+
+def test_a_body_that_is_too_large():
+    with scripted(config=ServerConfig(max_body=2000)) as server:
+        big = {"messages": [{"role": "user", "content": "x" * 3000}]}
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            assert httpx2.post(server.url + path, json=big).status_code == 413
+
+        def pieces():
+            for _ in range(100):
+                yield b"x" * 100
+
+        assert httpx2.post(f"{server.url}/tokenize", content=pieces()).status_code == 413
+        assert httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_bodies_that_are_no_requests(http: httpx2.Client):
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"messages": NaN}',
+        b"[" * 100_000,
+        b"9" * 9999,
+    ):
+        answer = http.post("/v1/chat/completions", content=content)
+        assert answer.status_code == 400, content[:20]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"):
+        answer = http.post(
+            "/v1/chat/completions",
+            content=b'{"messages":[{"role":"user","content":"Hi"}]}',
+            headers={"content-type": kind},
+        )
+        assert answer.status_code == 200
+
+
+def test_other_methods_and_paths(http: httpx2.Client):
+    assert http.get("/v1/chat/completions").status_code == 405
+    assert http.get("/v1/nothing").status_code == 404
+    assert http.get("/..%2fapp.py").status_code == 404
+    assert http.get("/app.py").status_code == 404
+    assert http.head("/").status_code == 200
+
+
+def test_the_pages(http: httpx2.Client):
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "TreeFlash" in page.text
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert http.get("/app.js").headers["content-type"].startswith("text/javascript")
+    assert http.get("/style.css").headers["content-type"].startswith("text/css")
+    docs = http.get("/docs").text
+    for name in ("docs.js", "docs.css"):
+        assert name in docs and http.get(f"/{name}").status_code == 200
+    for text in (page.text, docs):
+        assert "http://" not in text and "https://" not in text
+    assert "/v1/responses" in http.get("/openapi.json").json()["paths"]
+
+
+def test_while_it_loads():
+    gate = threading.Event()
+
+    def load(progress):
+        progress(1, 4)
+        gate.wait(10)
+        return ScriptedSession(echo)
+
+    with live(load, wait=False) as server, httpx2.Client(base_url=server.url) as http:
+        health = http.get("/health")
+        assert health.status_code == 503 and health.headers["retry-after"]
+        assert health.json()["status"] == "loading"
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            answer = http.post(path, json=CHAT)
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert http.get("/").status_code == 200
+        gate.set()
+        assert server.worker.ready.wait(5)
+        assert http.get("/health").json() == {
+            "status": "ok",
+            "progress": 1.0,
+            "waiting": 0,
+            "running": 0,
+            "max_queue": 64,
+        }
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_text_routes(http: httpx2.Client):
+    tokens = http.post("/tokenize", json={"content": "héllo"}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["content"] == "héllo"
+    prompt = http.post("/apply-template", json=CHAT).json()["prompt"]
+    assert prompt.startswith("<|im_start|>user\nHello<|im_end|>")
+    quick = CHAT | {"chat_template_kwargs": {"enable_thinking": False}}
+    assert http.post("/apply-template", json=quick).json()["prompt"].endswith("</think>\n\n")
+    counted = http.post("/tokenize", json=CHAT).json()["tokens"]
+    assert len(counted) == len(prompt)
+    assert http.post("/tokenize", json={}).status_code == 400
+
+
+def test_metrics_count(http: httpx2.Client):
+    def value(name: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"treeflash:{name}"))
+
+    names = ["drafts_total", "draft_tokens_total", "accepted_tokens_total", "accepted_tokens_per_pos_total"]
+    before = [value(f"spec_decode_num_{name}") for name in names]
+    written = value("generation_tokens_total")
+    http.post("/v1/chat/completions", json=CHAT).raise_for_status()
+    assert all(value(f"spec_decode_num_{name}") > old for name, old in zip(names, before, strict=True))
+    assert value("generation_tokens_total") == written + len("You said: Hello ")
+
+
+def test_half_characters_become_whole_ones(http: httpx2.Client):
+    body = b'{"messages":[{"role":"user","content":"a\\ud83db \\ud83d\\ude00 \\\\ud83d \\udc00"}]}'
+    answer = http.post("/v1/chat/completions", content=body).json()
+    assert answer["choices"][0]["message"]["content"] == "You said: a\ufffdb 😀 \\ud83d \ufffd "
+
+
+@given(st.text(st.characters(exclude_categories=[]), max_size=30))
+def test_repaired_json_is_the_same_but_for_halves(text: str):
+    import json
+
+    def whole(character: str) -> str:
+        return "\ufffd" if "\ud800" <= character <= "\udfff" else character
+
+    # Two halves side by side in the escaped text are one character.
+    expected = "".join(map(whole, json.loads(json.dumps(text))))
+    assert json.loads(_repaired(json.dumps(text).encode())) == expected

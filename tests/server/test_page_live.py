@@ -1,0 +1,86 @@
+"""The page in headless Chromium on our own server: with the pair inside the package, and behind a key."""
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.server.live import Live, live, scripted
+from treeflash.config import DraftConfig, EngineConfig, ServerConfig, SpecConfig
+from treeflash.engine.session import Session
+from treeflash.hub.catalog import named
+
+pytest_plugins = ["tests.server.page_browser"]
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def tree_server() -> Iterator[Live]:
+    """The pair, with a tree in every step: whether trees pay on this machine is not the question here."""
+    found = named("treeflash-40m")
+    assert found is not None and found[0].pair is not None
+    pair = found[0].pair
+    config = EngineConfig(
+        device="cpu", max_ctx=1024, draft=DraftConfig(pair.draft), speculation=SpecConfig(adaptive=False)
+    )
+    with live(lambda progress: Session.load(pair.target, config, progress=progress)) as server:
+        yield server
+
+
+def opened(chromium: Browser, server: Live, **options) -> Page:
+    page = chromium.new_context(viewport={"width": 1280, "height": 800}, **options).new_page()
+    page.set_default_timeout(60_000)
+    page.goto(server.url)
+    return page
+
+
+def choose(page: Page, **values: str) -> None:
+    page.click("#open-settings")
+    for name, value in values.items():
+        page.locator(f"[name={name}]").fill(value)
+    page.keyboard.press("Escape")
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def test_send_see_the_tree_and_repeat_plainly(chromium: Browser, tree_server: Live) -> None:
+    page = opened(chromium, tree_server)
+    choose(page, seed="4", max_tokens="40")
+    ask(page, "Write a bubble sort in Python.")
+    expect(page.locator("#status")).to_have_text("Done.", timeout=60_000)
+    expect(page.locator(".code-block code")).to_contain_text("def bubble_sort")
+    assert page.locator("#tree .accepted circle").count() >= 1
+    assert page.locator("#tree .rejected circle").count() >= 1
+    page.check("#compare")
+    expect(page.locator(".verdict")).to_contain_text("Same text", timeout=60_000)
+    page.uncheck("#compare")
+    choose(page, budget_range="3")
+    ask(page, "Write a quicksort in Python.")
+    expect(page.locator("#status")).to_have_text("Done.", timeout=60_000)
+    nodes = "document.querySelectorAll('#tree .targets circle').length"
+    page.wait_for_function(f"() => {nodes} > 1 && {nodes} <= 4")
+    page.context.close()
+
+
+def test_stopping_frees_the_engine(chromium: Browser, tree_server: Live) -> None:
+    page = opened(chromium, tree_server)
+    choose(page, max_tokens="900", temperature="1.5")
+    ask(page, "Write a long story about a dog, a cat, a horse and everything that they did in a year.")
+    expect(page.locator(".message.assistant .prose")).not_to_be_empty(timeout=60_000)
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_be_visible()
+    tree_server.settle()
+    page.context.close()
+
+
+def test_a_key_given_to_the_browser_opens_the_page_and_its_requests(chromium: Browser) -> None:
+    with scripted(config=ServerConfig(api_keys=("sesame",))) as server:
+        password = {"username": "any", "password": "sesame"}
+        page = opened(chromium, server, http_credentials=password)
+        ask(page, "hello there")
+        expect(page.locator(".message.assistant .prose")).to_contain_text("You said: hello there")
+        expect(page.locator("#key-dialog")).to_be_hidden()
+        page.context.close()

@@ -1,0 +1,200 @@
+"""`treeflash serve` and `treeflash stop` as programs, with the pair inside the package."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
+SMALL = ["--device", "cpu", "--max-ctx", "512", "--offline"]
+LONG = {
+    "messages": [{"role": "user", "content": "Write a long story."}],
+    "stream": True,
+    "temperature": 1,
+    "max_tokens": 40,
+    "logit_bias": {},
+}
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path) -> dict[str, str]:
+    dropped = ("DFLASH_TARGET", "DFLASH_DRAFT", "TREEFLASH_API_KEY", "TREEFLASH_DEBUG")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    source = str(Path(__file__).parents[2] / "src")
+    return kept | {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HOME": str(tmp_path / "hf"),
+        "PYTHONPATH": source,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def wait_for(url: str) -> None:
+    for _ in range(1200):
+        with contextlib.suppress(httpx2.TransportError):
+            if httpx2.get(f"{url}/health").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError("the server did not come up")
+
+
+@contextlib.contextmanager
+def serving(surroundings: dict[str, str]) -> Generator[tuple[str, subprocess.Popen[str]]]:
+    port = free_port()
+    command = [*PROGRAM, "serve", "--port", str(port), *SMALL]
+    child = subprocess.Popen(command, env=surroundings, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}", child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stderr is not None
+        child.stderr.close()
+
+
+def pieces(answer: httpx2.Response) -> Iterator[dict]:
+    for line in answer.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+def test_told_to_end_it_finishes_what_it_began(surroundings: dict[str, str]):
+    with serving(surroundings) as (url, child):
+        props = httpx2.get(f"{url}/props").json()
+        assert props["model"] == "treeflash-40m" and props["max_ctx"] == 512
+        assert props["device"] == "cpu" and props["draft"] == "draft.gguf" and props["budget"] == 22
+        with httpx2.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as answer:
+            chunks = pieces(answer)
+            seen = [next(chunks) for _ in range(4)]
+            child.send_signal(signal.SIGTERM)
+            seen += list(chunks)
+        assert seen[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        assert child.wait(20) == 0
+        assert child.stderr is not None
+        log = child.stderr.read()
+        assert f"answers at {url}" in log and "/v1/chat/completions" in log and "tok/s" in log
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(url)
+
+
+def test_an_interrupt_ends_it_at_once(surroundings: dict[str, str]):
+    with serving(surroundings) as (url, child):
+        body = LONG | {"max_tokens": 400}
+        with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+            chunks = pieces(answer)
+            next(chunks)
+            child.send_signal(signal.SIGINT)
+            last = list(chunks)[-1]
+        assert last["error"]["code"] == "unavailable" or last["choices"][0]["finish_reason"] == "stop"
+        assert child.wait(10) == 0
+
+
+def test_in_the_background_and_back(surroundings: dict[str, str], tmp_path: Path):
+    port = free_port()
+
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*PROGRAM, *arguments], env=surroundings, capture_output=True, text=True, timeout=120
+        )
+
+    nothing = program("stop")
+    assert nothing.returncode == 1 and "no server runs in the background" in nothing.stderr
+    start = ["serve", "--port", str(port), "--daemon", "--log-file", str(tmp_path / "log"), *SMALL]
+    begun = program(*start)
+    assert begun.returncode == 0, begun.stderr
+    try:
+        assert f"treeflash-40m answers at http://127.0.0.1:{port}" in begun.stdout
+        assert httpx2.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"] == "treeflash-40m"
+        again = program(*start)
+        assert again.returncode == 2 and "in the background" in again.stderr
+    finally:
+        ended = program("stop", "--port", str(port))
+    assert ended.returncode == 0 and f"port {port} has ended" in ended.stdout
+    with pytest.raises(httpx2.TransportError):
+        httpx2.get(f"http://127.0.0.1:{port}")
+    assert "answers at" in (tmp_path / "log").read_text()
+    assert not list((tmp_path / "state").rglob("*.pid"))
+
+
+def test_a_start_that_fails_says_why(surroundings: dict[str, str], tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for extra in ([], ["--daemon"]):
+            done = subprocess.run(
+                [*PROGRAM, "serve", "--port", str(port), *SMALL, *extra],
+                env=surroundings,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 2
+            assert f"port {port} on 127.0.0.1 is in use" in done.stderr
+
+
+def test_loading_that_fails_in_the_background(surroundings: dict[str, str], tmp_path: Path):
+    done = subprocess.run(
+        [*PROGRAM, "serve", "--port", str(free_port()), "--device", "cpu", "--max-ctx", "900m", "--daemon"],
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "its log says" in done.stderr and "--max-ctx is 943718400" in done.stderr
+    assert not list((tmp_path / "state").rglob("*.pid"))
+
+
+def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret-one\n\nsecret-two\n")
+    done = treeflash_program(
+        "serve", "--print-config", "--api-key-file", keys, "--think-budget", "2k", "--kv", "f16"
+    )
+    found = json.loads(done.stdout)
+    assert found["server"]["api_keys"] == 2 and "secret" not in done.stdout
+    assert found["server"]["thinking_budget"] == 2048 and found["engine"]["kv"] == "f16"
+    assert found["engine"]["draft"]["path"].endswith("draft.gguf")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--host", "0.0.0.0"], "there is no key"),
+        (["--api-key", " "], "--api-key is empty"),
+        (["--api-key-file", "nowhere"], "cannot be read"),
+        (["--log-file", "x"], "needs --daemon"),
+        (["--daemon", "--port", "0"], "a port that is known"),
+    ],
+)
+def test_what_cannot_be_started(treeflash_program, arguments: list[str], message: str):
+    done = treeflash_program("serve", *arguments)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.fixture
+def treeflash_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from typer.testing import CliRunner
+
+    from treeflash.cli.main import app
+
+    for name in ("DFLASH_TARGET", "DFLASH_DRAFT", "TREEFLASH_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *arguments: CliRunner().invoke(app, [str(each) for each in arguments])

@@ -1,0 +1,193 @@
+"""The engine's thread: order, limits, cancellation, errors."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+
+import pytest
+
+from tests.server.scripted import ScriptedSession
+from treeflash.engine.requests import Finished, Text, TextRequest
+from treeflash.engine.worker import EngineWorker, Job, State
+from treeflash.errors import QueueFull, Unavailable, UsageError
+
+
+def ask(text: str) -> TextRequest:
+    return TextRequest(messages=[{"role": "user", "content": text}])
+
+
+async def text_of(job: Job) -> str:
+    pieces = [event async for batch in job.batches() for _, event in batch]
+    assert isinstance(pieces[-1], Finished)
+    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
+
+
+def slow(request):
+    """Says its words until it is told to stop."""
+    for index in range(1000):
+        yield Text(f"{index} ")
+        yield 0.005
+
+
+def run(main: Coroutine, worker: EngineWorker) -> None:
+    try:
+        asyncio.run(asyncio.wait_for(main, 20))
+    finally:
+        worker.close()
+
+
+def started(session: ScriptedSession, **options) -> EngineWorker:
+    worker = EngineWorker(lambda _progress: session, **options)
+    worker.start()
+    assert worker.ready.wait(5)
+    return worker
+
+
+def test_jobs_are_answered_in_their_order():
+    order = []
+
+    def script(request):
+        order.append(request.messages[-1]["content"])
+        yield Text(request.messages[-1]["content"])
+
+    worker = started(ScriptedSession(script))
+
+    async def main():
+        jobs = [worker.submit(ask(str(index))) for index in range(20)]
+        assert await asyncio.gather(*map(text_of, jobs)) == [str(index) for index in range(20)]
+
+    run(main(), worker)
+    assert order == [str(index) for index in range(20)]
+
+
+def test_one_job_of_several_requests():
+    worker = started(ScriptedSession(lambda request: [Text(request.messages[-1]["content"])]))
+
+    async def main():
+        job = worker.submit(ask("a"), ask("b"))
+        pieces = [each async for batch in job.batches() for each in batch]
+        assert [(index, event.text) for index, event in pieces if isinstance(event, Text)] == [
+            (0, "a"),
+            (1, "b"),
+        ]
+
+    run(main(), worker)
+
+
+def test_the_queue_has_an_end_and_forgets_who_left():
+    session = ScriptedSession(slow)
+    worker = started(session, max_queue=3)
+
+    async def main():
+        running = worker.submit(ask("first"))
+        await asyncio.to_thread(session.busy.wait, 5)
+        waiting = [worker.submit(ask("next")) for _ in range(3)]
+        assert [job.ahead for job in waiting] == [1, 2, 3]
+        with pytest.raises(QueueFull, match="3 requests wait, the queue holds 3"):
+            worker.submit(ask("too many"))
+        waiting[1].cancel()
+        assert worker.waiting == 2
+        another = worker.submit(ask("fits again"))
+        for job in (running, *waiting, another):
+            job.cancel()
+            job.cancel()
+        assert worker.waiting == 0
+        while worker.running:
+            await asyncio.sleep(0.005)
+        assert session.cancelled == 1 and len(session.seen) == 1
+
+    run(main(), worker)
+
+
+def test_events_come_in_batches_and_silence_is_told():
+    def script(request):
+        yield 0.15
+        for index in range(500):
+            yield Text(f"{index} ")
+
+    worker = started(ScriptedSession(script))
+
+    async def main():
+        job = worker.submit(ask("x"))
+        batches = [batch async for batch in job.batches(0.05)]
+        assert [] in batches
+        texts = [event.text for batch in batches for _, event in batch if isinstance(event, Text)]
+        assert texts == [f"{index} " for index in range(500)]
+        assert len(batches) < 500
+
+    run(main(), worker)
+
+
+def test_an_error_ends_its_job_alone():
+    ends = []
+
+    def script(request):
+        if request.messages[-1]["content"] == "bad":
+            yield Text("so far")
+            yield RuntimeError("broken")
+        yield Text("fine")
+
+    worker = started(
+        ScriptedSession(script), ended=lambda job, outcome: ends.append((job.label, outcome.error))
+    )
+
+    async def main():
+        bad = worker.submit(ask("bad"), label="one")
+        good = worker.submit(ask("good"), label="two")
+        seen = []
+        with pytest.raises(RuntimeError, match="broken"):
+            async for batch in bad.batches():
+                seen += [event for _, event in batch]
+        assert Text("so far") in seen
+        assert await text_of(good) == "fine"
+
+    run(main(), worker)
+    assert [(label, type(error)) for label, error in ends] == [("one", RuntimeError), ("two", type(None))]
+
+
+def test_while_it_loads_and_when_it_cannot():
+    gate = threading.Event()
+
+    def load(progress):
+        progress(3, 12)
+        gate.wait(5)
+        raise UsageError("no such file")
+
+    worker = EngineWorker(load)
+    worker.start()
+
+    async def main():
+        while worker.loaded != (3, 12):
+            await asyncio.sleep(0.005)
+        assert worker.describe()["progress"] == 0.25
+        with pytest.raises(Unavailable, match="3 of 12"):
+            worker.submit(ask("x"))
+        gate.set()
+        await asyncio.to_thread(worker.ready.wait, 5)
+        assert worker.state is State.failed
+        with pytest.raises(Unavailable, match="no such file"):
+            worker.submit(ask("x"))
+
+    run(main(), worker)
+
+
+def test_closing_ends_what_runs_and_what_waits():
+    session = ScriptedSession(slow)
+    worker = started(session)
+
+    async def main():
+        jobs = [worker.submit(ask("x")) for _ in range(3)]
+        await asyncio.to_thread(session.busy.wait, 5)
+        start = time.monotonic()
+        await asyncio.to_thread(worker.close)
+        assert time.monotonic() - start < 2
+        running = [event async for batch in jobs[0].batches() for _, event in batch]
+        assert running[-1].reason == "cancelled"
+        for job in jobs[1:]:
+            with pytest.raises(Unavailable, match="stopping"):
+                await text_of(job)
+        with pytest.raises(Unavailable):
+            worker.submit(ask("late"))
+
+    run(main(), worker)

@@ -1,0 +1,94 @@
+"""A saved sequence: going on from it is going on from the original, bit for bit, however often."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder
+from treeflash.models.step import Step
+from treeflash.state.sequences import PAGE, SequenceStates
+
+MAX_ROWS = 8
+
+
+@pytest.fixture(scope="module", params=["qwen35", "qwen3"])
+def target(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Decoder:
+    with GGUFFile.open(tiny_model(request.param)) as file:
+        return Decoder.load(file, device=torch.device("cpu"), dtype=torch.float32)
+
+
+class Sequence:
+    def __init__(self, target: Decoder, states: SequenceStates):
+        self.target, self.states, self.slot = target, states, states.open()
+        self.slots = torch.tensor([self.slot])
+
+    def chunk(self, count: int, seed: int) -> torch.Tensor:
+        tokens = torch.randint(0, 200, (1, count), generator=torch.Generator().manual_seed(seed))
+        self.states.reserve(self.slot, count)
+        step = Step.chunk(self.slots, tokens, self.states.buffers.lengths[self.slots])
+        hidden = self.target.forward(step, self.states.buffers).hidden
+        self.states.advance(step)
+        return hidden
+
+    def tree(self, tokens: list[int], parents: list[int], last: int) -> torch.Tensor:
+        self.states.reserve(self.slot, len(tokens))
+        lengths = self.states.buffers.lengths[self.slots]
+        step = Step.tree(self.slots, torch.tensor([tokens]), torch.tensor([parents]), lengths)
+        hidden = self.target.forward(step, self.states.buffers).hidden
+        self.states.commit(step, torch.tensor([last]))
+        return hidden
+
+    def go_on(self) -> torch.Tensor:
+        rows = [
+            self.tree([5, 6, 7, 8], [-1, 0, 0, 2], 3),
+            self.chunk(PAGE + 3, seed=9),
+            self.tree([1, 2], [-1, 0], 1),
+        ]
+        return torch.cat([row.flatten() for row in rows])
+
+
+@pytest.mark.parametrize("length", [1, 20, PAGE - 1, PAGE, 3 * PAGE + 5])
+@pytest.mark.parametrize("in_tree", [False, True])
+def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree: bool) -> None:
+    states = SequenceStates(target.spec, max_ctx=1024, slots=3, max_rows=MAX_ROWS)
+    first = Sequence(target, states)
+    first.chunk(length, seed=1)
+    if in_tree:
+        # Accepted rows that are not the tree's first, still to be folded into the recurrent states.
+        first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
+    saved = states.save(first.slot)
+    expected = first.go_on()
+    second = Sequence(target, states)
+    states.restore(second.slot, saved)
+    assert states.lengths[second.slot] == saved.length == length + (4 if in_tree else 0)
+    assert torch.equal(second.go_on(), expected)
+    states.close(first.slot)
+    states.close(second.slot)
+    # Others write over what is free, and the saved state outlives those that made it.
+    other = Sequence(target, states)
+    other.chunk(400, seed=3)
+    third = Sequence(target, states)
+    states.restore(third.slot, saved)
+    assert torch.equal(third.go_on(), expected)
+    states.forget(saved)
+    for sequence in (other, third):
+        states.close(sequence.slot)
+    fresh = Sequence(target, states)
+    states.reserve(fresh.slot, 1000)
+    assert states.has_room(fresh.slot, 1024)
+
+
+def test_full_pages_are_shared_and_room_is_counted(target: Decoder) -> None:
+    states = SequenceStates(target.spec, max_ctx=4 * PAGE - MAX_ROWS, max_rows=MAX_ROWS)
+    sequence = Sequence(target, states)
+    sequence.chunk(2 * PAGE + 1, seed=1)
+    saved = states.save(sequence.slot)
+    assert len(saved.pages) == 2 and saved.tail[0].shape[1] == 1
+    states.close(sequence.slot)
+    slot = states.open()
+    assert states.has_room(slot, 2 * PAGE) and not states.has_room(slot, 2 * PAGE + 1)
+    states.restore(slot, saved)
+    assert states.has_room(slot, PAGE)

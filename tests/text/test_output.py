@@ -1,0 +1,262 @@
+"""Answers to reasoning, content and calls: the same however the text is split, and nothing lost."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeflash.text.output import Delta, OutputParser
+from treeflash.text.tools import Tool
+
+WEATHER = Tool(
+    "weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"enum": ["C", "F"]},
+            "where": {"$ref": "#/$defs/place"},
+            "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            "note": {"type": ["string", "null"]},
+            "free": {},
+        },
+        "$defs": {"place": {"type": "array", "items": {"type": "number"}}},
+    },
+)
+CLOCK = Tool("clock")
+TOOLS = (WEATHER, CLOCK)
+
+
+def parse(pieces: Sequence[str], *, whole: bool = True, **options) -> list[Delta]:
+    """All deltas, neighbours of one kind joined."""
+    parser = OutputParser(**options)
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.flush(whole=whole)
+    joined: list[Delta] = []
+    for delta in deltas:
+        assert delta.text
+        last = joined[-1] if joined else None
+        if last and (last.kind, last.index) == (delta.kind, delta.index) and delta.kind != "call":
+            joined[-1] = Delta(delta.kind, last.text + delta.text, delta.index)
+        else:
+            joined.append(delta)
+    return joined
+
+
+def shown(text: str, **options) -> list[tuple[str, str]]:
+    return [(delta.kind, delta.text) for delta in parse([text], **options)]
+
+
+def call(name: str, *parameters: tuple[str, str]) -> str:
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def test_reasoning_and_content() -> None:
+    assert shown("hm\nwell\n</think>\n\nYes. <think>", reasoning="open") == [
+        ("reasoning", "hm\nwell"),
+        ("content", "Yes. <think>"),
+    ]
+    assert shown("\n<think>\nhm</think>Yes", reasoning="possible") == [
+        ("reasoning", "hm"),
+        ("content", "Yes"),
+    ]
+    assert shown("<thinner> </think>", reasoning="possible") == [("content", "<thinner> </think>")]
+    assert shown("<thi", reasoning="possible") == [("content", "<thi")]
+    assert shown("never ends \n</thi", reasoning="open") == [("reasoning", "never ends \n</thi")]
+    assert shown("</think>\n\n", reasoning="open") == []
+    assert shown(" <think>x</think> ") == [("content", " <think>x</think> ")]
+
+
+def test_xml_calls_are_typed_by_the_schema() -> None:
+    text = "Let me see.\n\n" + call(
+        "weather",
+        ("city", "07"),
+        ("days", "7"),
+        ("units", "C"),
+        ("where", "[1, 2.5]"),
+        ("exact", "True"),
+        ("note", "null"),
+        ("free", '{"a": 1}'),
+    )
+    deltas = parse([text + "\n" + call("clock") + "\n"], tools=TOOLS)
+    assert [delta.kind for delta in deltas] == ["content", "call", "arguments", "call", "arguments"]
+    assert deltas[0].text == "Let me see."
+    assert [(delta.text, delta.index) for delta in deltas if delta.kind == "call"] == [
+        ("weather", 0),
+        ("clock", 1),
+    ]
+    assert json.loads(deltas[2].text) == {
+        "city": "07",
+        "days": 7,
+        "units": "C",
+        "where": [1, 2.5],
+        "exact": True,
+        "note": None,
+        "free": {"a": 1},
+    }
+    assert deltas[4].text == "{}"
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("five", {"type": "integer"}, "five"),
+        ("true", {"type": "integer"}, "true"),
+        ("5.0", {"type": "number"}, 5.0),
+        ("5", {"type": ["integer", "string"]}, 5),
+        ('"5"', {"type": ["integer", "string"]}, '"5"'),
+        ("text", {}, "text"),
+        ("[1", {"type": "array"}, "[1"),
+        ("  spaced\n", {"type": "string"}, "  spaced\n"),
+        ("", {"type": "string"}, ""),
+    ],
+)
+def test_one_argument(value: str, schema: dict, expected: object) -> None:
+    tool = Tool("f", {"properties": {"x": schema}})
+    deltas = parse([call("f", ("x", value))], tools=[tool])
+    assert json.loads(deltas[-1].text) == {"x": expected}
+
+
+def test_a_string_may_hold_tags_of_its_own() -> None:
+    text = "a</parameter>b\n</parameter>\nc </tool_call> </function>"
+    deltas = parse([call("weather", ("city", text), ("days", "1"))], tools=TOOLS)
+    assert json.loads(deltas[-1].text) == {"city": text, "days": 1}
+
+
+def test_a_string_is_not_held_back_until_it_ends() -> None:
+    parser = OutputParser(tools=TOOLS)
+    parser.push("<tool_call>\n<function=weather>\n<parameter=city>\nPar")
+    assert [delta.text for delta in parser.push("is is in Fr")] == ["is is in Fr"]
+    assert parser.push("\n</par") == []
+
+
+def test_json_calls() -> None:
+    text = 'Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "</tool_call>"}}\n</tool_call>'
+    assert shown(text, tools=TOOLS) == [
+        ("content", "Sure."),
+        ("call", "weather"),
+        ("arguments", '{"city": "</tool_call>"}'),
+    ]
+    as_string = '<tool_call>{"name": "clock", "arguments": "{\\"a\\": 1}"}</tool_call> done'
+    assert shown(as_string, tools=TOOLS) == [
+        ("call", "clock"),
+        ("arguments", '{"a": 1}'),
+        ("content", "done"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "see <tool_call> tags",
+        '<tool_call>\n{"name": 5}\n</tool_call>',
+        '<tool_call>\n{"name": "clock", "arguments": [1]}\n</tool_call>',
+        "<tool_call>\n{not json}\n</tool_call> more",
+        "<tool_call>\n<function=>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=a\nb>",
+        "<tool_call>\n<func",
+        '<tool_call>\n{"name": "clock"',
+        "x \n <tool_call>\n\nplain",
+    ],
+)
+def test_what_is_no_call_is_content(text: str) -> None:
+    assert shown(text, tools=TOOLS) == [("content", text)]
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    assert shown(call("clock")) == [("content", call("clock"))]
+
+
+def test_a_call_that_breaks_off_leaves_the_rest_as_content() -> None:
+    text = "<tool_call>\n<function=weather>\noops</function>\n</tool_call>"
+    assert shown(text, tools=TOOLS) == [
+        ("call", "weather"),
+        ("arguments", "{}"),
+        ("content", "oops</function>\n</tool_call>"),
+    ]
+    late = "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>\noops"
+    assert shown(late, tools=TOOLS)[1:] == [("arguments", '{"days": 3}'), ("content", "oops")]
+    # The end tags are what models forget first.
+    unclosed = "<tool_call>\n<function=weather>\n<parameter=city>\nRome"
+    assert shown(unclosed, tools=TOOLS)[1] == ("arguments", '{"city": "Rome"}')
+    assert shown(unclosed, tools=TOOLS, whole=False)[1] == ("arguments", '{"city": "Rome')
+
+
+def test_how_far_calls_are() -> None:
+    parser = OutputParser(reasoning="open", tools=TOOLS)
+    assert parser.in_reasoning
+    parser.push("</think>")
+    assert not parser.in_reasoning
+    parser.push(call("clock")[:-1])
+    assert (parser.calls_begun, parser.calls_done) == (1, 0)
+    parser.push(">")
+    assert (parser.calls_begun, parser.calls_done) == (1, 1)
+
+
+words = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<function=weather>",
+        "<function=",
+        "</function>",
+        "<parameter=city>",
+        "<parameter=days>",
+        "<parameter=free>",
+        "</parameter>",
+        "\n",
+        "\n\n",
+        " ",
+        '{"name": "clock", "arguments": {}}',
+        '{"name": "clock',
+        "Rome",
+        "5",
+        '"é\\',
+        "<",
+        "🙂",
+        call("weather", ("city", "Rome"), ("days", "5")),
+        call("clock"),
+    ]
+)
+texts = st.lists(words, max_size=12).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=texts,
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    reasoning=st.sampled_from(["open", "possible", "none"]),
+    whole=st.booleans(),
+)
+def test_any_split_gives_the_same_deltas(text: str, cuts: list[int], reasoning: str, whole: bool) -> None:
+    options = {"reasoning": reasoning, "tools": TOOLS, "whole": whole}
+    ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in pairwise(ends)]
+    expected = parse([text], **options)
+    assert parse(pieces, **options) == expected
+    assert parse(list(text), **options) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=texts, reasoning=st.sampled_from(["open", "possible", "none"]))
+def test_nothing_but_tags_and_space_is_lost(text: str, reasoning: str) -> None:
+    kept = "".join(delta.text for delta in parse([text], reasoning=reasoning, tools=TOOLS))
+    assert kept.count("Rome") == text.count("Rome")
+    assert kept.count("🙂") == text.count("🙂")
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(st.text().filter(lambda text: "</parameter>" not in text), min_size=1, max_size=4))
+def test_strings_come_through_unchanged(values: list[str]) -> None:
+    tool = Tool("f", {"properties": {f"p{i}": {"type": "string"} for i in range(len(values))}})
+    written = call("f", *((f"p{i}", value) for i, value in enumerate(values)))
+    deltas = parse([written], tools=[tool])
+    assert json.loads(deltas[-1].text) == {f"p{i}": value for i, value in enumerate(values)}
