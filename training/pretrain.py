@@ -4,9 +4,9 @@
     PYTHONPATH=src python training/pretrain.py --benchmark 20    speed and a profile, nothing is written
     PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    and then the same with --resume
 
-Writes TreeFlash-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt into
-the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and the
-tokenizer's files there; knows nothing of how they were made.
+Writes TreeFlash-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
+into the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and
+the tokenizer's files there; knows nothing of how they were made.
 """
 
 import argparse
