@@ -13,12 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import treeflash
 from treeflash.config import DraftConfig, EngineConfig, ServerConfig
 from treeflash.engine.requests import Finished, Text, TextRequest
-from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.session import Session
 from treeflash.engine.worker import EngineWorker
 from treeflash.hub.catalog import named
@@ -28,41 +28,50 @@ from treeflash.server.metrics import Metrics
 from treeflash.server.run import make_server
 
 MESSAGES = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
-# Reads a stream as it comes; prints the seconds from its first text to its last.
+# Reads a stream as it comes; prints the seconds from its first text to its last, and the text.
 CLIENT = """
 import json, socket, sys, time
 port, body = int(sys.argv[1]), sys.argv[2].encode()
 with socket.create_connection(("127.0.0.1", port)) as connection:
-    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}"
+    # The older protocol sends the events without the borders of chunks between them.
+    head = f"POST /v1/chat/completions HTTP/1.0\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}"
     connection.sendall(head.encode() + b"\\r\\n\\r\\n" + body)
     first = last = None
     whole = b""
     while b"[DONE]" not in whole[-200:]:
         piece = connection.recv(65536)
-        if b'"delta":{"content":"' in piece and b'"role"' not in piece:
+        if b'"delta":{"content":"' in piece:
             last = time.perf_counter()
             first = first or last
         whole += piece
-print(last - first)
+events = [json.loads(line[6:]) for line in whole.split(b"\\n") if line.startswith(b"data: {")]
+text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+print(json.dumps([last - first, text]))
 """
 
 
-def engine_alone(session: Session, tokens: int) -> float:
-    request = TextRequest(messages=MESSAGES, max_tokens=tokens, sampling=SamplingParams())
+def engine_alone(session: Session, tokens: int) -> tuple[float, str, int]:
+    """Seconds from the first text to the last, the text, and how many tokens it has."""
+    sampling = replace(session.sampling_for(None), temperature=0.0)  # what the server makes of the body below
+    request = TextRequest(messages=MESSAGES, max_tokens=tokens, sampling=sampling)
     first = last = 0.0
+    text, count = "", 0
     for event in session.generate(request):
         if isinstance(event, Text):
             last = time.perf_counter()
             first = first or last
+            text += event.text
         elif isinstance(event, Finished):
-            assert event.stats.generated_tokens > 1
-    return last - first
+            count = event.stats.generated_tokens
+    assert count > 1
+    return last - first, text, count
 
 
-def through_the_server(port: int, tokens: int) -> float:
+def through_the_server(port: int, tokens: int) -> tuple[float, str]:
     body = json.dumps({"messages": MESSAGES, "max_tokens": tokens, "temperature": 0, "stream": True})
     command = [sys.executable, "-c", CLIENT, str(port), body]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    seconds, text = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return seconds, text
 
 
 def main() -> None:
@@ -92,17 +101,24 @@ def main() -> None:
     for _ in range(2):
         engine_alone(session, options.tokens)
         through_the_server(port, options.tokens)
-    alone, served = [], []
-    for _ in range(options.repeats):
-        alone.append(engine_alone(session, options.tokens))
-        served.append(through_the_server(port, options.tokens))
+    alone, served, count = [], [], 0
+    for turn in range(options.repeats):
+        # Each way goes first as often as the other.
+        for way in ("alone", "served") if turn % 2 else ("served", "alone"):
+            if way == "alone":
+                seconds, text, count = engine_alone(session, options.tokens)
+                alone.append(seconds)
+            else:
+                seconds, said = through_the_server(port, options.tokens)
+                served.append(seconds)
+        assert said == text, "the two ways did different work"
     result = {
         "case": "server_overhead",
         "version": treeflash.__version__,
         "device": str(session.engine.target.device),
-        "tokens": options.tokens,
-        "engine_ms_per_token": 1000 * statistics.median(alone) / (options.tokens - 1),
-        "server_ms_per_token": 1000 * statistics.median(served) / (options.tokens - 1),
+        "tokens": count,
+        "engine_ms_per_token": 1000 * statistics.median(alone) / (count - 1),
+        "server_ms_per_token": 1000 * statistics.median(served) / (count - 1),
         "ratio_of_medians": statistics.median(served) / statistics.median(alone),
         "ratio_of_best": min(served) / min(alone),
     }

@@ -9,8 +9,10 @@ import json
 import random
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +20,17 @@ import triton
 from torch import Tensor
 
 from treeflash.kernels import tree
-from treeflash.kernels.sampling import DrawState, draw_rows, filtered, gumbel, make_workspace, rank_rows
+from treeflash.kernels.sampling import (
+    DrawState,
+    draw_rows,
+    filtered,
+    gumbel,
+    launch,
+    make_workspace,
+    rank_rows,
+)
 from treeflash.kernels.sampling import state as plain
+from treeflash.kernels.sampling.filters import OPEN, THRESHOLD
 from treeflash.kernels.tree import Correction, build_tree, walk_tree
 
 DEVICE = torch.device("cuda")
@@ -36,6 +47,8 @@ FILTERS = {
 }
 FILTERS["everything"] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02}
 FILTERS["everything"] |= {"repetition": 1.1, "presence": 0.4, "frequency": 0.3}
+# With a short list of 8 nearly every row goes through the search.
+SHAPES = ((VOCABULARY, 64, 1024), (VOCABULARY, 5, 1024), (32_003, 24, 1024), (VOCABULARY, 24, 8))
 KINDS = ("normal", "flat", "model", "ties", "equal", "holes")
 
 
@@ -58,12 +71,14 @@ class Report:
             print(json.dumps(line), file=self._out, flush=True)
 
     def part(self, run: Callable[["Report"], None]) -> None:
+        begun = time.perf_counter()
         try:
             run(self)
         except Exception:
             traceback.print_exc()
             torch.cuda.synchronize()
             self.check(f"{run.__name__} ran", False)
+        self.time(f"the part {run.__name__}", seconds=round(time.perf_counter() - begun, 1))
 
 
 def make_logits(kind: str, rows: int, vocabulary: int, generator: torch.Generator) -> Tensor:
@@ -83,11 +98,10 @@ def make_logits(kind: str, rows: int, vocabulary: int, generator: torch.Generato
             return noise * 3
 
 
-def poisoned(rows: int, vocabulary: int):
-    work = make_workspace(rows, vocabulary, DEVICE)
-    assert work is not None
-    for part in vars(work).values():
-        if isinstance(part, Tensor):
+def poisoned(rows: int, vocabulary: int, shortlist: int = 1024) -> launch.Workspace:
+    work = launch.Workspace(rows, vocabulary, DEVICE, shortlist=shortlist)
+    for name, part in vars(work).items():
+        if isinstance(part, Tensor) and name not in ("arrived", "roots"):
             part.fill_(torch.nan if part.is_floating_point() else 0x7B7B7B7B)
     return work
 
@@ -138,7 +152,7 @@ def same_set(work, adjusted: Tensor, settings: dict) -> bool:
     scores, ids = filtered(adjusted, **filters, min_p=0.0)
     want = torch.zeros_like(adjusted, dtype=torch.bool)
     want.scatter_(1, ids, scores > -torch.inf)
-    threshold = work.state[: len(adjusted), 7:8]
+    threshold = work.record[: len(adjusted), THRESHOLD.value, None]
     bits = torch.where(adjusted == 0, 0.0, adjusted).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 20
     keys = ordered | (0xFFFFF - torch.arange(adjusted.shape[1], device=DEVICE))
@@ -151,17 +165,17 @@ def same_set(work, adjusted: Tensor, settings: dict) -> bool:
 def draws(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     random.seed(1)
-    for vocabulary, rows in ((VOCABULARY, 64), (VOCABULARY, 5), (32_003, 24)):
+    for vocabulary, rows, shortlist in SHAPES:
         state = DrawState.empty(rows, vocabulary, DEVICE)
         for kind in KINDS:
-            equal, ties, sets, seen = 0, True, True, 0
+            equal, ties, sets, seen, searched = 0, True, True, 0, 0
             for options in FILTERS.values():
                 # A row may begin anywhere: the rows of a wider tensor.
                 logits = make_logits(kind, rows, vocabulary + 16, generator)[:, :vocabulary]
                 tokens, ancestors = tree_of(rows, vocabulary, generator)
                 positions = torch.randint(2**40, (rows,), device=DEVICE, generator=generator)
                 ask(state, options, generator)
-                work = poisoned(rows, vocabulary)
+                work = poisoned(rows, vocabulary, shortlist)
                 got = draw_rows(logits, positions, tokens, ancestors, state, work).clone()
                 want = draw_rows(logits, positions, tokens, ancestors, state, None)
                 settings = state.settings()
@@ -171,9 +185,9 @@ def draws(report: Report) -> None:
                 ties &= near_ties(adjusted, positions, got, want, settings)
                 if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
                     sets &= same_set(work, adjusted, settings)
-            report.check(
-                f"draw {kind} V={vocabulary} R={rows}", ties and sets, equal=equal, of=seen, sets=sets
-            )
+                    searched += int(work.record[:, OPEN.value].sum())
+            name = f"draw {kind} V={vocabulary} R={rows} list={shortlist}"
+            report.check(name, ties and sets, equal=equal, of=seen, sets=sets, searched=searched)
 
 
 def batches(report: Report) -> None:
@@ -182,19 +196,22 @@ def batches(report: Report) -> None:
     state, work = DrawState.empty(64, VOCABULARY, DEVICE), poisoned(64, VOCABULARY)
     logits = make_logits("normal", 64, VOCABULARY, generator)
     tokens, ancestors = tree_of(64, VOCABULARY, generator)
-    positions, same = torch.arange(64, device=DEVICE), True
-    for options in FILTERS.values():
+    positions, different = torch.arange(64, device=DEVICE), []
+    for name, options in FILTERS.items():
         ask(state, options, generator)
         whole = draw_rows(logits, positions, tokens, ancestors, state, work).clone()
-        for part in (slice(0, 1), slice(3, 11), slice(40, 64), slice(0, 64)):
-            got = draw_rows(logits[part], positions[part], tokens, ancestors[part], state, work)
-            same &= torch.equal(got, whole[part])
-    report.check("a row alone is the row among others", same)
+        for part in (slice(0, 1), slice(3, 11), slice(40, 64), *[slice(0, 64)] * 20):
+            # A grammar's masks belong to the rows of the call.
+            own = replace(state, allowed=state.allowed[part])
+            got = draw_rows(logits[part], positions[part], tokens, ancestors[part], own, work)
+            if not torch.equal(got, whole[part]):
+                different.append((name, part.start, part.stop))
+    report.check("a row alone is the row among others", not different, different=different[:5])
 
 
 def ranks(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(4)
-    for vocabulary in (VOCABULARY, 32_003):
+    for vocabulary in (VOCABULARY,):
         state = DrawState.empty(15, vocabulary, DEVICE)
         for kind in KINDS:
             passed, worst = True, 0.0
@@ -293,13 +310,13 @@ def measure(run: Callable[[int], object], buffers: int) -> float:
 
 def draw_times(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(6)
-    for kind, rows in itertools.product(("model", "flat"), (1, 8, 24, 64)):
+    for kind, rows in itertools.product(("model", "normal", "flat"), (1, 24, 64)):
         buffers = max(4, 160 // rows)
         logits = [make_logits(kind, rows, VOCABULARY, generator) for _ in range(buffers)]
         state, work = DrawState.empty(rows, VOCABULARY, DEVICE), make_workspace(rows, VOCABULARY, DEVICE)
         rest = (torch.arange(rows, device=DEVICE), *tree_of(rows, VOCABULARY, generator), state, work)
         line = {}
-        for name in ("greedy", "temperature", "top-p", "top-k", "everything"):
+        for name in ("greedy", "temperature", "top-p", "top-k", "min-p", "everything"):
             ask(state, FILTERS[name], generator)
             line[name] = measure(lambda i, of=logits, rest=rest: draw_rows(of[i], *rest), buffers)
         line["torch argmax"] = measure(lambda i, of=logits: of[i].argmax(-1), buffers)
@@ -385,12 +402,34 @@ def breakdown(report: Report) -> None:
         report.time("kernels of a draw, 24 rows", filters=name, unit="us", **kernels)
 
 
+def choices(report: Report) -> None:
+    """Times with other numbers of programs than those in use."""
+    generator = torch.Generator(DEVICE).manual_seed(10)
+    logits = [make_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
+    state = DrawState.empty(24, VOCABULARY, DEVICE)
+    rest = (torch.arange(24, device=DEVICE), *tree_of(24, VOCABULARY, generator), state)
+    for name, values, filters in (
+        ("_BLOCK", (2048, 4096), "greedy"),
+        ("_PROGRAMS", (264, 528, 1056), "greedy"),
+        ("_PROGRAMS", (264, 528, 1056), "top-p"),
+        ("_NOISE_PROGRAMS", (528, 1056, 2112), "temperature"),
+    ):
+        usual = getattr(launch, name)
+        ask(state, FILTERS[filters], generator)
+        for value in values:
+            setattr(launch, name, value)
+            work = make_workspace(24, VOCABULARY, DEVICE)
+            spent = measure(lambda i, work=work: draw_rows(logits[i], *rest, work), 6)
+            report.time("24 rows", filters=filters, us=spent, **{name: value})
+        setattr(launch, name, usual)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     report = Report(parser.parse_args().out)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
-    for part in (draws, batches, one_graph, ranks, trees, draw_times, other_times, breakdown):
+    for part in (draws, batches, one_graph, ranks, trees, draw_times, other_times, breakdown, choices):
         report.part(part)
     sys.exit(report.failed)
 

@@ -65,7 +65,8 @@ class ChatServer:
                 self.wfile.write(b"data: [DONE]\n\n")
 
             def _event(self, value: Json) -> None:
-                self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+                # Not escaped, as most servers send it.
+                self.wfile.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
                 self.wfile.flush()
 
             def _send(self, status: int, value: Any) -> None:

@@ -128,6 +128,8 @@ def test_styles():
 
 @settings(max_examples=150, deadline=None)
 @given(SOURCES, st.integers(12, 60))
+@example("- - 1. 1. 1. ", 12)
+@example("- - - > > text that is longer than a row", 12)
 def test_rows_fit(source, width):
     assert all(cell_len(row.plain) <= width for row in markdown.render(source, width))
     assert all("\n" not in row.plain for row in markdown.render(source, width))

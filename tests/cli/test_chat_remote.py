@@ -37,6 +37,13 @@ def test_bytes_that_are_no_text(treeflash):
     assert (result.exit_code, result.stdout) == (0, "a\ufffd b \n")
 
 
+def test_only_a_line_break_ends_a_line(treeflash):
+    said = "a\u2028b\u2029c\x85d ü 😀"
+    with ChatServer(lambda _: [said, "."]) as server:
+        result = treeflash("chat", "--url", server.url, stdin="x\n")
+    assert (result.exit_code, result.stdout) == (0, f"{said}.\n"), result.stderr
+
+
 def test_settings_are_sent_under_their_names(treeflash):
     flags = ["-t", "0.5", "-n", "9", "--seed", "3", "--set", "top_k=4", "--set", r"stop=\n", "--no-think"]
     with ChatServer(echo) as server:

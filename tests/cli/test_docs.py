@@ -79,6 +79,8 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
         stdin = "y\n"
     elif arguments[0] == "run":
         arguments += SHORT
+    elif arguments[0] == "bench":
+        arguments += ["--prompts", "1", "--n-gen", "4"]
     elif arguments[0] == "serve":
         arguments += ["--print-config"]
     elif arguments[0] == "chat":

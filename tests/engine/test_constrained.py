@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.engine.schemas import random_schema
 from tests.text.templates import QWEN35
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.prompts import CLOSING
@@ -144,56 +145,25 @@ def test_a_bias_cannot_break_a_grammar() -> None:
     assert only.text == "yes"
 
 
-def random_schema(choose: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Of any shape, with a longest answer of a few hundred characters."""
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
-    kind = choose.choice(kinds + ["object", "array", "anyOf"] * (2 if depth < 2 else 0))
-    match kind:
-        case "string":
-            return {"type": "string", "maxLength": choose.randint(0, 5)}
-        case "integer":
-            low = choose.randint(-50, 50)
-            return {"type": "integer", "minimum": low, "maximum": low + choose.randint(0, 2000)}
-        case "number":
-            return {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25}
-        case "boolean" | "null":
-            return {"type": kind}
-        case "enum":
-            return {"enum": choose.sample(["red", "blue", 5, True, None, "a b"], choose.randint(1, 4))}
-        case "const":
-            return {"const": choose.choice(["fixed", 17, False])}
-        case "pattern":
-            return {"type": "string", "pattern": choose.choice([r"^[A-Z]{2}-\d{3}$", "^(on|off)$"])}
-        case "array":
-            most = choose.randint(0, 3)
-            least = choose.randint(0, most)
-            return {
-                "type": "array",
-                "items": random_schema(choose, depth + 1),
-                "minItems": least,
-                "maxItems": most,
-            }
-        case "anyOf":
-            return {"anyOf": [random_schema(choose, depth + 1) for _ in range(choose.randint(1, 3))]}
-    names = choose.sample(["id", "name", "long_key_with_words", "ünï", "x y", "z"], choose.randint(0, 3))
-    return {
-        "type": "object",
-        "properties": {name: random_schema(choose, depth + 1) for name in names},
-        "required": [name for name in names if choose.random() < 0.7],
-        "additionalProperties": False,
-    }
-
-
-def test_answers_fit_random_schemas() -> None:
+def fits_random_schemas(count: int) -> None:
     choose = random.Random(6)
     made = session("controlled")
-    for case in range(100):
+    for case in range(count):
         schema = random_schema(choose)
         sampling = SamplingParams(temperature=choose.choice([0.0, 1.0, 1.5]), seed=case)
         grammar = Grammar("json_schema", schema)
         found = Answer(made, grammar=grammar, sampling=sampling, max_tokens=300)
         assert found.done.reason == "stop", schema
         jsonschema.validate(json.loads(found.text), schema)
+
+
+def test_answers_fit_random_schemas() -> None:
+    fits_random_schemas(30)
+
+
+@pytest.mark.slow
+def test_answers_fit_two_hundred_random_schemas() -> None:
+    fits_random_schemas(200)
 
 
 CALLS = {
@@ -234,6 +204,22 @@ def test_a_strict_tool_is_called_right_when_the_model_calls_it(template: str | N
 def test_calls_go_on_while_they_may() -> None:
     found = everywhere(tools=TOOLS[1:], tool_choice="required", max_tokens=60, sampling=WARM)
     assert len(found.calls) >= 1 and all(name == "clock" for name, _ in found.calls)
+
+
+@pytest.mark.parametrize("tool", ["weather", "clock"])
+def test_thoughts_before_a_call_are_not_read_again(tool: str) -> None:
+    made = session("tree", QWEN35)
+    # A plain word for its thoughts: tokens of nonsense are not those that its text is read as again.
+    word = SamplingParams(logit_bias={made.tokenizer.encode("Yes")[0]: 60.0}, seed=1)
+    tools = {"tools": TOOLS, "tool_choice": tool, "parallel_tool_calls": False}
+    first = Answer(made, thinking=True, thinking_budget=1, sampling=word, max_tokens=150, **tools)
+    call = {"id": "call_1", "function": {"name": tool, "arguments": first.calls[0][1]}}
+    turn = {"role": "assistant", "content": "", "reasoning_content": first.reasoning, "tool_calls": [call]}
+    messages = [*MESSAGES, turn, {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]
+    second = Answer(made, messages=messages, thinking=True, tools=TOOLS, max_tokens=2)
+    # All but the last token, from which nothing had been computed.
+    assert second.done.stats.cached_tokens == first.done.stats.prompt_tokens + len(first.done.tokens) - 1
+    assert first.reasoning.startswith("Yes")
 
 
 def test_no_calls_where_none_are_wanted() -> None:

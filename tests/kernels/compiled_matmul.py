@@ -15,26 +15,28 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
-POINTERS = {"data": "*u8", "table": "*u8", "x": "*fp16", "out": "*fp16"}
+POINTERS = {"data": "*u8", "table": "*fp32", "x": "*fp16", "out": "*fp16"}
 FLOATS = ("row_scale", "x_scale", "y", "factor", "scale")
 
 
-def compile_kernel(function, constants: dict, target: GPUTarget, **pointers: str) -> None:
+def compile_kernel(function, constants: dict, target: GPUTarget, warps: int = 4, **pointers: str) -> None:
     types = {**POINTERS, **dict.fromkeys(FLOATS, "*fp32"), **pointers}
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(function, signature, places), target=target)
+    source = ASTSource(function, signature, places)
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})
     binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
     assert binary, (function.__name__, target)
 
 
 def main() -> None:
     target = TARGETS[sys.argv[1]]
-    compile_kernel(kernel._expand_kernel, kernel.constants(LAYOUTS[QuantType.IQ4_XS]) | {"ROWS": 32}, target)
+    compile_kernel(kernel._expand_kernel, kernel.constants(LAYOUTS[QuantType.IQ4_XS]) | {"ROWS": 64}, target)
     for layout in (LAYOUTS[QuantType.Q4_K], DENSE):
-        constants = kernel.constants(layout) | {"ROWS": 32, "BUCKET": 24, "COLUMNS": 32}
-        compile_kernel(kernel._matmul_kernel, constants, target)
+        constants = kernel.constants(layout) | {"ROWS": 64, "BUCKET": 24, "COLUMNS": 32}
+        compile_kernel(kernel._matmul_kernel, constants, target, warps=kernel._WARPS)
+    compile_kernel(kernel._add_kernel, {"WIDTH": 1024}, target, parts="*fp32")
     compile_kernel(kernel._pack_rows_kernel, {"WIDTH": 1024}, target, x="*fp32")
 
 

@@ -15,6 +15,8 @@ from treeflash.kernels.gated_delta import kernel as delta_kernel
 from treeflash.kernels.gated_delta import reference as delta
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
+from treeflash.kernels.quant_matmul.kernel import pack_rows
+from treeflash.kernels.quant_matmul.rows import PackedRows
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)
@@ -68,6 +70,37 @@ def test_norms_and_products(rows: int, width: int) -> None:
     close(
         norm_kernel.gated_rms_norm(heads, gate, factor, 1e-6), norm.gated_rms_norm(heads, gate, factor, 1e-6)
     )
+
+
+def floats(packed: PackedRows) -> Tensor:
+    """Packed rows as floats; what fills up the columns must be zero."""
+    data = packed.data if packed.bucket is None else packed.data.transpose(0, 1).flatten(1)[: packed.rows]
+    assert not data[:, packed.columns :].any()
+    return data[:, : packed.columns].float() * packed.scale[:, None]
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 300), (33, 24)])
+def test_packed_rows(rows: int, width: int) -> None:
+    """What a norm or an activation writes for a product is what packing its floats would give."""
+    wide = torch.randn(2, rows, 2 * width + 3) * 10.0 ** torch.randint(-9, 9, (2, rows, 1))
+    x, add, weight = wide[..., :width], wide[..., width : 2 * width], torch.randn(width)
+    heads, factor = torch.randn(2, rows, width, 8), torch.randn(8)
+    gate = torch.randn(2, rows, width * 8 + 1)[..., 1:]
+    total, normed = norm_kernel.add_rms_norm(x, add, weight, 1e-6, pack=True)
+    close(total, x + add)
+    pairs = [
+        (normed, norm.add_rms_norm(x, add, weight, 1e-6)[1]),
+        (norm_kernel.silu_mul(x, add, pack=True), norm.silu_mul(x, add)),
+        (norm_kernel.gated_rms_norm(heads, gate, factor, 1e-6, pack=True),
+         norm.gated_rms_norm(heads, gate, factor, 1e-6)),
+    ]  # fmt: skip
+    for packed, wanted in pairs:
+        assert isinstance(packed, PackedRows)
+        wanted = wanted.flatten(0, 1)
+        alike = pack_rows(wanted)
+        assert torch.equal(packed.scale, alike.scale)
+        for found, row in zip(floats(packed), wanted, strict=True):
+            close(found, row, 5e-4)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -6,6 +6,7 @@ from tests.kernels.test_quant_matmul_layout import random_blocks
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import kernel
 from treeflash.kernels.quant_matmul.layout import LAYOUTS, pack, unpack
+from treeflash.models.weights import Matrix, Projections
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -35,8 +36,20 @@ def main() -> None:
         assert not bool(space[37:].any()) and not bool(space[:, weight.columns :].any()), type.name
     x = torch.randn(65, 40) * 1e9
     many = kernel.pack_rows(x)
+    packed_rows_in_the_place_of_x()
     assert many.data.shape == (65, 256) and not bool(many.data[:, 40:].any())
     assert error(many.data[:, :40].double() * many.scale[:, None].double(), x.double()) < 3e-4
+
+
+def packed_rows_in_the_place_of_x() -> None:
+    x = torch.randn(5, 512) * 1e4
+    tiles = [pack(random_blocks(type, 130, 512), type) for type in (QuantType.Q4_K, QuantType.Q8_0)]
+    matrices, packed = tuple(Matrix(tile, None) for tile in tiles), kernel.pack_rows(x)
+    assert packed.padded_columns == 512
+    parts = Projections(matrices, (130, 130), None)(packed)
+    for matrix, tile, part in zip(matrices, tiles, parts, strict=True):
+        assert error(matrix(packed), x.double() @ unpack(tile).double().T) < 1e-3
+        assert torch.equal(matrix(packed), part)
 
 
 if __name__ == "__main__":

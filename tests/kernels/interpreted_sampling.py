@@ -1,13 +1,18 @@
 """The sampling kernels against their references, in Triton's interpreter; run by test_sampling_triton."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from treeflash.kernels.sampling import DrawState, draw_rows, filtered, launch, rank_rows
+from treeflash.kernels.sampling.filters import OPEN as _OPEN
+from treeflash.kernels.sampling.filters import THRESHOLD as _THRESHOLD
 from treeflash.kernels.sampling.state import adjusted
 
 torch.set_num_threads(1)
+OPEN, THRESHOLD = _OPEN.value, _THRESHOLD.value
 ROWS = 3
 OPTIONS = {
     "greedy": {},
@@ -55,10 +60,10 @@ def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[DrawS
     return state, tokens
 
 
-def poisoned(vocabulary: int, capacity: int) -> launch.Workspace:
-    work = launch.Workspace(ROWS, vocabulary, "cpu", capacity=capacity)
-    for part in vars(work).values():
-        if isinstance(part, Tensor):
+def poisoned(vocabulary: int, capacity: int = 8192, shortlist: int = 64) -> launch.Workspace:
+    work = launch.Workspace(ROWS, vocabulary, "cpu", capacity=capacity, shortlist=shortlist)
+    for name, part in vars(work).items():
+        if isinstance(part, Tensor) and name not in ("arrived", "roots"):
             part.fill_(torch.nan if part.is_floating_point() else 0x7B7B7B7B)
     return work
 
@@ -69,25 +74,29 @@ def kept(work: launch.Workspace, logits: Tensor, settings: dict) -> list[set[int
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 20
     keys = ordered | (0xFFFFF - torch.arange(logits.shape[1]))
     near = (logits - logits.amax(-1, keepdim=True)) / settings["temperature"] > -28.4
-    return [set(row.nonzero()[:, 0].tolist()) for row in (keys >= work.state[:, 7:]) & near]
+    return [set(row.nonzero()[:, 0].tolist()) for row in (keys >= work.record[:, THRESHOLD:][:, :1]) & near]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "vocabulary", "capacity"),
+    ("name", "kind", "vocabulary", "capacity", "shortlist"),
     [
-        *((name, "normal", 2500, 8192) for name in OPTIONS),
+        *((name, "normal", 5000, 8192, 256) for name in OPTIONS),
+        # The short list is too short for all but the smallest sets.
+        *((name, "normal", 2500, 8192, 4) for name in ("top-p", "top-k", "everything")),
         # No room for what is in a bin: the search reads the whole row.
-        *((name, "ties", 600, 16) for name in ("top-p", "top-k", "everything")),
-        *((name, "equal", 300, 16) for name in ("greedy", "top-p", "top-k")),
-        ("everything", "holes", 300, 64),
+        *((name, "ties", 600, 16, 2) for name in ("top-p", "top-k", "everything")),
+        *((name, "equal", 300, 16, 64) for name in ("greedy", "top-p", "top-k")),
+        ("top-p", "ties", 600, 16, 256),
+        ("everything", "holes", 300, 64, 256),
     ],
 )
-def test_draw(name: str, kind: str, vocabulary: int, capacity: int) -> None:
+def test_draw(name: str, kind: str, vocabulary: int, capacity: int, shortlist: int) -> None:
     logits = make_logits(kind, vocabulary)
     state, tokens = asked(OPTIONS[name], logits)
-    work = poisoned(vocabulary, capacity)
+    work = poisoned(vocabulary, capacity, shortlist)
     found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, work)
     assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    assert not work.arrived.any()
     settings = state.settings()
     if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
         seen = adjusted(logits, tokens, ANCESTORS, state)
@@ -95,19 +104,26 @@ def test_draw(name: str, kind: str, vocabulary: int, capacity: int) -> None:
         scores, ids = filtered(seen, **filters, min_p=0.0)
         wanted = [set(row[score > -28.4].tolist()) for row, score in zip(ids, scores, strict=True)]
         assert kept(work, seen, settings) == wanted
+        if shortlist == 256:
+            assert not work.record[:, OPEN].any()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_rank(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shortlist"),
+    [*((name, 64) for name in OPTIONS), ("temperature", 512)],
+)
+def test_rank(name: str, shortlist: int) -> None:
     logits = make_logits("normal", 2500)
     state, tokens = asked(OPTIONS[name], logits)
-    work = poisoned(2500, 8192)
+    work = poisoned(2500, shortlist=shortlist)
     ids, scores = launch.rank_rows(logits, POSITIONS, tokens[:1], 16, state, work)
     wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], 16, state, None)
     live = wanted > -torch.inf
     assert torch.equal(scores > -torch.inf, live)
     assert torch.equal(ids, wanted_ids)
     assert torch.allclose(scores[live], wanted[live], atol=2e-5)
+    if shortlist == 512 or name == "temperature":
+        assert work.record[:, OPEN].tolist() == [int(shortlist == 64)] * ROWS
 
 
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
@@ -117,16 +133,29 @@ def test_masks(name: str) -> None:
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
     state.allowed[1] = 0
     state.allowed[1, 2] = 1 << 5
-    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300, 8192))
+    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300))
     assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
     assert int(found[1]) == 69
     # A draft's rows are not the tree's, whose masks these are.
-    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], 4, state, poisoned(300, 8192))
+    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], 4, state, poisoned(300))
     assert torch.equal(ids, rank_rows(logits, POSITIONS, tokens[:1], 4, state, None)[0])
+
+
+def test_a_row_alone_is_the_row_among_others() -> None:
+    logits = make_logits("normal", 300)
+    state, tokens = asked(OPTIONS["everything"], logits, masked=True)
+    state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
+    work = poisoned(300)
+    whole = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, work).clone()
+    for part in (slice(1, 2), slice(1, 3)):
+        # A grammar's masks belong to the rows of the call.
+        own = replace(state, allowed=state.allowed[part])
+        found = launch.draw_rows(logits[part], POSITIONS[part], tokens, ANCESTORS[part], own, work)
+        assert torch.equal(found, whole[part])
 
 
 def test_rows_of_a_wider_tensor() -> None:
     logits = make_logits("normal", 320)[:, :301]
     state, tokens = asked(OPTIONS["top-p"], logits)
-    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301, 8192))
+    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301))
     assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))

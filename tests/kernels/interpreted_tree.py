@@ -26,9 +26,10 @@ def built(draw: st.DrawFn) -> tuple[TreeRows, TreeRows]:
     if draw(st.booleans()):
         table = torch.randn(2, 3, generator=generator)
         correction = Correction(torch.tensor([-2.0, -1.0]), table, torch.arange(depths).clamp(max=1))
-    nodes, spine = draw(st.integers(1, ROWS - 1)), draw(st.sampled_from([1.0, -1.5, -6.0]))
+    rows, spine = draw(st.sampled_from([ROWS, 64])), draw(st.sampled_from([1.0, -1.5, -6.0]))
+    nodes = draw(st.integers(1, rows - 1))
     parts = (torch.tensor([99]), torch.tensor([2**33]), ids, scores, chains, chain_scores)
-    options = {"nodes": nodes, "rows": ROWS, "spine": spine, "correction": correction}
+    options = {"nodes": nodes, "rows": rows, "spine": spine, "correction": correction}
     return TreeRows(*kernel.build(*parts, **options)), build_tree(*parts, **options)
 
 

@@ -6,9 +6,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from treeflash.kernels.attention import kernel as attention
+from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import kernel as conv
+from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta
 from treeflash.kernels.norm_rope import kernel as norm
+from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
 # Shared memory of one program, bytes.
 TARGETS = {
@@ -42,8 +45,15 @@ POINTERS = {
 NUMBERS = {"T", "PATH", "SAVED", "padded", "elements", "units", "width", "ring"}
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": 32}
+NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": True}
 SIMPLE = {
-    "norm": (norm._norm_kernel, {"WIDTH": 5120, "BLOCK": 8192, "ADD": True}),
+    "norm": (norm._norm_kernel, {**NORM, "PACK": False}),
+    "packed norm": (norm._norm_kernel, {**NORM, "PACK": True}),
+    "packed gated norm": (
+        norm._gated_norm_rows_kernel,
+        {"HEADS": 48, "D": 128, "PADDED": 6144, "BLOCK_HEADS": 64, "BLOCK": 128},
+    ),
+    "packed silu": (norm._silu_rows_kernel, {"WIDTH": 17408, "PADDED": 17408, "FIRST": 16384, "REST": 1024}),
     "gated norm": (norm._gated_norm_kernel, {"HEADS": 48, "D": 128, "BLOCK": 128, "UNITS": 4}),
     "silu": (norm._silu_mul_kernel, {"BLOCK": 1024}),
     "heads": (norm._head_kernel, {"HEADS": 24, **HEAD}),
@@ -91,7 +101,10 @@ def compiled(kernel, card: str, constants: dict, chosen: dict, **more) -> int:
 @pytest.mark.parametrize("card", TARGETS)
 def test_small_kernels(card: str) -> None:
     target, limit = TARGETS[card]
+    early = capability(target) is not None and capability(target) >= (9, 0)
     for kernel, constants in SIMPLE.values():
+        if "OVERLAP" in kernel.arg_names:
+            constants = {**constants, "OVERLAP": early}
         assert shared_memory(kernel, target, constants) <= limit
 
 
@@ -121,3 +134,19 @@ def test_attention(card: str) -> None:
     chosen = attention.tiles(128, capability(target))
     ring = compiled(attention._ring_kernel, card, constants, chosen, scalars={"window": "i32"})
     assert max(paged, ring) <= limit
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+def test_cuda_kernels(arch: str) -> None:
+    overlap = int(arch in ("sm_90", "sm_120"))
+    for rows in (8, 24) if arch != "sm_90" else (64,):
+        macros = {"ROWS": rows, "OVERLAP": overlap}
+        assert compile_cubin(delta_cuda.source(), defines=macros, arch=arch, cached=False)
+    for half in (0, 1):
+        macros = {"HALF": half, "OVERLAP": overlap}
+        assert compile_cubin(conv_cuda.source(), defines=macros, arch=arch, cached=False)
+
+
+def test_the_cuda_delta_rule_fits_cards_with_99_kib_up_to_32_rows() -> None:
+    assert delta_cuda.shared_bytes(32) <= 99 << 10
+    assert delta_cuda.shared_bytes(64) <= 227 << 10

@@ -10,7 +10,7 @@ import pytest
 import triton
 
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul.cuda import Card, defines, source, stage_bytes, stages
+from treeflash.kernels.quant_matmul.cuda import Card, defines, row_tiles, source, stage_bytes, stages
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 from treeflash.kernels.quant_matmul.rows import BUCKETS
@@ -49,12 +49,23 @@ def test_hot_variants_fit_every_card(card: Card, bucket: int, tmp_path: Path) ->
         assert found["matmul"]["stack"] == 0, (layout, found)
         ring = stages(card, layout, bucket) * stage_bytes(layout, bucket)
         assert (found["matmul"]["shared"] + ring) * card.resident <= card.shared_per_processor
-        # Registers are handed out in groups of four warps.
-        assert 65536 // (found["matmul"]["registers"] * 32) // 4 * 4 >= 8 * card.resident
+        assert fits(card, found["matmul"]["registers"], bucket)
 
 
-def test_the_largest_bucket_spills_nothing(tmp_path: Path) -> None:
-    assert resources(CARDS["H200"], LAYOUTS[QuantType.Q5_K], 64, tmp_path)["matmul"]["stack"] == 0
+def fits(card: Card, registers: int, bucket: int) -> bool:
+    """Registers are handed out in groups of four warps."""
+    return 65536 // (registers * 32) // 4 * 4 >= 8 // row_tiles(card, bucket) * card.resident
+
+
+@pytest.mark.parametrize("bucket", [32, 64])
+def test_large_buckets_spill_nothing(bucket: int, tmp_path: Path) -> None:
+    found = resources(CARDS["H200"], LAYOUTS[QuantType.Q5_K], bucket, tmp_path)["matmul"]
+    assert found["stack"] == 0 and fits(CARDS["H200"], found["registers"], bucket)
+
+
+def test_warps_are_wide_only_beside_a_second_block() -> None:
+    assert row_tiles(CARDS["H200"], 64) == 2 and row_tiles(CARDS["H200"], 8) == 1
+    assert all(row_tiles(CARDS[name], 64) == 1 for name in ("A100", "RTX 3090", "RTX 5090"))
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), DENSE], ids=[*(type.name for type in LAYOUTS), "F16"])

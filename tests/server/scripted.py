@@ -65,7 +65,6 @@ class ScriptedSession:
             request.messages or [],
             tools=request.tools,
             thinking=request.thinking,
-            keep_reasoning=True,
             **request.template_options,
         )
         ids = self.tokenizer.encode(rendered.text)

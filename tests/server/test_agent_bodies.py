@@ -61,6 +61,22 @@ def test_calls_and_results_of_codex_keep_their_order(echo_server: Live):
     ]
 
 
+def test_thoughts_cut_into_items_are_one_thought(echo_server: Live):
+    body = codex(turn=2)
+    at = next(index for index, item in enumerate(body["input"]) if item["type"] == "reasoning")
+    more = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Surely."}]}
+    body["input"].insert(at + 1, more)
+    text = prompt(echo_server, body, "/v1/responses")
+    assert "<think>\nA listing will do.\nSurely.\n</think>\n\nI will look." in text
+
+
+def test_groups_of_tools_that_are_none(echo_server: Live):
+    for members in (True, None, "x", [5], {}):
+        body = codex(turn=1) | {"stream": False}
+        body["tools"].append({"type": "namespace", "name": "odd", "tools": members})
+        assert httpx2.post(f"{echo_server.url}/v1/responses", json=body).status_code == 200
+
+
 def test_settings_of_claude_code(echo_server: Live):
     text = prompt(echo_server, claude_code(turn=2), "/v1/messages?beta=true")
     assert "The tool failed:\npermission denied" in text and "Go on." in text

@@ -158,6 +158,27 @@ def test_bodies_that_are_no_requests(http: httpx2.Client):
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "needed"),
+    [
+        ("/v1/responses", '"input":"x"'),
+        ("/v1/chat/completions", '"messages":[{"role":"user","content":"x"}]'),
+        ("/v1/messages", '"messages":[{"role":"user","content":"x"}]'),
+    ],
+)
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_what_json_cannot_say_back_is_refused(http: httpx2.Client, path: str, needed: str, stream: str):
+    deep = '{"a":' * 150 + "1" + "}" * 150
+    for value in ('{"a":NaN}', '{"a":[1,-Infinity]}', '{"a":{"b":1e999}}', deep):
+        body = f'{{{needed},"stream":{stream},"metadata":{value}}}'
+        answer = http.post(path, content=body.encode())
+        assert answer.status_code == 400, value[:20]
+        assert answer.json()["error"]["message"].startswith("metadata has ")
+    # A schema as deep as any is still read.
+    sound = f'{{{needed},"stream":{stream},"metadata":{deep[5 * 70 : -70]}}}'
+    assert http.post(path, content=sound.encode()).status_code == 200
+
+
 def test_other_methods_and_paths(http: httpx2.Client):
     assert http.get("/v1/chat/completions").status_code == 405
     assert http.get("/v1/nothing").status_code == 404

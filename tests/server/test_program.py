@@ -105,8 +105,44 @@ def test_an_interrupt_ends_it_at_once(surroundings: dict[str, str]):
         assert child.wait(10) == 0
 
 
+LOADS = """
+import time
+from treeflash.config import ServerConfig
+from treeflash.server.listen import bind
+from treeflash.server.run import serve
+
+def load(progress):
+    progress(1, 4)
+    time.sleep(60)
+
+config = ServerConfig(port=0)
+listening = bind(config)
+print(listening.getsockname()[1], flush=True)
+serve(load, config, listening, model_name="slow")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_while_it_loads_it_ends(surroundings: dict[str, str], number: int):
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADS], env=surroundings, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+        health = httpx2.get(f"{url}/health", timeout=30)
+        assert (health.status_code, health.json()["status"], health.json()["progress"]) == (
+            503,
+            "loading",
+            0.25,
+        )
+        child.send_signal(number)
+        assert child.wait(10) == 0
+
+
 def test_in_the_background_and_back(surroundings: dict[str, str], tmp_path: Path):
     port = free_port()
+    # Everything but this machine may be behind a proxy, which has nothing to say about our own server.
+    surroundings |= {"http_proxy": f"http://127.0.0.1:{free_port()}", "no_proxy": ""}
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

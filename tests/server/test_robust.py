@@ -14,6 +14,7 @@ import pytest
 
 from tests.server.conftest import anthropic_client, openai_client
 from tests.server.live import Live, scripted
+from tests.server.scripted import said
 from treeflash.config import ServerConfig
 from treeflash.engine.requests import Progress, Text
 
@@ -107,25 +108,48 @@ def test_two_hundred_vanishing_clients_leave_nothing_behind():
 
 
 def test_sixty_four_at_once_are_answered_in_their_order():
-    with scripted() as server:
+    everyone = threading.Event()
+    answered: list[int] = []
+
+    def script(request):
+        assert everyone.wait(30)
+        yield Text("You said: ")
+        yield Text(said(request))
+
+    with scripted(script) as server:
 
         async def main() -> list[str]:
             client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            other = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
 
             async def ask(index: int) -> str:
-                await asyncio.sleep(index * 0.004)
-                messages = [{"role": "user", "content": f"number {index}"}]
-                if index % 2:
-                    answer = await client.chat.completions.create(model="m", messages=messages)
-                    return answer.choices[0].message.content or ""
-                chunks = await client.chat.completions.create(model="m", messages=messages, stream=True)
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+                text = f"number {index}"
+                asked = {"model": "m", "messages": [{"role": "user", "content": text}]}
+                match index % 4:
+                    case 0:
+                        chunks = await client.chat.completions.create(**asked, stream=True)
+                        found = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+                    case 1:
+                        found = (await client.chat.completions.create(**asked)).choices[0].message.content
+                    case 2:
+                        found = (await client.responses.create(model="m", input=text)).output_text
+                    case _:
+                        found = (await other.messages.create(**asked, max_tokens=9)).content[0].text
+                answered.append(index)
+                return found or ""
 
-            return await asyncio.gather(*map(ask, range(64)))
+            tasks = []
+            for index in range(64):
+                tasks.append(asyncio.create_task(ask(index)))
+                while server.worker.waiting + server.worker.running <= index:
+                    await asyncio.sleep(0.001)
+            everyone.set()
+            return await asyncio.gather(*tasks)
 
-        texts = asyncio.run(main())
-        assert texts == [f"You said: number {index} " for index in range(64)]
-        assert len(server.session.seen) == 64
+        texts = asyncio.run(asyncio.wait_for(main(), 60))
+        assert texts == [f"You said: number {index}" for index in range(64)]
+        assert [said(request) for request in server.session.seen] == [f"number {i}" for i in range(64)]
+        assert sorted(answered) == list(range(64))
 
 
 def test_with_the_pair_a_crowd_gets_what_one_gets(pair_server: Live):

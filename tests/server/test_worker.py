@@ -75,6 +75,23 @@ def test_one_job_of_several_requests():
     run(main(), worker)
 
 
+def test_a_job_that_is_cancelled_begins_no_more_of_its_requests():
+    session = ScriptedSession(slow)
+    worker = started(session)
+
+    async def main():
+        job = worker.submit(*(ask("x") for _ in range(5)))
+        await asyncio.to_thread(session.busy.wait, 5)
+        job.cancel()
+        # Whoever reads on learns that answers are missing.
+        with pytest.raises(Unavailable):
+            async for _ in job.batches():
+                pass
+        assert len(session.seen) == 1 and session.cancelled == 1
+
+    run(main(), worker)
+
+
 def test_the_queue_has_an_end_and_forgets_who_left():
     session = ScriptedSession(slow)
     worker = started(session, max_queue=3)

@@ -44,6 +44,20 @@ def follows(matcher: Matcher, text: str) -> bool:
     return sound
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", {"$ref": "#"}),
+        Grammar("json_schema", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        Grammar("lark", "start: a\na: b\nb: a"),
+    ],
+)
+def test_rules_that_lead_nowhere_are_refused(grammar: Grammar) -> None:
+    with pytest.raises(UsageError, match="matches no text") as caught:
+        COMPILER.compile(grammar)
+    assert "\n" not in caught.value.message
+
+
 def test_a_schema_is_followed_to_its_end() -> None:
     matcher = COMPILER.compile(Grammar("json_schema", PERSON))
     start = allowed(matcher)

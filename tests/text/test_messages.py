@@ -139,9 +139,12 @@ def test_thoughts_are_taken_out_of_history(content: str, left: str):
 
 def test_reasoning_fields():
     for name in ("reasoning_content", "reasoning"):
-        assert reply(content="ok", **{name: "hm"}) == {"role": "assistant", "content": "ok"}
-        kept = normalise([{"role": "assistant", "content": "ok", name: "hm"}], keep_reasoning=True)[0]
-        assert kept == {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+        kept = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+        assert reply(content="ok", **{name: "hm"}) == kept
+        assert reply(content="<think>\nhm\n</think>\n\nok", **{name: ""}) == kept
+        assert reply(content="<think>\nno\n</think>\n\nok", **{name: "hm"}) == kept
+        # Whatever else a client puts there is not worth refusing its conversation.
+        assert reply(content="ok", **{name: {"effort": "low"}}) == {"role": "assistant", "content": "ok"}
 
 
 def test_neighbours_merge():

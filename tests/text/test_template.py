@@ -82,6 +82,8 @@ def test_a_round_of_tool_calls(arguments: object):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     text = render(
         ASK,
+        {"role": "assistant", "content": "Old.", "reasoning_content": "Left out behind a new question."},
+        ASK,
         {"role": "assistant", "content": None, "tool_calls": [call, call], "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
         {"role": "tool", "tool_call_id": "call_2", "content": {"sky": "grün"}},
@@ -91,18 +93,36 @@ def test_a_round_of_tool_calls(arguments: object):
         "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
     )
     assert text == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOld.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n"
-        f"<|im_start|>assistant\n<think>\n\n</think>\n\n{spelled}\n\n{spelled}<|im_end|>\n"
+        f"<|im_start|>assistant\n<think>\nHm.\n</think>\n\n{spelled}\n\n{spelled}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>"
         '\n<tool_response>\n{"sky": "grün"}\n</tool_response><|im_end|>\n'
         "<|im_start|>assistant\n<think>\n"
     )
 
 
-def test_reasoning_is_kept_when_asked():
-    reply = {"role": "assistant", "content": "Yes.", "reasoning": "Let me see."}
-    assert "Let me see." not in render(ASK, reply)
-    assert "<think>\nLet me see.\n</think>\n\nYes." in render(ASK, reply, keep_reasoning=True)
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"content": "Yes.", "reasoning": "Let me see."},
+        {"content": "Yes.", "reasoning_content": "Let me see."},
+        {"content": "<think>\nLet me see.\n</think>\n\nYes."},
+        {"content": "Let me see.\n</think>\n\nYes."},
+        {"content": [{"type": "thinking", "thinking": "Let me see."}, {"type": "text", "text": "Yes."}]},
+    ],
+)
+def test_reasoning_of_the_current_turn_is_the_template_s_to_show(reply: dict):
+    reply = {"role": "assistant", **reply}
+    assert "<think>\nLet me see.\n</think>\n\nYes." in render(ASK, reply)
+    assert "Let me see." not in render(ASK, reply, ASK)
+
+
+def test_variables_may_have_any_name_that_is_not_taken():
+    for name in ("self", "cls", "extra", "a b", ""):
+        assert TEMPLATE.render([ASK], **{name: "x"}).text == TEMPLATE.render([ASK]).text
+    with pytest.raises(UsageError, match="'messages' cannot be set"):
+        TEMPLATE.render([ASK], **{"messages": "x"})
 
 
 def test_templates_that_insist_on_turns_get_them():

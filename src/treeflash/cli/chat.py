@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeflash.cli import run as run_command
 from treeflash.cli import run_flags as flags
 from treeflash.cli import view
 from treeflash.cli.interrupt import held
+from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
 from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
@@ -174,7 +174,7 @@ def _local(
 ) -> "Backend":
     from treeflash.cli.chat_backend import LocalBackend
 
-    target = run_command._find(model, think=think, offline=place.offline, screen=screen)
+    target = find(model, think=think, offline=place.offline, screen=screen)
     speculation = decide(wishes, target, offline=place.offline, screen=screen)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.engine.session import Session
@@ -183,12 +183,12 @@ def _local(
         max_ctx=place.max_ctx,
         speculation=speculation.config,
         draft=speculation.draft,
-        costs=run_command._costs_file(),
+        costs=costs_file(),
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)
     if not session.plan.expanded:
-        run_command._warn_of_packed_weights(session, target.path, screen)
+        warn_of_packed_weights(session, target.path, screen)
     if speculation.note:
         screen.note(speculation.note)
     return LocalBackend(

@@ -57,8 +57,9 @@ def block(node: SyntaxTreeNode, width: int) -> list[Text]:
         case "bullet_list" | "ordered_list":
             return list(_list(node, width))
         case "blockquote":
-            inner = blocks(node.children, width - 2)
-            return [Text.assemble(("│ ", DIM), row) for row in inner]
+            # Where there is no room to indent, the text stands as it would outside.
+            bar = "│ " if width - 2 >= NARROWEST else ""
+            return [Text.assemble((bar, DIM), row) for row in blocks(node.children, width - len(bar))]
         case "fence" | "code_block":
             return [
                 folded for line in code(node.content, language(node.info)) for folded in fold(line, width)
@@ -126,6 +127,11 @@ def start(node: SyntaxTreeNode) -> int:
 
 
 def item(node: SyntaxTreeNode, before: str, width: int) -> Iterator[Text]:
+    if width - len(before) < NARROWEST:
+        # No room to indent: the mark stands above its text.
+        yield from fold(Text(before.rstrip(), style=DIM), width)
+        yield from blocks(node.children, width, apart=_is_loose(node))
+        return
     # A list directly below its item's text stays close to it.
     rows = blocks(node.children, width - len(before), apart=_is_loose(node)) or [Text()]
     yield Text.assemble((before, DIM), rows[0])

@@ -201,7 +201,7 @@ class _Tally:
 
 def _chunks(answer: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events."""
-    for line in answer.iter_lines():
+    for line in _lines(answer):
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()
@@ -217,6 +217,16 @@ def _chunks(answer: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
             message = error.get("message") if isinstance(error, dict) else error
             raise ServerFailed(f"the server broke off: {message}")
         yield chunk
+
+
+def _lines(answer: httpx.Response) -> Iterator[str]:
+    """As events have them: texts hold other characters that Python takes for the end of a line."""
+    held = b""
+    for piece in answer.iter_bytes():
+        *lines, held = (held + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode(errors="replace")
+    yield held.decode(errors="replace")
 
 
 def _models(answer: httpx.Response, url: str) -> list[dict[str, Any]]:

@@ -140,9 +140,11 @@ def _lock(descriptor: int) -> bool:
 
 def _wait(child: subprocess.Popen[bytes], config: ServerConfig) -> int | None:
     """None when the model is loaded, else the code the child ended with."""
+    # What runs on this machine is not behind anybody's proxy.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while child.poll() is None:
         try:
-            with urllib.request.urlopen(f"{_address(config)}/health", timeout=2):
+            with direct.open(f"{_address(config)}/health", timeout=2):
                 return None
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)

@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
+if TYPE_CHECKING:
+    from treeflash.gguf.reader import GGUFFile
+    from treeflash.models.spec import ModelSpec
 
 # Bits of an expanded weight and of a cached key or value.
 BITS = {"cpu": 32, "gpu": 16}
@@ -24,7 +26,7 @@ class Footprint:
         return {"weights": self.weights, "recurrent": self.recurrent, "kv": kv, "total": total}
 
 
-def footprint(file: GGUFFile, spec: ModelSpec, bits: int) -> Footprint:
+def footprint(file: "GGUFFile", spec: "ModelSpec", bits: int) -> Footprint:
     """Weights expanded to so many bits, but for the embedding, whose rows stay as they are stored."""
     embedding = file.tensors["token_embd.weight"]
     expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
@@ -35,12 +37,12 @@ def footprint(file: GGUFFile, spec: ModelSpec, bits: int) -> Footprint:
     )
 
 
-def stored(file: GGUFFile, spec: ModelSpec) -> int:
+def stored(file: "GGUFFile", spec: "ModelSpec") -> int:
     """Bytes in the file of the weights that are used."""
     return sum(info.nbytes for name, info in file.tensors.items() if not unused(name, spec))
 
 
-def unused(name: str, spec: ModelSpec) -> bool:
+def unused(name: str, spec: "ModelSpec") -> bool:
     """Whether a tensor belongs to a prediction block behind the trunk, which is not loaded."""
     block = re.match(r"blk\.(\d+)\.", name)
     return block is not None and int(block[1]) >= len(spec.layers)

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from treeflash.errors import ModelFileError, ModelNotFound
-from treeflash.gguf.reader import GGUFFile
 from treeflash.hub import catalog
 from treeflash.hub.cache import Cached, contents
 from treeflash.hub.catalog import Card
 from treeflash.hub.drafts import cached_draft
-from treeflash.models.spec import FAMILIES, ModelSpec
+
+if TYPE_CHECKING:
+    from treeflash.gguf.reader import GGUFFile
 
 DRAFT_ARCHITECTURE = "dflash"
 
@@ -38,6 +40,9 @@ class Inventory:
 
 
 def inventory() -> Inventory:
+    from treeflash.gguf.reader import GGUFFile
+    from treeflash.models.spec import FAMILIES
+
     targets, drafts, others = [], [], 0
     for files in contents():
         if files.path.suffix != ".gguf":
@@ -59,8 +64,10 @@ def inventory() -> Inventory:
     return Inventory(targets, drafts, others)
 
 
-def card_of(file: GGUFFile, repo: str | None = None) -> Card | None:
+def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
     """The card of a target, by the repository it came from or by what its file says."""
+    from treeflash.models.spec import ModelSpec
+
     spec = ModelSpec.from_gguf(file)
     names = [spec.name, file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
     return catalog.recognise(

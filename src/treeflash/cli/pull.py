@@ -9,7 +9,6 @@ from treeflash.cli import view
 from treeflash.cli.inventory import card_of
 from treeflash.cli.speculation import downloading
 from treeflash.errors import ModelFileError, ModelNotFound, UsageError
-from treeflash.gguf.reader import GGUFFile
 from treeflash.hub import catalog
 from treeflash.hub.cache import of_repo
 from treeflash.hub.catalog import Card
@@ -96,6 +95,8 @@ def _is_draft(repo: RepoName, screen: view.Screen) -> bool:
 
 def _card(path: Path, repo: RepoName) -> Card | None:
     """None too for a file that cannot be run: it was asked for all the same."""
+    from treeflash.gguf.reader import GGUFFile
+
     try:
         with GGUFFile.open(path) as file:
             return card_of(file, repo.repo)

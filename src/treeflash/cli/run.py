@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,22 +9,15 @@ import typer
 from treeflash.cli import report, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
-from treeflash.cli.footprint import BITS, footprint
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.inventory import card_of
+from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
 from treeflash.cli.options import bias, unescape
-from treeflash.cli.speculation import Chosen, Wishes, decide, downloading
+from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import PromptTooLong, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.hub.catalog import Card
-from treeflash.hub.resolve import Meaning, meaning, resolve
-from treeflash.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
-
-EMBEDDED = "treeflash-40m"  # the card of the pair inside the package
 
 
 def run(
@@ -88,7 +80,7 @@ def run(
     screen = view.Screen(quiet=quiet, notes=not as_json)
     asked = _prompt(text if text is not None else prompt, raw=raw, screen=screen)
     offline = offline or settings.offline
-    target = _find(
+    target = find(
         model if model is not None else settings.target, think=think, offline=offline, screen=screen
     )
     speculation = decide(wishes, target, offline=offline, screen=screen)
@@ -125,12 +117,13 @@ def run(
         max_ctx=max_ctx,
         speculation=speculation.config,
         draft=speculation.draft,
-        costs=_costs_file(),
+        costs=costs_file(),
+        conversations=0,
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)
     if not session.plan.expanded:
-        _warn_of_packed_weights(session, target.path, screen)
+        warn_of_packed_weights(session, target.path, screen)
     if session.template.is_fallback and not raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     answer = view.Answer(shown=not as_json)
@@ -198,48 +191,6 @@ def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
             "treeflash run MODEL TEXT, or --prompt TEXT, or text on standard input",
         )
     return "\n\n".join(parts)
-
-
-def _find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
-    if name is None:
-        screen.notice(f"No model given: using {EMBEDDED}, the small one that comes with TreeFlash.")
-    meant = meaning(EMBEDDED if name is None else name)
-    with downloading(screen, str(meant.fetched), again="the same command") as bar:
-        path = resolve(meant, offline=offline, progress=bar)
-    return Chosen(path, _card(path, meant, think=think), fetched=bar.began)
-
-
-def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
-    """Looks into the file before the weights are read, which may take minutes."""
-    from treeflash.text.template import ChatTemplate
-
-    with GGUFFile.open(path) as file:
-        if think is not None and not ChatTemplate.from_metadata(file.metadata).supports_thinking:
-            raise UsageError(
-                f"{path.name} has no switch for thinking in its chat template",
-                "leave out --think and --no-think",
-            )
-        return meant.card or card_of(file, meant.repo.repo if meant.repo else None)
-
-
-def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:
-    kind = session.engine.target.device.type
-    with GGUFFile.open(path) as file:
-        need = footprint(file, ModelSpec.from_gguf(file), BITS["cpu" if kind == "cpu" else "gpu"])
-    draft = f" and its draft {view.amount(session.plan.draft)}" if session.plan.draft else ""
-    screen.warning(
-        f"the weights need {view.amount(need.weights)}{draft} expanded, with room for the context, and "
-        f"{view.amount(session.plan.available)} are free on this {kind.upper()}: they stay packed, "
-        "and answers come very slowly",
-        f"close other programs, {'use --no-draft, ' if draft else ''}take a model with fewer parameters, "
-        "or a machine with more memory; a smaller quantisation does not help",
-    )
-
-
-def _costs_file() -> Path:
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("treeflash")) / "step-costs.json"
 
 
 def _generate(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treeflash.cli import daemon, view
-from treeflash.cli import run as run_command
 from treeflash.cli import run_flags as flags
 from treeflash.cli import serve_flags as serving
 from treeflash.cli.interrupt import held
+from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
 from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
 from treeflash.config import EngineConfig, ServerConfig, environment
 from treeflash.errors import UsageError
@@ -76,7 +76,7 @@ def serve(
         raise UsageError("--log-file needs --daemon", "in the foreground: 2> FILE")
     screen = view.Screen(quiet=quiet)
     name = model if model is not None else settings.target
-    target = run_command._find(name, think=think, offline=offline or settings.offline, screen=screen)
+    target = find(name, think=think, offline=offline or settings.offline, screen=screen)
     speculation = decide(wishes, target, offline=offline or settings.offline, screen=screen)
     config = ServerConfig(
         host=host,
@@ -96,7 +96,7 @@ def serve(
         kv=kv.value,
         speculation=speculation.config,
         draft=speculation.draft,
-        costs=run_command._costs_file(),
+        costs=costs_file(),
     )
     if print_config:
         return view.print_json(_shown(target, config, engine))
@@ -164,7 +164,7 @@ def _run(
         bar.stop()
         session = loaded["session"]
         if not session.plan.expanded:
-            run_command._warn_of_packed_weights(session, target.path, screen)
+            warn_of_packed_weights(session, target.path, screen)
         if speculation.note:
             screen.note(speculation.note)
         if session.template.is_fallback:

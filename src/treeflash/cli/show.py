@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +12,12 @@ from treeflash.cli.inventory import card_of, draft_here
 from treeflash.cli.run_flags import MODEL_HELP
 from treeflash.config import environment
 from treeflash.errors import ModelFileError, UsageError
-from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card
 from treeflash.hub.resolve import meaning, resolve
-from treeflash.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from treeflash.gguf.reader import GGUFFile
+    from treeflash.models.spec import ModelSpec
 
 CONTEXTS = (4096, 32768, 131072)
 
@@ -33,6 +35,8 @@ def show(
 
     treeflash show model.gguf
     """
+    from treeflash.gguf.reader import GGUFFile
+
     name = model if model is not None else environment().target
     if name is None:
         raise UsageError("no model given", "treeflash show MODEL, or set DFLASH_TARGET")
@@ -49,8 +53,10 @@ def show(
         _print(facts)
 
 
-def describe(file: GGUFFile) -> dict[str, Any]:
+def describe(file: "GGUFFile") -> dict[str, Any]:
     """All there is to say about a file, as JSON takes it; `model` is null for architectures we do not run."""
+    from treeflash.models.spec import ModelSpec
+
     facts: dict[str, Any] = {
         "path": str(file.path),
         "size_bytes": file.size_bytes,
@@ -101,7 +107,7 @@ def _card(card: Card | None) -> dict[str, Any]:
     }
 
 
-def _types(file: GGUFFile) -> list[dict[str, Any]]:
+def _types(file: "GGUFFile") -> list[dict[str, Any]]:
     """Largest first."""
     kinds = sorted({info.type for info in file.tensors.values()})
     rows = []
@@ -112,7 +118,7 @@ def _types(file: GGUFFile) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _model(spec: ModelSpec) -> dict[str, Any]:
+def _model(spec: "ModelSpec") -> dict[str, Any]:
     shapes = asdict(spec)
     for key in ("architecture", "name", "family", "layers", "mtp_layers"):
         del shapes[key]
@@ -120,7 +126,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
     return {"layers": layers, **shapes}
 
 
-def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
+def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
     """total: without prediction (MTP) blocks; active: what one token passes through."""
     total = active = mtp = 0
     for name, info in file.tensors.items():
@@ -133,7 +139,7 @@ def _parameters(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
     return {"total": total, "active": active, "mtp_unused": mtp}
 
 
-def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, Any]]:
+def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
     """Bytes at several contexts, as the engine holds weights, state, keys and values; without a draft."""
     needs = {place: footprint(file, spec, bits) for place, bits in BITS.items()}
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
@@ -143,7 +149,7 @@ def _memory(file: GGUFFile, spec: ModelSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _text(file: GGUFFile) -> dict[str, Any]:
+def _text(file: "GGUFFile") -> dict[str, Any]:
     from treeflash.text.template import ChatTemplate
     from treeflash.text.tokenizer import Tokenizer
 

@@ -66,10 +66,13 @@ class Answer:
 
     def _add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
+            if self._stops.hit is not None:
+                return
             if delta.kind == "content":
                 delta = Delta("content", self._stops.push(delta.text))
-            elif self._stops.hit is not None:
-                continue
+            elif delta.kind == "call":
+                # No stop string goes on behind a call, and what was held back stands before it.
+                self._ready.append(Delta("content", self._stops.flush()))
             self._ready.append(delta)
 
 

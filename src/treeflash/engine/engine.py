@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from treeflash.engine.guide import Guide, Mask
+from treeflash.engine.device_step import StepParts, padded_rows
+from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_dtype
 from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
 from treeflash.engine.requests import Progress
@@ -18,8 +19,8 @@ from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
-from treeflash.spec.draft import Drafter, NoDrafter, Outcome
-from treeflash.spec.verify import walk
+from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
+from treeflash.spec.tree import DraftTree
 from treeflash.state.sequences import PAGE, SequenceStates
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -71,22 +72,16 @@ Event = Progress | Tokens | Tree | Done
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """A tree that the target has looked at; nothing of it is committed."""
+    """A tree that the target has looked at and walked: the whole path is kept so far."""
 
-    step: Step
+    anchor: int
+    size: int  # rows of the tree
     features: Tensor  # [T, taps * width]
     logits: Tensor  # [T, vocabulary]
-    row_tokens: list[int]
-    parents: list[int]
     rows: list[int]  # accepted, the root first
     tokens: list[int]  # decided: those of the accepted rows below the root, and the target's own next
-    start: float  # when the step began
-    proposed: float  # when its tree was there
-
-    def tree(self, count: int) -> Tree:
-        """To be shown, with the first `count` of the accepted rows."""
-        draft_s, step_s = self.proposed - self.start, time.perf_counter() - self.start
-        return Tree(self.row_tokens, self.parents, self.rows[:count], draft_s, step_s)
+    draft_s: float  # until its tree was there
+    verify_s: float  # from then on
 
 
 class Engine:
@@ -100,24 +95,42 @@ class Engine:
         max_rows: int = 1,
         kv_format: str = "auto",
         conversations: int = 0,
+        padded: bool | None = None,
     ):
-        """`conversations`: how many to remember the states of."""
+        """`conversations`: how many to remember the states of.
+
+        `padded`: steps of a few sizes over tensors that stay where they are, as CUDA graphs need them; None:
+        on a GPU.
+        """
         assert 1 <= max_rows <= MAX_ROWS
+        padded = target.device.type == "cuda" if padded is None else padded
         self.target = target
         self.max_ctx = max_ctx
         self._chunk = prefill_chunk
-        self._drafter = drafter or NoDrafter(target.device)
-        check_taps(target.spec, self._drafter.taps)
-        self._max_rows = max_rows
+        self.drafter = drafter or NoDrafter()
+        check_taps(target.spec, self.drafter.taps)
+        self.max_rows = max_rows
         self.states = SequenceStates(
             target.spec,
             max_ctx=max_ctx,
-            max_rows=max_rows,
+            max_rows=padded_rows(max_rows) if padded else max_rows,
             device=target.device,
             kv_dtype=kv_dtype(target.device, kv_format),
             input_dtype=target.dtype,
+            whole=padded,
         )
+        self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
         self.prefixes = PrefixCache(self.states.forget, conversations=conversations)
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
+        """Makes CUDA graphs of the steps, between requests; whether it could be done."""
+        slot = self.states.open()
+        self.drafter.open()
+        try:
+            return self.steps.capture(progress)
+        finally:
+            self.states.close(slot)
 
     def generate(self, request: Request) -> Generator[Event]:
         """Progress while the prompt is read, Tokens as they are committed, and Done at the end.
@@ -127,9 +140,17 @@ class Engine:
         self._check(request)
         sampling = request.sampling.seeded()
         stats = RequestStats(prompt_tokens=len(request.prompt), seed=sampling.seed or 0)
-        sampler = Sampler(sampling, request.prompt, self.target.spec.vocab_size, self.target.device)
+        sampler = Sampler(
+            sampling,
+            request.prompt,
+            self.target.spec.vocab_size,
+            self.target.device,
+            fixed=self.steps.draws,
+            masked=request.guide is not None,
+        )
         slot = self.states.open()
-        self._drafter.open()
+        self.drafter.open()
+        self.steps.begin(sorted(request.stop_ids))
         try:
             yield from self._run(request, sampler, stats, slot)
         finally:
@@ -167,32 +188,43 @@ class Engine:
                 "the model's logits behind this prompt are not finite numbers: its weights are damaged",
                 "fetch the file again, or try --device cpu",
             )
-        fresh, verified = self._first(logits, request, sampler), None
+        fresh: list[int] = self._first(logits, request, sampler)
+        verified: _Verified | None = None
         text = list(request.prompt)
         undecided: list[int] = []  # the anchor, which the sampler meets again as the root of the next tree
         while True:
+            ahead: DraftTree | None = None
+            if verified is not None and self.steps.draws is not None:
+                self._settle(verified, len(fresh), None)
+                if self._may_go_on(request, fresh, limit - stats.generated_tokens):
+                    # The device drafts while the host looks at the text; if it ends here, for nothing.
+                    ahead = self._propose(slot, fresh[-1], request, sampler)
             cut = _cut(fresh, request, limit - stats.generated_tokens)
             if cut.tokens:
                 stats.token_came()
             if verified is not None:
-                logits = verified.logits[verified.rows]
                 self._commit(slot, verified, cut.rows, stats)
             stats.generated_tokens += len(cut.tokens)
             text += cut.tokens
             if verified is not None and request.trees:
-                yield verified.tree(cut.rows)
+                yield self._shown(verified, cut.rows)
             if cut.tokens:
-                yield Tokens(cut.tokens, _logprobs(sampler, logits, cut.tokens))
+                logprobs = None
+                if sampler.params.logprobs is not None:
+                    rows = logits if verified is None else verified.logits[verified.rows]
+                    logprobs = sampler.logprobs(rows[: len(cut.tokens)], cut.tokens)
+                yield Tokens(cut.tokens, logprobs)
             reason = cut.reason or ("cancelled" if request.cancelled() else None)
             if reason is not None:
-                stats.notes = self._drafter.notes()
+                stats.notes = self.drafter.notes()
                 self._remember(request, text[: self.states.lengths[slot]], "answer", slot)
                 yield Done(reason, stats)
                 return
             undecided += fresh
             sampler.accept(undecided[:-1])
             undecided = undecided[-1:]
-            verified = self._step(slot, undecided[0], request, sampler, stats)
+            room = limit - stats.generated_tokens
+            verified = self._step(slot, undecided[0], room, ahead, request, sampler, stats)
             fresh = verified.tokens
 
     def _resume(self, request: Request, slot: int) -> int:
@@ -204,13 +236,13 @@ class Engine:
             if not self.prefixes.evict() or self.prefixes.match(request.prompt) is not found:
                 return 0
         self.states.restore(slot, found.state)
-        self._drafter.restore(found.tokens, found.draft)
+        self.drafter.restore(found.tokens, found.draft)
         return len(found.tokens)
 
     def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
-        if request.boundaries is not None and tokens:
+        if request.boundaries is not None and tokens and self.prefixes.keeps:
             assert len(tokens) == self.states.lengths[slot]
-            self.prefixes.put(Snapshot(tokens, kind, self.states.save(slot), self._drafter.save()))
+            self.prefixes.put(Snapshot(tokens, kind, self.states.save(slot), self.drafter.save()))
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Room for the rows, if need be for the price of what is remembered of other requests."""
@@ -232,9 +264,9 @@ class Engine:
             tokens = prompt[:, start:stop]
             self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
-            output = self.target.forward(step, self.states.buffers, taps=self._drafter.taps)
+            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps)
             self.states.advance(step)
-            self._drafter.append(request.prompt[start:stop], output.features[0])
+            self.drafter.append(request.prompt[start:stop], output.features[0])
             if stop in boundaries:
                 self._remember(request, request.prompt[:stop], boundaries[stop], slot)
             yield output.hidden[:, -1], stop
@@ -243,60 +275,98 @@ class Engine:
     def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:
         """The token that prefill gives: logits [1, vocabulary] of the prompt's last row."""
         device, last = self.target.device, request.prompt[-1]
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
         at = torch.tensor([len(request.prompt)], device=device)
         masks = request.guide.masks([last], [-1]) if request.guide else []
-        return sampler.draw(logits, at, nothing, nothing[None].bool(), masks).tolist()
+        if sampler.fixed is None:
+            return sampler.draw(logits, at, nothing, nothing[None].bool(), masks).tolist()
+        sampler.fixed.allow(masks)
+        return sampler.fixed.draw(logits, at, nothing, nothing).tolist()
 
     def _step(
-        self, slot: int, anchor: int, request: Request, sampler: Sampler, stats: RequestStats
+        self,
+        slot: int,
+        anchor: int,
+        room: int,
+        tree: DraftTree | None,
+        request: Request,
+        sampler: Sampler,
+        stats: RequestStats,
     ) -> _Verified:
-        """Propose, verify, walk: the tokens behind the anchor that this step decides, at least one."""
-        device, position, guide = self.target.device, self.states.lengths[slot], request.guide
-        start = time.perf_counter()
-        limit = min(self._max_rows, self.max_ctx - position)
+        """Propose, verify, walk: the tokens behind the anchor that this step decides, at least one.
+
+        Their rows are kept, at most `room` of them. `tree`: proposed before.
+        """
+        steps, guide = self.steps, request.guide
+        if tree is None:
+            tree = self._propose(slot, anchor, request, sampler)
+        self._reserve(slot, steps.size(len(tree)))
+        steps.load(tree, room)
+        steps.clock.mark(2)
+        looked = steps.look(len(tree))
+        steps.clock.mark(3)
+        # Whatever the masks take is spent while a device is busy with the pass.
+        masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist()) if guide else None
+        decided = steps.walk(looked, sampler, masks).flat.tolist()
+        count = decided[0]
+        self.states.lengths[slot] += count
+        draft_s, verify_s = steps.clock.seconds(0, 1), steps.clock.seconds(2, 4)
+        stats.draft_s += draft_s
+        stats.verify_s += verify_s
+        rows, tokens = decided[4 : 4 + count], decided[4 + MAX_ROWS : 4 + MAX_ROWS + count]
+        return _Verified(anchor, len(tree), looked.features, looked.logits, rows, tokens, draft_s, verify_s)
+
+    def _may_go_on(self, request: Request, fresh: list[int], room: int) -> bool:
+        """Whether a proposal behind these tokens can be made before the text is looked at."""
+        if request.guide is not None or request.sampling.logprobs is not None:
+            return False  # the one decides over proposals, the others read what a draft may write over
+        return len(fresh) < room and fresh[-1] not in request.stop_ids
+
+    def _propose(self, slot: int, anchor: int, request: Request, sampler: Sampler) -> DraftTree:
+        position, guide, clock = self.states.lengths[slot], request.guide, self.steps.clock
+        clock.mark(0)
+        limit = min(self.max_rows, self.max_ctx - position)
         if request.draft_budget is not None:
             limit = min(limit, request.draft_budget + 1)
-        rank = sampler.rank if guide is None else partial(sampler.rank, first=guide.masks([anchor], [-1])[0])
-        tree = self._drafter.propose(anchor, position, limit, rank, guide)
-        masks: list[Mask | None] = []
-        if guide is not None:
-            masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist())
-        proposed = time.perf_counter()
-        slots = torch.tensor([slot], device=device)
-        self._reserve(slot, len(tree))
-        step = Step.tree(slots, tree.tokens[None], tree.parents[None], self.states.buffers.lengths[slots])
-        output = self.target.forward(step, self.states.buffers, taps=self._drafter.taps)
-        logits = self.target.logits(output.hidden[0])
-        chosen = sampler.draw(logits, step.positions[0] + 1, tree.tokens, step.visible()[0], masks).tolist()
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        path = walk(tokens, parents, chosen)
-        stats.draft_s += proposed - start
-        stats.verify_s += time.perf_counter() - proposed
-        decided = [tokens[row] for row in path.rows[1:]] + [path.next_token]
-        return _Verified(
-            step, output.features[0], logits, tokens, parents, path.rows, decided, start, proposed
-        )
+        rank: Rank = sampler.rank
+        if guide is not None and sampler.fixed is None:
+            rank = partial(sampler.rank, first=guide.masks([anchor], [-1])[0])
+        tree = self.drafter.propose(anchor, position, limit, rank, guide)
+        clock.mark(1)
+        return tree
 
     def _commit(self, slot: int, verified: _Verified, count: int, stats: RequestStats) -> None:
-        """Keeps the first `count` accepted rows: what plain decoding would have processed by now."""
+        """Leaves of the kept rows the first `count`: what plain decoding would have processed by now."""
         start = time.perf_counter()
-        rows = verified.rows[:count]
-        stats.step_done(rows=verified.step.rows, committed=len(rows))
-        last = torch.tensor([rows[-1] if rows else -1], device=self.target.device)
-        self.states.commit(verified.step, last)
-        if rows:
-            self._drafter.append(verified.step.tokens[0, rows].tolist(), verified.features[rows])
+        excess = len(verified.rows) - count
+        stats.step_done(rows=verified.size, committed=count)
+        if excess:
+            self.states.trim(slot, excess)
+        if self.steps.draws is None:
+            self._settle(verified, count, verified.features[verified.rows[:count]])
+        elif excess:
+            self.drafter.trim(excess)
         stats.commit_s += time.perf_counter() - start
-        self._drafter.learn(
+
+    def _settle(self, verified: _Verified, count: int, features: Tensor | None) -> None:
+        """Tells the drafter what came of its tree, of which `count` rows stay."""
+        if count:
+            self.drafter.append([verified.anchor, *verified.tokens][:count], features)
+        self.drafter.learn(
             Outcome(
-                verified=verified.step.rows,
+                verified=verified.size,
                 rows=verified.rows,
                 tokens=verified.tokens,
-                draft_seconds=verified.proposed - verified.start,
-                step_seconds=time.perf_counter() - verified.proposed,
+                draft_seconds=verified.draft_s,
+                step_seconds=verified.verify_s,
             )
         )
+
+    def _shown(self, verified: _Verified, count: int) -> Tree:
+        """The step's tree, with the first `count` of the accepted rows."""
+        tokens, parents = self.steps.shown(verified.size)
+        step_s = verified.draft_s + verified.verify_s
+        return Tree(tokens, parents, verified.rows[:count], verified.draft_s, step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +390,3 @@ def _cut(fresh: list[int], request: Request, room: int) -> _Cut:
         cut = cut if count is None else _Cut(cut.tokens[:count], "stop", count)
     count = request.cut(cut.tokens)
     return cut if count is None else _Cut(cut.tokens[:count], "stop", count)
-
-
-def _logprobs(sampler: Sampler, logits: Tensor, tokens: list[int]) -> list[TokenLogprob] | None:
-    """Of tokens drawn behind the rows of `logits`, in order."""
-    if sampler.params.logprobs is None:
-        return None
-    return sampler.logprobs(logits[: len(tokens)], tokens)

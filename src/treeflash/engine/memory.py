@@ -2,13 +2,16 @@
 
 import os
 import platform
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
 
 from treeflash.errors import ResourceError
-from treeflash.gguf.reader import GGUFFile
+from treeflash.gguf.reader import GGUFFile, TensorInfo
+from treeflash.kernels.quant_matmul import has_layout, packed_size
 from treeflash.models.spec import ModelSpec
 
 # A context larger than this is taken only when asked for: most prompts are far shorter, and on a CPU
@@ -71,13 +74,28 @@ def _read(path: str) -> str:
 class MemoryPlan:
     """What a model takes on a device, before any of it is allocated; bytes."""
 
-    expanded: bool  # weights held as floats; otherwise packed, and every use unpacks them
+    # Weights are used as they are held: as floats, or on a GPU in the tiles its kernels read. Otherwise they
+    # are packed, and every use unpacks them.
+    expanded: bool
     weights: int
     draft: int
     recurrent: int
     kv_per_token: int
     max_ctx: int
     available: int
+    widened: Mapping[str, int] = field(
+        default_factory=dict
+    )  # bytes added to types that a GPU holds as float16
+
+    def notes(self) -> list[str]:
+        """What the user should know, in words."""
+        if not self.widened:
+            return []
+        return [
+            f"weights in {', '.join(self.widened)} have no GPU kernel and are held as float16: "
+            f"{gib(sum(self.widened.values()))} more than in the file; "
+            "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
+        ]
 
 
 def draft_size(path: Path, dtype: torch.dtype) -> int:
@@ -104,6 +122,10 @@ def plan_memory(
     available = available_memory(device)
     draft_bytes = draft_size(draft, dtype) if draft is not None else 0
     packed, floats = weight_sizes(file, spec, dtype)
+    widened: dict[str, int] = {}
+    if device.type == "cuda":
+        floats, widened = tile_sizes(file, spec)
+        weights = "expanded"
     recurrent = spec.recurrent_bytes()
     kv = spec.kv_bytes_per_token(8 * kv_dtype(device, kv_format).itemsize)
     expanded = weights == "expanded" or (
@@ -121,7 +143,7 @@ def plan_memory(
             "lower --max-ctx, close other programs, or take a smaller model or quantisation",
         )
     return MemoryPlan(
-        expanded, floats if expanded else packed, draft_bytes, recurrent, kv, context, available
+        expanded, floats if expanded else packed, draft_bytes, recurrent, kv, context, available, widened
     )
 
 
@@ -135,10 +157,7 @@ def kv_dtype(device: torch.device, format: str = "auto") -> torch.dtype:
 def weight_sizes(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the weights that are loaded: as stored, and expanded."""
     packed = floats = 0
-    for info in file.tensors.values():
-        block = info.name.split(".")[1] if info.name.startswith("blk.") else ""
-        if block.isdigit() and int(block) >= len(spec.layers):
-            continue  # prediction blocks
+    for info in _loaded(file, spec):
         packed += info.nbytes
         if info.name == "token_embd.weight":
             # Its rows stay packed; a tied head is an expanded copy beside them.
@@ -146,6 +165,32 @@ def weight_sizes(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype) -> tuple[i
         else:
             floats += info.elements * dtype.itemsize
     return packed, floats
+
+
+def tile_sizes(file: GGUFFile, spec: ModelSpec) -> tuple[int, dict[str, int]]:
+    """Bytes of the weights on a GPU, and those added to each type that has no tiles and becomes float16."""
+    total, widened = 0, dict[str, int]()
+    for info in _loaded(file, spec):
+        embedding = info.name == "token_embd.weight"
+        if embedding:
+            total += info.nbytes
+        # A convolution's few columns are a vector to the loader.
+        if len(info.shape) == 1 or "conv1d" in info.name:
+            total += info.elements * 4
+        elif not embedding or spec.tied_head:
+            *count, rows, columns = info.shape
+            size = prod(count) * packed_size(info.type, rows, columns)
+            total += size
+            if not has_layout(info.type) and info.type.bits_per_weight < 16:
+                widened[info.type.name] = widened.get(info.type.name, 0) + size - info.nbytes
+    return total, widened
+
+
+def _loaded(file: GGUFFile, spec: ModelSpec) -> Iterator[TensorInfo]:
+    for info in file.tensors.values():
+        block = info.name.split(".")[1] if info.name.startswith("blk.") else ""
+        if not block.isdigit() or int(block) < len(spec.layers):  # not prediction blocks
+            yield info
 
 
 def gib(size: int) -> str:

@@ -34,6 +34,11 @@ class PrefixCache:
         self._heads: list[Snapshot] = []  # least recently used first
         self._conversations: list[dict[Kind, Snapshot]] = []  # least recently used first
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is remembered at all."""
+        return self._most > 0
+
     def match(self, ids: Sequence[int]) -> Snapshot | None:
         """The longest snapshot that `ids` begin with and go on from."""
         before_last = list(ids[:-1])

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import draw, gumbel, penalised, rank
+from treeflash.kernels.sampling import (
+    DrawState,
+    draw,
+    draw_rows,
+    gumbel,
+    make_workspace,
+    penalised,
+    rank,
+    rank_rows,
+)
 
 _LEAST = -1e30  # of a logit that may be drawn
 
@@ -72,11 +81,73 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
+class FixedDraws:
+    """The draws of whatever request is under way, over tensors that stay where they are.
+
+    The same tokens as a `Sampler`'s own. But for a request's start nothing comes from the host or goes there.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        self._device = device
+        self._state = DrawState.empty(rows, vocabulary, device)
+        self._workspace = make_workspace(rows, vocabulary, device)
+        on_device = device.type == "cuda"
+        self._allowed = torch.empty(self._state.allowed.shape, dtype=torch.int32, pin_memory=on_device)
+
+    @property
+    def written(self) -> Tensor:
+        """[V] float32: how often each token stands in the answer; walks count what they accept."""
+        return self._state.written
+
+    def begin(self, params: SamplingParams, prompt: list[int], *, masked: bool) -> None:
+        assert params.seed is not None
+        biases = list(params.logit_bias.values())
+        # As in a `Sampler`: a bias of -inf may not weigh as much as a mask.
+        floor = _LEAST if masked else -torch.inf
+        self._state.ask(
+            **params.filters,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            seed=params.seed,
+            prompt=torch.tensor(prompt, dtype=torch.int64, device=self._device),
+            biased=torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self._device),
+            bias=torch.tensor(biases, dtype=torch.float32, device=self._device).clamp(min=floor),
+            masked=masked,
+        )
+
+    def allow(self, masks: Sequence[np.ndarray | None]) -> None:
+        """What may follow the first rows, a mask a row; None: anything."""
+        for row, mask in enumerate(masks):
+            self._allowed[row] = -1 if mask is None else torch.tensor(mask)
+        count = len(masks)
+        self._state.allowed[:count].copy_(self._allowed[:count], non_blocking=True)
+
+    def draw(self, logits: Tensor, positions: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
+        """A token [R] behind each row of a tree: logits [R, V], positions [R] where the tokens will stand."""
+        return draw_rows(logits.contiguous(), positions, tokens, ancestors, self._state, self._workspace)
+
+    def rank(self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """As a sampler's, without masks: what they forbid falls when the tree is looked at."""
+        return rank_rows(logits.contiguous(), positions, anchor, count, self._state, self._workspace)
+
+
 class Sampler:
     """One request's draws."""
 
-    def __init__(self, params: SamplingParams, prompt: list[int], vocabulary: int, device: torch.device):
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: list[int],
+        vocabulary: int,
+        device: torch.device,
+        *,
+        fixed: FixedDraws | None = None,
+        masked: bool = False,
+    ):
+        """`fixed`: draws there, of rows that will have masks or will not."""
         assert params.seed is not None
+        self.fixed = fixed
         self.params, self._seed = params, params.seed
         self._vocabulary, self._device = vocabulary, device
         self._noise: dict[int, Tensor] = {}
@@ -91,6 +162,8 @@ class Sampler:
             )
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(params.logit_bias.values()), device=device)
+        if fixed is not None:
+            fixed.begin(params, prompt, masked=masked)
 
     def draw(
         self,
@@ -133,7 +206,7 @@ class Sampler:
 
     def accept(self, tokens: list[int]) -> None:
         """Tokens of the answer that are decided and no longer part of a tree."""
-        if self.params.penalties and tokens:
+        if self.fixed is None and self.params.penalties and tokens:
             ids = torch.tensor(tokens, device=self._device)
             self._counts.scatter_add_(0, ids, torch.ones(len(tokens), device=self._device))
 

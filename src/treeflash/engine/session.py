@@ -14,7 +14,7 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
-from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
+from treeflash.engine.memory import MemoryPlan, device_name, kv_dtype, pick_device, plan_memory
 from treeflash.engine.prompts import Prompts
 from treeflash.engine.requests import (
     Finished,
@@ -30,12 +30,14 @@ from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.hub.catalog import Card, recognise
+from treeflash.kernels.quant_matmul import BUCKETS as PADDED
+from treeflash.kernels.quant_matmul import prepare
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import MAX_ROWS
 from treeflash.models.weights import Progress as LoadProgress
-from treeflash.spec.controller import Costs
+from treeflash.spec.controller import BUCKETS, Costs
 from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
 from treeflash.spec.speculator import Speculator
 from treeflash.state.draft_ring import draft_buffers
@@ -77,8 +79,15 @@ class Session:
 
     @classmethod
     def load(
-        cls, path: Path, config: EngineConfig | None = None, *, progress: LoadProgress | None = None
+        cls,
+        path: Path,
+        config: EngineConfig | None = None,
+        *,
+        progress: LoadProgress | None = None,
+        warming: Callable[[int, int], None] | None = None,
+        graphs: bool = True,
     ) -> "Session":
+        """`progress`: of reading; `warming`: of making CUDA graphs of the steps, unless told not to."""
         config = config or EngineConfig()
         device = pick_device(config.device)
         # Matrix products of bfloat16 are slow or missing on many CPUs; GPUs have them since Ampere.
@@ -114,6 +123,7 @@ class Session:
             )
             recommended = file_sampling(file.metadata)
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
+        prepare(target.layouts, device)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
         costs = cost_file.load()
         engine = Engine(
@@ -125,6 +135,8 @@ class Session:
             conversations=config.conversations,
             kv_format=config.kv,
         )
+        if device.type == "cuda" and graphs:
+            engine.capture(warming)
         return cls(
             engine,
             tokenizer,
@@ -214,7 +226,7 @@ def _drafter(
     config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Costs, dtype: torch.dtype
 ) -> Drafter:
     if config.speculation is None:
-        return NoDrafter(target.device)
+        return NoDrafter()
     if not 1 <= config.speculation.budget < MAX_ROWS:
         raise UsageError(f"--budget is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
     block = None
@@ -232,9 +244,18 @@ def _drafter(
             causal=config.draft.causal,
         )
         context = config.draft.context
-        buffers = draft_buffers(draft.spec, max_ctx=plan.max_ctx, context=context, device=target.device)
+        buffers = draft_buffers(
+            draft.spec,
+            max_ctx=plan.max_ctx,
+            context=context,
+            device=target.device,
+            dtype=kv_dtype(target.device),
+        )
         block = BlockDraft(draft, target, buffers)
-    return Speculator(block, config.speculation, costs, device=target.device)
+        prepare(draft.layouts, target.device)
+    # A padded step of one row costs what the smallest size does, and so on.
+    sizes = (1, *PADDED) if target.device.type == "cuda" else BUCKETS
+    return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
 
 
 def file_sampling(metadata: Mapping[str, Any]) -> SamplingParams:

@@ -253,6 +253,8 @@ class EngineWorker:
     def _answer(self, job: Job) -> None:
         assert self._session is not None
         for index, request in enumerate(job.requests):
+            if request.cancelled():
+                return job.end(Unavailable("the server is stopping", retry_after_s=10))
             begun = time.perf_counter()
             finished, error = None, None
             try:

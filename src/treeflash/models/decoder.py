@@ -27,21 +27,25 @@ class Block:
         block = f"blk.{index}"
         self._eps = spec.eps
         self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
-        mixer = Attention if spec.layers[index] == "attention" else GatedDelta
-        self._mixer: Callable[..., Tensor] = mixer(spec, loader, block)
+        mixer = (Attention if spec.layers[index] == "attention" else GatedDelta)(spec, loader, block)
+        self._mixer: Callable[..., Tensor] = mixer
         self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         if spec.experts is not None:
-            self._ffn = Experts(spec, loader, block)
+            ffn = Experts(spec, loader, block)
         else:
-            self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
+            ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
+        self._ffn: Callable[..., Tensor] = ffn
+        self._packs = mixer.packs, ffn.packs
 
     def __call__(
         self, x: Tensor, add: Tensor | None, frame: Frame, buffers: AttentionBuffers | DeltaBuffers
     ) -> tuple[Tensor, Tensor]:
         """The residual stream x and what is yet to be added to it, in and out."""
-        x, h = add_rms_norm(x, add, self._mixer_norm, self._eps)
-        x, h = add_rms_norm(x, self._mixer(h, frame, buffers), self._ffn_norm, self._eps)
-        return x, self._ffn(h)
+        pack_mixer, pack_ffn = (packs(x.shape[0] * x.shape[1]) for packs in self._packs)
+        x, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=pack_mixer)
+        mixed = self._mixer(h, frame, buffers)
+        x, h = add_rms_norm(x, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
+        return x, self._ffn(h).view_as(x)
 
 
 class Decoder:
@@ -51,6 +55,7 @@ class Decoder:
         self.spec = spec
         self.device = device
         self.dtype = loader.dtype  # what matrix products are computed in
+        self.layouts = loader.layouts  # of matrices in tiles, whose kernels can be made ready
         self.embed: Embedding = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
         self._blocks = [Block(spec, loader, i) for i in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)

@@ -10,8 +10,9 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import block_attention
 from treeflash.kernels.norm_rope import add_rms_norm, head_rope, rms_norm, rope_angles
+from treeflash.kernels.quant_matmul import PackedRows
 from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.layers import FeedForward
+from treeflash.models.layers import FeedForward, PackedInput, by_item
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import Progress, WeightLoader
@@ -40,10 +41,12 @@ class DraftLayer:
         self._norm = loader.vector(f"{block}.attn_norm.weight", width)
         self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
+        self._packs = PackedInput(self._query, self._key_value)
 
-    def key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def key_value(self, x: Tensor | PackedRows, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, T, width], context features or normed block rows, to keys and values [B, T, KV, D]."""
-        k, v = (part.unflatten(-1, (self._spec.kv_heads, -1)) for part in self._key_value(x))
+        parts = by_item(self._key_value(x), len(angles[0]))
+        k, v = (part.unflatten(-1, (self._spec.kv_heads, -1)) for part in parts)
         return head_rope(k, self._key_norm, self._spec.eps, *angles, interleaved=False), v
 
     def __call__(
@@ -57,8 +60,9 @@ class DraftLayer:
     ) -> tuple[Tensor, Tensor]:
         """x [B, T, width], the rows of the block, and what is yet to be added to it, through this layer."""
         spec, index = self._spec, self._index
-        x, h = add_rms_norm(x, add, self._norm, spec.eps)
-        q = self._query(h).unflatten(-1, (spec.heads, -1))
+        rows = x.shape[0] * x.shape[1]
+        x, h = add_rms_norm(x, add, self._norm, spec.eps, pack=self._packs(rows))
+        q = self._query(h).view(*x.shape[:2], spec.heads, -1)
         q = head_rope(q, self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self.key_value(h, angles)
         out = block_attention(
@@ -74,14 +78,16 @@ class DraftLayer:
             window=spec.window if spec.layers[index] == "sliding" else None,
             causal=spec.causal[index],
         )
-        x, h = add_rms_norm(x, self._out(out.flatten(-2)), self._ffn_norm, spec.eps)
-        return x, self._ffn(h)
+        out = self._out(out.flatten(-2))
+        x, h = add_rms_norm(x, out, self._ffn_norm, spec.eps, pack=self._ffn.packs(rows))
+        return x, self._ffn(h).view_as(x)
 
 
 class DFlashDraft:
     def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device):
         self.spec = spec
         self.device = device
+        self.layouts = loader.layouts
         self._fuse = loader.matrix("fc.weight", spec.width, len(spec.taps) * spec.width)
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
         self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
@@ -140,16 +146,20 @@ class DFlashDraft:
         positions = first[:, None] + torch.arange(features.shape[1], device=self.device)
         x = rms_norm(self._fuse(features), self._fuse_norm, self.spec.eps)
         angles = rope_angles(positions, self._frequencies)
+        # Of more rows than a ring holds only the newest count; most layers have rings of one size.
+        sizes = {keys.shape[1] for keys in buffers.keys}
+        places = {ring: (slots[:, None], positions[:, -ring:] % ring) for ring in sizes}
+        kept = None
+        if count is not None:
+            assert features.shape[1] <= min(sizes), f"{features.shape[1]} rows, a ring of {min(sizes)}"
+            kept = (torch.arange(features.shape[1], device=self.device) < count[:, None])[..., None, None]
         for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
             ring = keys.shape[1]
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
-                # Of more rows than the ring holds only the newest count.
-                place, new = (slots[:, None], positions[:, -ring:] % ring), rows[:, -ring:].to(pool.dtype)
-                if count is not None:
-                    assert features.shape[1] <= ring, f"{features.shape[1]} rows, a ring of {ring}"
-                    kept = torch.arange(features.shape[1], device=self.device) < count[:, None]
-                    new = torch.where(kept[..., None, None], new, pool[place])
-                pool[place] = new
+                new = rows[:, -ring:].to(pool.dtype)
+                if kept is not None:
+                    new = torch.where(kept, new, pool[places[ring]])
+                pool[places[ring]] = new
         buffers.lengths[slots] = positions[:, -1] + 1 if count is None else first + count
         if skipped:
             buffers.starts[slots] = first

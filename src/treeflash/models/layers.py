@@ -1,6 +1,7 @@
 """The parts of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from treeflash.kernels.attention import paged_attention
 from treeflash.kernels.causal_conv import chunk_conv, delta_gates, split_heads, tree_conv
 from treeflash.kernels.gated_delta import advance, chunk_delta, tree_delta
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, head_rope, silu_mul
+from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, max_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
-from treeflash.models.weights import Matrix, WeightLoader
+from treeflash.models.weights import Matrix, Projections, WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,26 @@ class Frame:
     pending: Pending  # of these slots only; P rows of path, of which `count` are to be committed
 
 
+class PackedInput:
+    """Whether the rows before these matrices are to come packed, as tiles read them."""
+
+    def __init__(self, *users: Matrix | Projections):
+        matrices = [m for user in users for m in (user.matrices if isinstance(user, Projections) else [user])]
+        tiles = [matrix.data for matrix in matrices if isinstance(matrix.data, PackedWeight)]
+        self._most = 0
+        if len(tiles) == len(matrices) and tiles[0].data.is_cuda:
+            self._most = max_rows((tile.layout for tile in tiles), tiles[0].data.device)
+
+    def __call__(self, rows: int) -> bool:
+        # A card with little shared memory takes fewer rows at a time; many rows are another product.
+        return bool(self._most) and not self._most < rows <= BUCKETS[-1]
+
+
+def by_item(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
+    """Products of packed rows, [B * T, N], as [B, T, N]; of other rows they are that already."""
+    return [part if part.ndim > 2 else part.unflatten(0, (batch, -1)) for part in parts]
+
+
 class Attention:
     """Grouped-query attention; with query/key norms, biases and an output gate where the family has them."""
 
@@ -40,14 +62,15 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
+        self.packs = PackedInput(self._qkv)
         self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
 
-    def __call__(self, x: Tensor, frame: Frame, buffers: AttentionBuffers) -> Tensor:
+    def __call__(self, x: Tensor | PackedRows, frame: Frame, buffers: AttentionBuffers) -> Tensor:
         """x [B, T, width], normalised, to [B, T, width]."""
         spec = self._spec
-        q, k, v = self._qkv(x)
+        q, k, v = by_item(self._qkv(x), len(frame.slots))
         gate = None
         if spec.family.gated_query:
             q, gate = q.unflatten(-1, (spec.heads, 2 * spec.head_dim)).split(spec.head_dim, -1)
@@ -80,12 +103,16 @@ class GatedDelta:
         self._decay = loader.vector(f"{block}.ssm_a", heads)
         self._time_bias = loader.vector(f"{block}.ssm_dt.bias", heads)
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
+        self.packs, self._packs_out = PackedInput(self._in), PackedInput(self._out)
 
-    def __call__(self, x: Tensor, frame: Frame, buffers: DeltaBuffers) -> Tensor:
+    def __call__(self, x: Tensor | PackedRows, frame: Frame, buffers: DeltaBuffers) -> Tensor:
         """x [B, T, width], normalised, to [B, T, width]."""
-        inputs, gate, beta, alpha = self._in(x)
+        batch = len(frame.slots)
+        inputs, gate, beta, alpha = by_item(self._in(x), batch)
         out = (self._chunk if frame.ancestors is None else self._tree)(inputs, alpha, beta, frame, buffers)
-        return self._out(gated_rms_norm(out, gate, self._norm, self._eps))
+        pack = self._packs_out(batch * gate.shape[1])
+        out = self._out(gated_rms_norm(out, gate, self._norm, self._eps, pack=pack))
+        return by_item((out,), batch)[0]
 
     def _tree(
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
@@ -145,10 +172,14 @@ class FeedForward:
         names = [f"{block}.ffn_{part}{suffix}.weight" for part in ("gate", "up")]
         self._in = loader.projections(names, [inner, inner], width)
         self._out = loader.matrix(f"{block}.ffn_down{suffix}.weight", width, inner)
+        self.packs, self._packs_out = PackedInput(self._in), PackedInput(self._out)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | PackedRows) -> Tensor:
+        """x [..., width] to the same; packed rows [M, width] to [M, width]."""
         gate, up = self._in(x)
-        return self._out(silu_mul(gate, up))
+        shape = gate.shape[:-1]
+        pack = self._packs_out(prod(shape))
+        return self._out(silu_mul(gate, up, pack=pack)).view(*shape, -1)
 
 
 class Experts:
@@ -172,6 +203,10 @@ class Experts:
         self._down = loader.experts(f"{block}.ffn_down_exps.weight", experts.count, width, experts.width)
         self._shared = FeedForward(loader, block, width=width, inner=experts.shared_width, suffix="_shexp")
         self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
+
+    def packs(self, rows: int) -> bool:
+        """Never: the router reads floats."""
+        return False
 
     def __call__(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)

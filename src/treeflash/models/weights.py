@@ -15,6 +15,7 @@ from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import (
     Layout,
+    PackedRows,
     PackedWeight,
     dense_matmul,
     has_layout,
@@ -33,10 +34,14 @@ class Matrix:
     data: Tensor | PackedWeight
     type: QuantType | None  # None: expanded, or in tiles
 
-    def __call__(self, x: Tensor, *, exact: bool = False) -> Tensor:
-        """x [..., K] float32 to [..., N] float32; not rounded to the weights' type on the way if `exact`."""
+    def __call__(self, x: Tensor | PackedRows, *, exact: bool = False) -> Tensor:
+        """x [..., K] float32 to [..., N] float32; not rounded to the weights' type on the way if `exact`.
+
+        A matrix in tiles also takes packed rows [M, K], to [M, N].
+        """
         if isinstance(self.data, PackedWeight):
             return _products(x, [self.data])
+        assert isinstance(x, Tensor), "packed rows for a matrix that is not in tiles"
         if self.type is not None:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
@@ -51,7 +56,7 @@ class Projections:
     sizes: tuple[int, ...]
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor | PackedRows) -> tuple[Tensor, ...]:
         if len(self.matrices) == 1:
             out = self.matrices[0](x)
         elif tiles := [matrix.data for matrix in self.matrices if isinstance(matrix.data, PackedWeight)]:
@@ -63,8 +68,10 @@ class Projections:
         return out.split(self.sizes, -1)
 
 
-def _products(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    """x [..., K] times matrices in tiles, side by side: [..., N in all]."""
+def _products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
+    """x [..., K] times matrices in tiles, side by side: [..., N in all]; [M, N in all] for packed rows."""
+    if isinstance(x, PackedRows):
+        return packed_products(x, weights)
     return packed_products(x.reshape(-1, x.shape[-1]), weights).unflatten(0, x.shape[:-1])
 
 

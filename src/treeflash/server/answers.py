@@ -78,13 +78,15 @@ class Answer:
         return [each for part in self.parts if part.kind == "text" for each in part.logprobs]
 
 
-def speculation(stats: RequestStats) -> dict[str, Any]:
-    """How proposals fared, for usage objects."""
+def speculation(*answers: RequestStats) -> dict[str, Any]:
+    """How proposals fared in all of them, for usage objects."""
+    steps = sum(stats.steps for stats in answers)
+    committed = sum(stats.step_tokens for stats in answers)
     return {
-        "acceptance_length": round(stats.acceptance_length, 4),
-        "steps": stats.steps,
-        "drafted_tokens": stats.verified_rows - stats.steps,
-        "accepted_tokens": sum(stats.accepted_by_position),
+        "acceptance_length": round(committed / steps, 4) if steps else 0.0,
+        "steps": steps,
+        "drafted_tokens": sum(stats.verified_rows - stats.steps for stats in answers),
+        "accepted_tokens": sum(sum(stats.accepted_by_position) for stats in answers),
     }
 
 

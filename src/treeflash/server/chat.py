@@ -27,7 +27,7 @@ from treeflash.server.service import Service
 from treeflash.server.sse import DONE, comment, event
 
 # What the template gets from elsewhere in the request.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "keep_reasoning", "boundaries")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries")
 
 
 def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
@@ -243,5 +243,5 @@ def usage_of(found: list[Answer], copies: int) -> Object:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
-        "speculation": answers.speculation(stats[-1]),
+        "speculation": answers.speculation(*stats),
     }

@@ -70,24 +70,33 @@ def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
                 )
             case "custom":
                 found.append(options.function_tool(name, description, _FREE_TEXT_SCHEMA, field=where))
-            case "namespace" if isinstance(tool.get("tools"), list):
-                found += tool_list([each for each in tool["tools"] if isinstance(each, dict)])
+            case "namespace":
+                found += tool_list(_members(tool))
     return found
 
 
 def free_text_tools(tools: list[Object] | None) -> set[str]:
-    return {tool.get("name", "") for tool in tools or () if tool.get("type") == "custom"}
+    alone = [tool["name"] for tool in tools or () if tool.get("type") == "custom"]
+    return {*alone, *(name for group in _groups(tools) for name in free_text_tools(_members(group)))}
 
 
 def namespaces(tools: list[Object] | None) -> dict[str, str]:
     """Which group a tool's name belongs to, where the client groups them."""
-    groups = [tool for tool in tools or () if tool.get("type") == "namespace"]
     return {
         each["name"]: str(group.get("name"))
-        for group in groups
-        for each in group.get("tools") or ()
-        if isinstance(each, dict) and isinstance(each.get("name"), str)
+        for group in _groups(tools)
+        for each in _members(group)
+        if isinstance(each.get("name"), str)
     }
+
+
+def _groups(tools: list[Object] | None) -> list[Object]:
+    return [tool for tool in tools or () if tool.get("type") == "namespace"]
+
+
+def _members(group: Object) -> list[Object]:
+    found = group.get("tools")
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _choice(choice: str | Object | None) -> Any:
@@ -134,8 +143,12 @@ class _Messages:
                 content = item.get("content")
                 parts = content if isinstance(content, list) else []
                 texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-                thought = "\n".join(text for text in texts if isinstance(text, str))
-                self._turn(fresh=True)["reasoning_content"] = thought
+                turn = self._turn(fresh=True)
+                # One turn may have been cut into several.
+                before = [turn["reasoning_content"]] if turn.get("reasoning_content") else []
+                turn["reasoning_content"] = "\n".join(
+                    [*before, *(text for text in texts if isinstance(text, str))]
+                )
             case "function_call":
                 self._call(item, item.get("arguments"), where)
             case "custom_tool_call":

@@ -18,6 +18,8 @@ from treeflash.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+LONGEST = 300  # characters of an error in the log
+
 
 def serve(
     load: Loader,
@@ -106,7 +108,7 @@ class _Server(uvicorn.Server):
 def line(job: Job, outcome: Outcome) -> str:
     """What the log says of a request."""
     if outcome.finished is None:
-        return f"{job.label} · failed: {type(outcome.error).__name__}: {outcome.error}"
+        return f"{job.label} · failed: {type(outcome.error).__name__}: {_one_line(str(outcome.error))}"
     stats = outcome.finished.stats
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
     parts = [
@@ -120,3 +122,9 @@ def line(job: Job, outcome: Outcome) -> str:
         outcome.finished.reason,
     ]
     return " · ".join(filter(None, parts))
+
+
+def _one_line(text: str) -> str:
+    """As a log may show it: errors quote requests, which may hold line breaks and a terminal's commands."""
+    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."

@@ -1,9 +1,13 @@
 """Request bodies of the protocols as clients send them; anything further is accepted and left alone."""
 
+import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from treeflash.errors import UsageError
+
+MAX_NESTING = 100
 Object = dict[str, Any]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -11,10 +15,29 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_said_back(cls, given: Any) -> Any:
+        """Python reads more than JSON has; answers, templates and grammars write what they were given."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if isinstance(value, dict | list):
+                _check(value, name, MAX_NESTING)
+        return given
+
     @property
     def extras(self) -> Object:
         """Fields that the protocol does not have."""
         return self.model_extra or {}
+
+
+def _check(value: Any, name: str, levels: int) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{name} has a number that is not finite; JSON has no such numbers")
+    if isinstance(value, dict | list):
+        if not levels:
+            raise UsageError(f"{name} has more than {MAX_NESTING} levels of objects inside each other")
+        for each in value.values() if isinstance(value, dict) else value:
+            _check(each, name, levels - 1)
 
 
 class Extension(Body):

@@ -17,7 +17,7 @@ _CLAIMS = (0.01, 0.03, 0.08, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.01)
 _DEPTHS = (1, 2, 3, 5, 8, 64)
 _PRIOR = 12.0  # claims that a fresh bin is taken to have seen, all of them honest
 _FADE = 0.998  # of a bin's counts at each of its claims: about 500 are remembered
-_LEADING = 4  # candidates of a depth that are learnt from
+LEADING = 4  # candidates of a depth that are learnt from
 
 
 class Calibration:
@@ -46,7 +46,7 @@ class Calibration:
 
     def learn(self, proposal: Proposal, followed: list[int]) -> None:
         """What was proposed, before correction, and the tokens that then came."""
-        ids, scores = proposal.ids[:, :_LEADING].tolist(), proposal.scores[:, :_LEADING].tolist()
+        ids, scores = proposal.ids[:, :LEADING].tolist(), proposal.scores[:, :LEADING].tolist()
         for depth, token in enumerate(followed[: proposal.depth]):
             row = _depth_bin(depth + 1)
             for candidate, claim in zip(ids[depth], scores[depth], strict=True):

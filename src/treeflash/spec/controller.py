@@ -7,6 +7,7 @@ comes. Copies from the text cost nothing to propose: they are taken whenever the
 """
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -57,10 +58,19 @@ class Plan:
 
 
 class Controller:
-    def __init__(self, costs: Costs, *, max_rows: int, drafts: bool, fixed: bool = False):
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        max_rows: int,
+        drafts: bool,
+        fixed: bool = False,
+        sizes: Sequence[int] = BUCKETS,
+    ):
+        """`sizes` of steps to choose from, as far as they are below `max_rows`."""
         self.costs = costs
         self._drafts = drafts
-        self._buckets = [rows for rows in BUCKETS if rows < max_rows] + [max_rows]
+        self._buckets = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._fixed = fixed
         # Accepted tokens a step by bucket, and the same as promised by the scores: None until known.
         self._accepted: list[float] = []

@@ -12,6 +12,7 @@ from treeflash.models.dflash import DFlashDraft, DraftBuffers
 from treeflash.spec.proposal import Proposal
 from treeflash.spec.tree import DraftTree
 from treeflash.state.draft_ring import SavedRings, restore_rings, save_rings
+from treeflash.state.graphs import Part
 
 
 class Rank(Protocol):
@@ -57,8 +58,20 @@ class Drafter(Protocol):
         """A new sequence begins."""
         ...
 
-    def append(self, tokens: list[int], features: Tensor) -> None:
-        """The target has processed `tokens`, and they stay; features [n, taps * width]."""
+    def append(self, tokens: list[int], features: Tensor | None) -> None:
+        """The target has processed `tokens`, and they stay; features [n, taps * width], None: kept before."""
+        ...
+
+    def fix(self, rank: Rank) -> list[Part]:
+        """From now on proposals use tensors that stay where they are; the parts that can be captured."""
+        ...
+
+    def keep(self, features: Tensor, count: Tensor) -> None:
+        """Of features [n, taps * width] the first `count` [1] stay; nothing is asked of the device."""
+        ...
+
+    def trim(self, count: int) -> None:
+        """The last `count` that were kept do not stay after all."""
         ...
 
     def propose(
@@ -87,17 +100,21 @@ class NoDrafter:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, device: torch.device | str = "cpu"):
-        self._device = device
-
     def open(self) -> None: ...
 
-    def append(self, tokens: list[int], features: Tensor) -> None: ...
+    def append(self, tokens: list[int], features: Tensor | None) -> None: ...
+
+    def fix(self, rank: Rank) -> list[Part]:
+        return []
+
+    def keep(self, features: Tensor, count: Tensor) -> None: ...
+
+    def trim(self, count: int) -> None: ...
 
     def propose(
         self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
     ) -> DraftTree:
-        return DraftTree.root(anchor, self._device)
+        return DraftTree.root(anchor)
 
     def learn(self, outcome: Outcome) -> None: ...
 
@@ -127,7 +144,7 @@ class BlockDraft:
         self._waiting = []
 
     def save(self) -> SavedRings:
-        self._flush()
+        self.flush()
         return save_rings(self._buffers, 0)
 
     def restore(self, saved: SavedRings) -> None:
@@ -138,19 +155,32 @@ class BlockDraft:
         """features [n, taps * width]; they wait until a proposal needs them."""
         self._waiting.append(features)
         if sum(map(len, self._waiting)) >= 64:
-            self._flush()
+            self.flush()
+
+    def keep(self, features: Tensor, count: Tensor) -> None:
+        """The first `count` [1] of features [n, taps * width], at once; none may be waiting."""
+        assert not self._waiting
+        # No path of a tree below the anchor is longer than the block.
+        rows = features[None, : self.spec.block_size]
+        self._draft.append(rows, self._slots, self._buffers, count=count)
+
+    def trim(self, count: int) -> None:
+        self._buffers.lengths[0] -= count
 
     def propose(self, anchor: int, rank: Rank, count: int) -> Proposal:
         """Candidates for the block's positions behind the anchor."""
-        self._flush()
-        token = torch.tensor([anchor], device=self._draft.device)
+        self.flush()
+        return self.candidates(torch.tensor([anchor], device=self._draft.device), rank, count)
+
+    def candidates(self, token: Tensor, rank: Rank, count: int) -> Proposal:
+        """The same behind a token [1], of which only the device knows."""
         rows = torch.cat([self._target.embed(token[None]), self._masks], 1)
         hidden = self._draft.block(rows, self._slots, self._buffers)[0, 1:]
         logits = self._draft.shape_logits(self._target.logits(hidden))
         positions = self._buffers.lengths[0] + torch.arange(1, len(hidden) + 1, device=self._draft.device)
         return Proposal.rows(*rank(logits, positions, token, count))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._waiting:
             self._draft.append(torch.cat(self._waiting)[None], self._slots, self._buffers)
             self._waiting = []

@@ -10,13 +10,15 @@ from torch import Tensor
 from treeflash.config import SpecConfig
 from treeflash.models.step import MAX_ROWS
 from treeflash.spec.calibration import Calibration
-from treeflash.spec.controller import Controller, Costs
+from treeflash.spec.controller import BUCKETS, Controller, Costs
 from treeflash.spec.draft import BlockDraft, Outcome, Rank, TreeGuide
+from treeflash.spec.draft_part import DraftPart
 from treeflash.spec.lookup import ContextLookup
 from treeflash.spec.proposal import Proposal, ScoredTree, build_tree
 from treeflash.spec.tree import DraftTree
 from treeflash.spec.verify import walk
 from treeflash.state.draft_ring import SavedRings
+from treeflash.state.graphs import Part
 
 _CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely looks further
 _SPINE = math.log(0.02)  # the likeliest path is in the tree as long as it survives this often
@@ -57,16 +59,25 @@ class Speculator:
         costs: Costs,
         *,
         device: torch.device | str = "cpu",
+        sizes: Sequence[int] = BUCKETS,
     ):
+        """`sizes`: of steps, those that differ in what they cost."""
         self._draft, self._config, self._device = draft, config, device
         self._depth = draft.spec.block_size - 1 if draft else _LOOKUP_DEPTH
         self._calibration = Calibration(device)
         self._controller = Controller(
-            costs, max_rows=config.budget + 1, drafts=draft is not None, fixed=not config.adaptive
+            costs,
+            max_rows=config.budget + 1,
+            drafts=draft is not None,
+            fixed=not config.adaptive,
+            sizes=sizes,
         )
         self._lookup = ContextLookup()
         self._processed = 0
         self._asked: _Asked | None = None  # for the step under way
+        self._part: DraftPart | None = None  # the draft over fixed tensors, where it is asked that way
+        self._started = False  # it was, for the step under way
+        self._unread: tuple[Tensor, Outcome] | None = None  # its last report, and what came of it
         self._watched: _Asked | None = None  # never verified, compared with what comes
 
     @property
@@ -76,16 +87,39 @@ class Speculator:
     def open(self) -> None:
         self._lookup = ContextLookup()
         self._processed = 0
-        self._asked = self._watched = None
+        self._asked = self._watched = self._unread = None
+        self._started = False
         if self._draft:
             self._draft.open()
 
-    def append(self, tokens: list[int], features: Tensor) -> None:
+    def fix(self, rank: Rank) -> list[Part]:
+        if self._draft is None:
+            return []
+        self._part = DraftPart(
+            self._draft,
+            self._calibration,
+            rank,
+            nodes=self._config.budget,
+            candidates=1 if self._config.chain else _CANDIDATES,
+            spine=_SPINE,
+            device=self._device,
+        )
+        return [self._part.part]
+
+    def keep(self, features: Tensor, count: Tensor) -> None:
+        if self._draft:
+            self._draft.keep(features, count)
+
+    def trim(self, count: int) -> None:
+        if self._draft:
+            self._draft.trim(count)
+
+    def append(self, tokens: list[int], features: Tensor | None) -> None:
         self._processed += len(tokens)
         # The anchor was handed over when it was decided, one step before it was processed.
         new = self._processed - len(self._lookup)
         self._lookup.append(tokens[len(tokens) - new :])
-        if self._draft:
+        if self._draft and features is not None:
             self._draft.append(features)
 
     def save(self) -> SavedRings | None:
@@ -103,26 +137,52 @@ class Speculator:
     ) -> DraftTree:
         if len(self._lookup) == position:
             self._lookup.append([anchor])
-        self._asked = None
+        self._asked, self._started = None, False
+        if self._part is not None and self._draft is not None:
+            self._draft.flush()
         if limit == 1:
-            return DraftTree.root(anchor, self._device)
+            return DraftTree.root(anchor)
         copied, score = self._copy(anchor, guide)
+        if guide is not None:
+            self._catch_up()
         plan = self._controller.plan(copied=len(copied), sure=math.exp(score))
         if plan.copy:
             tokens = [anchor, *copied][: min(plan.rows, limit)]
-            return DraftTree.of(tokens, list(range(-1, len(tokens) - 1)), self._device)
-        if plan.ask:
+            return DraftTree.of(tokens, list(range(-1, len(tokens) - 1)))
+        if plan.ask and self._part is not None and guide is None:
+            self._part(anchor, self._chain(copied), score)
+            self._started = True
+            self._catch_up()  # while the device is busy
+            rows = min(plan.rows, limit)
+            if rows > 1:
+                tree = self._part.tree
+                return DraftTree(tree[0, :rows], tree[1, :rows], tree)
+        elif plan.ask:
             self._asked = asked = self._ask(anchor, rank, copied, score, guide)
             rows = min(plan.rows, limit, len(asked.scored.tokens))
             if rows > 1:
                 return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
-        return DraftTree.root(anchor, self._device)
+        return DraftTree.root(anchor)
 
     def learn(self, outcome: Outcome) -> None:
+        self._catch_up()
         asked, costs = self._asked, self._controller.costs
         costs.learn_step(outcome.verified, outcome.step_seconds)
-        if asked is not None:
+        if asked is not None or self._started:
             costs.learn_draft(outcome.draft_seconds)
+        if self._started and self._part is not None:
+            self._unread, self._started = (self._part.report(), outcome), False
+        else:
+            self._judge(asked, outcome)
+
+    def _catch_up(self) -> None:
+        """Learns from the report that was put off."""
+        if self._unread is not None and self._part is not None:
+            (report, outcome), self._unread = self._unread, None
+            self._judge(_Asked(*self._part.read(report), []), outcome)
+
+    def _judge(self, asked: _Asked | None, outcome: Outcome) -> None:
+        if asked is not None:
             if outcome.verified > 1:
                 self._calibration.learn(asked.proposal, outcome.tokens)
                 self._controller.learn(asked.weights(), outcome.rows, verified=outcome.verified)
@@ -162,6 +222,13 @@ class Speculator:
     ) -> _Asked:
         """The draft's candidates, corrected by how such claims have fared, and the copy, as one tree."""
         assert self._draft is not None
+        # Of a tree with a guide some branches will fall, so that there should be more of them.
+        nodes = self._config.budget if guide is None else min(_GUIDED * self._config.budget, MAX_ROWS - 1)
+        if self._part is not None:
+            self._part(anchor, self._chain(copied), score, nodes=nodes)
+            if torch.device(self._device).type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            return self._pruned(*self._part.read(self._part.report()), guide)
         claimed = self._draft.propose(anchor, rank, 1 if self._config.chain else _CANDIDATES)
         proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
         if copied and not self._config.chain:
@@ -169,9 +236,13 @@ class Speculator:
             chain = torch.tensor([copied + ended], device=self._device)
             proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
         root = torch.tensor([anchor], device=self._device)
-        # Of a tree with a guide some branches will fall, so that there should be more of them.
-        nodes = self._config.budget if guide is None else min(_GUIDED * self._config.budget, MAX_ROWS - 1)
-        scored = build_tree(root, proposal, nodes=nodes, spine=_SPINE).trimmed()
+        return self._pruned(claimed, build_tree(root, proposal, nodes=nodes, spine=_SPINE).trimmed(), guide)
+
+    def _chain(self, copied: list[int]) -> list[int]:
+        """What of a copy may stand beside the draft's own."""
+        return [] if self._config.chain else copied
+
+    def _pruned(self, claimed: Proposal, scored: ScoredTree, guide: TreeGuide | None) -> _Asked:
         if guide is not None:
             kept = guide.kept(scored.tokens.tolist(), scored.parents.tolist())
             scored = _only(scored, kept[: self._config.budget + 1])

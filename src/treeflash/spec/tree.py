@@ -15,15 +15,18 @@ from torch import Tensor
 class DraftTree:
     tokens: Tensor  # [T] int64
     parents: Tensor  # [T] int64, -1 for the root
+    # [4, 64] int64 where the tree was made on a device, which alone knows it: tokens, parents, ancestors (bit
+    # j set: row j is this row or above it) and depths; rows beyond T are anything.
+    packed: Tensor | None = None
 
     @classmethod
-    def root(cls, token: int, device: torch.device | str = "cpu") -> Self:
-        return cls(torch.tensor([token], device=device), torch.tensor([-1], device=device))
+    def root(cls, token: int) -> Self:
+        return cls(torch.tensor([token]), torch.tensor([-1]))
 
     @classmethod
-    def of(cls, tokens: list[int], parents: list[int], device: torch.device | str = "cpu") -> Self:
+    def of(cls, tokens: list[int], parents: list[int]) -> Self:
         assert parents[0] == -1 and all(0 <= parent < row for row, parent in enumerate(parents) if row)
-        return cls(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
+        return cls(torch.tensor(tokens), torch.tensor(parents))
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -40,8 +40,12 @@ class SequenceStates:
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype = torch.float32,
         input_dtype: torch.dtype = torch.float32,
+        whole: bool = False,
     ):
-        """`input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing."""
+        """`input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing.
+
+        `whole`: all pages are there from the start, and no tensor ever moves.
+        """
         self._spec = spec
         self._device = torch.device(device)
         self._kv_dtype, self._input_dtype = kv_dtype, input_dtype
@@ -63,6 +67,8 @@ class SequenceStates:
                 count=self._zeros(slots, dtype=torch.int64),
             ),
         )
+        if whole:
+            self._grow(self.buffers.page_table.numel())
 
     def open(self) -> int:
         """A free slot, empty."""
@@ -186,7 +192,7 @@ class SequenceStates:
         """
         assert step.ancestors is not None
         slots, pending = step.slots, self.buffers.pending
-        bits = torch.where(last >= 0, step.ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0], 0)
+        bits = step.ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0].masked_fill(last < 0, 0)
         columns = torch.arange(step.rows, device=self._device)
         accepted = (bits[:, None] >> columns) & 1
         counts = accepted.sum(1)
@@ -196,6 +202,13 @@ class SequenceStates:
         self._compact(slots, torch.where(columns < counts[:, None], path, columns), columns)
         self.buffers.lengths[slots] += counts
         return counts
+
+    def trim(self, slot: int, count: int) -> None:
+        """Takes back the last `count` rows of the last commit: the recurrent states have not followed yet."""
+        assert 0 <= count <= self.lengths[slot]
+        self.lengths[slot] -= count
+        self.buffers.lengths[slot] -= count
+        self.buffers.pending.count[slot] -= count
 
     def _compact(self, slots: Tensor, source: Tensor, columns: Tensor) -> None:
         """Moves the accepted rows' keys and values to the front of the rows."""

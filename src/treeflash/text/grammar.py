@@ -36,7 +36,7 @@ class Matcher:
         """Tokens that may follow, one bit each: [vocabulary / 32] int32. End tokens where it may end."""
         words = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32)[: self._words]
         if self._state.is_error():
-            raise ResourceError(f"the grammar cannot be followed further: {self._state.get_error()}")
+            raise ResourceError(f"the grammar cannot be followed further: {_first_line(self._state)}")
         return words
 
     def advance(self, token: int) -> bool:
@@ -90,8 +90,11 @@ class GrammarCompiler:
                 )
         state = make(tables, text, log_level=0)
         if state.is_error():
-            reason = state.get_error().strip().splitlines()
-            raise UsageError(f"the {grammar.kind} grammar cannot be used: {reason[0] if reason else '?'}")
+            raise UsageError(f"the {grammar.kind} grammar cannot be used: {_first_line(state)}")
+        # Rules that only lead back to themselves are noticed by the first look for what may come.
+        state.compute_bitmask()
+        if state.is_error():
+            raise UsageError(f"the {grammar.kind} grammar matches no text: {_first_line(state)}")
         return Matcher(state, -(-self._tokenizer.vocab_size // 32))
 
     @cached_property
@@ -126,6 +129,11 @@ class _Vocabulary:
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         return self._tokenizer.encode(text, special=False)
+
+
+def _first_line(state: Any) -> str:
+    """Of the error; a dump of the parser follows."""
+    return next(iter(state.get_error().strip().splitlines()), "?")
 
 
 def _schema(value: Any) -> str:

@@ -21,18 +21,22 @@ ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_PARTS = ("reasoning", "thinking", "redacted_thinking")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
+REASONING_TEXTS = ("thinking", "reasoning", "text")  # of the parts
 # One client heads its system prompt with a line that differs in every request: no two would share a prefix.
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 THOUGHTS = re.compile(r"(?:\s*<think>.*?(?:</think>\n*|\Z))+", re.DOTALL)
 
 
-def normalise(messages: Sequence[Mapping[str, Any]], *, keep_reasoning: bool = False) -> list[Message]:
-    """One leading system message at most, text contents, tool arguments as objects, no old reasoning."""
+def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """One leading system message at most, text contents, tool arguments as objects, reasoning in one field.
+
+    Which reasoning is shown again is the template's rule: inside a round of tool calls, not in older turns.
+    """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise UsageError(f"messages is of type {type(messages).__name__}; needs a list of messages")
     if not messages:
         raise UsageError("messages is empty; needs at least one message")
-    cleaned = [_clean(message, f"messages[{i}]", keep_reasoning) for i, message in enumerate(messages)]
+    cleaned = [_clean(message, f"messages[{i}]") for i, message in enumerate(messages)]
     leading = next((i for i, message in enumerate(cleaned) if message["role"] != "system"), len(cleaned))
     head = [message["content"] for message in cleaned[:leading]]
     system = [{"role": "system", "content": "\n\n".join(filter(None, head))}] if head else []
@@ -53,7 +57,7 @@ def merge_neighbours(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def _clean(message: Any, where: str, keep_reasoning: bool) -> Message:
+def _clean(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise UsageError(
             f"{where} is of type {type(message).__name__}; needs an object with role and content"
@@ -67,11 +71,11 @@ def _clean(message: Any, where: str, keep_reasoning: bool) -> Message:
     if role == "system":
         cleaned["content"] = BILLING_LINE.sub("", cleaned["content"])
     if role == "assistant":
-        reasoning = [cleaned.pop(name) for name in REASONING_FIELDS if name in cleaned]
-        if not keep_reasoning:
-            cleaned["content"] = _without_thought(cleaned["content"])
-        elif reasoning:
-            cleaned["reasoning_content"] = _text(reasoning[0], f"{where}.reasoning_content", role)
+        thought, cleaned["content"] = _parted(cleaned["content"])
+        named = [cleaned.pop(name) for name in REASONING_FIELDS if name in cleaned]
+        found = [*named, _thinking_parts(message.get("content")), thought]
+        if reasoning := next((text for text in found if isinstance(text, str) and text), None):
+            cleaned["reasoning_content"] = reasoning
         calls = _tool_calls(fields, where)
         cleaned.pop("function_call", None)
         cleaned.pop("tool_calls", None)
@@ -116,12 +120,21 @@ def _part_text(part: Any, where: str) -> str:
     return part[field]
 
 
-def _without_thought(content: str) -> str:
+def _thinking_parts(content: Any) -> str:
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    texts = [
+        part.get(name) for part in parts if part.get("type") in REASONING_PARTS for name in REASONING_TEXTS
+    ]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _parted(content: str) -> tuple[str, str]:
+    """What a reply begins with in tags of thought, without them, and the reply itself."""
     if match := THOUGHTS.match(content):
-        return content[match.end() :]
+        return re.sub("</?think>", "\n", match[0]).strip(), content[match.end() :]
     # Generation prompts write the first tag themselves, so a reply may hold only the second.
     thought, tag, reply = content.partition("</think>")
-    return reply.lstrip("\n") if tag and "<think>" not in thought else content
+    return (thought.strip(), reply.lstrip("\n")) if tag and "<think>" not in thought else ("", content)
 
 
 def _tool_calls(fields: Mapping[str, Any], where: str) -> list[Message]:

@@ -104,18 +104,18 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
-        keep_reasoning: bool = False,
         boundaries: bool = False,
         **extra: Any,
     ) -> Rendered:
         """The prompt for a conversation as clients send it; `thinking` None leaves the template's default."""
         if own := {"messages", COUNTER, *self._tokens} & extra.keys():
             raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
-        conversation: list[Message] = self._guard(normalise(messages, keep_reasoning=keep_reasoning))
+        conversation: list[Message] = self._guard(normalise(messages))
         variables = self._guard(extra) | self._tokens | {"tools": self._guard(_checked_tools(tools))}
         if thinking is not None:
             variables["enable_thinking"] = thinking

@@ -5,6 +5,7 @@ object (Hermes, Qwen3), both inside `<tool_call>`.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ Syntax = Literal["xml", "json"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+_OPTIONS = ("anyOf", "oneOf")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int,
@@ -34,9 +36,16 @@ class Tool:
     strict: bool = False
 
     def schema(self, key: str) -> Mapping[str, Any]:
-        """Of one argument; empty where nothing is said about it."""
-        found = (self.parameters.get("properties") or {}).get(key)
-        return _resolved(found, self.parameters) if isinstance(found, Mapping) else {}
+        """Of one argument, with what it refers to; empty where nothing is said about it."""
+        found = _resolved(self.properties.get(key), self.parameters)
+        options = {name: given for name in _OPTIONS if (given := _list(found, name))}
+        resolved = {name: [_resolved(each, self.parameters) for each in options[name]] for name in options}
+        return {**found, **resolved}
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
@@ -67,7 +76,7 @@ def syntax_of(template: str) -> Syntax | None:
 
 def is_string(schema: Mapping[str, Any]) -> bool:
     """Whether an argument is text and nothing else, so that its text need not be read as JSON."""
-    return _types(schema) == {"string"} or bool(_choices(schema))
+    return _types(schema) == {"string"}
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
@@ -105,10 +114,9 @@ def call_grammar(tools: Sequence[Tool], syntax: Syntax, *, many: bool, opened: b
 
 
 def _xml_call(rule: str, tool: Tool) -> list[str]:
-    properties = tool.parameters.get("properties") or {}
-    required = tool.parameters.get("required") or ()
+    required = _list(tool.parameters, "required")
     names, rules = [], []
-    for index, key in enumerate(properties):
+    for index, key in enumerate(tool.properties):
         name = f"{rule}x{index}"
         head = json.dumps(f"\n{PARAMETER}{key}>\n", ensure_ascii=False)
         value = _xml_value(tool, key)
@@ -131,10 +139,16 @@ def _xml_value(tool: Tool, key: str) -> str | None:
     schema = tool.schema(key)
     tail = json.dumps(f"\n{END_PARAMETER}")
     if values := _choices(schema):
-        return "( " + " | ".join(json.dumps(value, ensure_ascii=False) for value in values) + f" ) {tail}"
+        # Texts as they are, other values as JSON; both as a grammar spells them.
+        texts = [value if isinstance(value, str) else _spelled(value) for value in values]
+        return f"( {' | '.join(map(_spelled, texts))} ) {tail}"
     if "string" in _types(schema) or not schema:
         return None
     return f"%json {_json(schema, tool)} {tail}"
+
+
+def _spelled(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _text_rule(name: str, schema: Mapping[str, Any], *, strict: bool = False) -> str:
@@ -143,13 +157,18 @@ def _text_rule(name: str, schema: Mapping[str, Any], *, strict: bool = False) ->
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if strict and isinstance(schema.get("pattern"), str):
         # A schema's pattern matches anywhere unless it is anchored; the grammar's matches the whole.
-        pattern = schema["pattern"].replace("/", r"\/")
+        pattern = re.sub(r"\\.|[/\n]", _in_slashes, schema["pattern"], flags=re.DOTALL)
         before = "" if pattern.startswith("^") else expression
         after = "" if pattern.endswith("$") else expression
         expression = f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}"
     elif least or most != "":
         expression = f"(?s:.{{{least},{most}}})"
     return f'{name}[suffix="\\n{END_PARAMETER}"]: /{expression}/'
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """What would end an expression between slashes; what is escaped already stays."""
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
 def _json_call(rule: str, tool: Tool) -> list[str]:
@@ -170,22 +189,43 @@ def _json(schema: Mapping[str, Any], tool: Tool) -> str:
     return json.dumps({**schema, **shared, "x-guidance": options}, ensure_ascii=False)
 
 
-def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """The texts that a schema lists; none where it lists nothing, or other values too."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return list(values) if all(isinstance(value, str) for value in values) else []
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists; none where it lists nothing."""
+    return _list(schema, "enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Names of the JSON types that a schema allows; none where it does not say."""
     found = schema.get("type")
-    types: set[str] = {found} if isinstance(found, str) else set(found or ())
-    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= _types(option) if isinstance(option, Mapping) else set()
-    return types
+    if isinstance(found, str):
+        return {found}
+    if named := {name for name in _list(schema, "type") if isinstance(name, str)}:
+        return named
+    if values := _choices(schema):
+        return {_type(value) for value in values}
+    options = [each for name in _OPTIONS for each in _list(schema, name)]
+    kinds = [_types(each) if isinstance(each, Mapping) else set() for each in options]
+    # One that may be anything makes all of it so.
+    return set().union(*kinds) if all(kinds) else set()
 
 
-def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _type(value: Any) -> str:
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, bool):
+        return "boolean"
+    return next(name for name, kind in _TYPES.items() if isinstance(value, kind))
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """What stands there as a list; clients send schemas in which it is something else."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(schema, Mapping):
+        return {}
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema

@@ -20,8 +20,10 @@ def tree_conv(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if inputs.is_cuda:
-        from treeflash.kernels.causal_conv import kernel
+        from treeflash.kernels.causal_conv import cuda, kernel
 
+        if cuda.takes(inputs, weight, alpha, state["window"], state["key_heads"]):
+            return cuda.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
         if kernel.takes(weight, alpha, state["key_heads"]):
             return kernel.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
     return reference.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)

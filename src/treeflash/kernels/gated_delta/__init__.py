@@ -12,8 +12,10 @@ def tree_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
 ) -> Tensor:
     if q.is_cuda:
-        from treeflash.kernels.gated_delta import kernel
+        from treeflash.kernels.gated_delta import cuda, kernel
 
+        if cuda.takes(state, q.shape[1]):
+            return cuda.tree_delta(q, k, v, g, beta, state, **rows)
         if kernel.takes(state):
             return kernel.tree_delta(q, k, v, g, beta, state, **rows)
     return reference.tree_delta(q, k, v, g, beta, state, **rows)

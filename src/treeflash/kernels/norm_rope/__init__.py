@@ -1,9 +1,15 @@
-"""Norms, rotary embedding, gates: each with what stands beside it in a layer, so that it is one kernel."""
+"""Norms, rotary embedding, gates: each with what stands beside it in a layer, so that it is one kernel.
+
+With `pack` the result comes as the rows that a product with tiles reads; on a GPU only.
+"""
+
+from typing import Literal, overload
 
 from torch import Tensor
 
 from treeflash.kernels.norm_rope import reference
 from treeflash.kernels.norm_rope.reference import l2_norm, rope, rope_angles
+from treeflash.kernels.quant_matmul.rows import PackedRows
 
 __all__ = [
     "add_rms_norm",
@@ -31,15 +37,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _of(x).rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@overload
+def add_rms_norm(
+    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: Literal[False] = False
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: bool
+) -> tuple[Tensor, Tensor | PackedRows]: ...
+def add_rms_norm(
+    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: bool = False
+) -> tuple[Tensor, Tensor | PackedRows]:
+    if pack:
+        from treeflash.kernels.norm_rope import kernel
+
+        return kernel.add_rms_norm(x, add, weight, eps, pack=True)
     return _of(x).add_rms_norm(x, add, weight, eps)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
+) -> Tensor | PackedRows:
+    if pack:
+        from treeflash.kernels.norm_rope import kernel
+
+        return kernel.gated_rms_norm(x, gate, weight, eps, pack=True)
     return _of(x).gated_rms_norm(x, gate, weight, eps)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, *, pack: bool = False) -> Tensor | PackedRows:
+    if pack:
+        from treeflash.kernels.norm_rope import kernel
+
+        return kernel.silu_mul(gate, up, pack=True)
     return _of(gate).silu_mul(gate, up)
 
 

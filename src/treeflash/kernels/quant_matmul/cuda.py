@@ -1,6 +1,6 @@
 """The CUDA C++ kernels of tiles.cu: which variants exist, how work is cut over a GPU, how it is launched."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass
@@ -16,12 +16,23 @@ from treeflash.kernels.quant_matmul.nvrtc import compile_cubin, nvrtc
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
-_WARPS = 8
-_MAX_STAGES = 5
+_BLOCK_TILES = ROW_BLOCK // 16
+_MAX_STAGES = {
+    256: 4,
+    128: 5,
+}  # by the columns of a tile; a ring of 1280 columns was 5% slower than one of 1024
 _UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
 _RESERVED = 1024  # bytes of shared memory that each block costs beside its own
 _STATIC = 512  # bytes for barriers and row scales
 _LEAST_COLUMNS = 512  # of a block of rows that a block of the grid has at least
+# From so many rows on a warp has two row tiles: x would otherwise take more of the shared memory's bandwidth
+# (128 bytes a cycle) than the weights take of the GPU's. At 32 rows a unit of Q4_K takes 1430 cycles there
+# and 1080 from memory; with two row tiles 920.
+_WIDE_WARPS_FROM = 32
+# With so many stages one is filled again in the middle of the unit after it: the thread that fills then
+# seldom waits for other warps to leave it.
+_HALFWAY_FROM = 3
+_TOGETHER = 4  # launches with the same x that may be under way at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +73,13 @@ def card_of(device: torch.device) -> Card:
     )
 
 
+def row_tiles(card: Card, bucket: int) -> int:
+    """Row tiles of a warp. Half the warps need a second block beside them."""
+    return 2 if card.bulk and card.resident > 1 and bucket >= _WIDE_WARPS_FROM else 1
+
+
 def stage_bytes(layout: Layout, bucket: int) -> int:
-    return _WARPS * layout.tile_bytes + 2 * layout.unit * bucket
+    return _BLOCK_TILES * layout.tile_bytes + 2 * layout.unit * bucket
 
 
 def stages(card: Card, layout: Layout, bucket: int) -> int:
@@ -73,7 +89,7 @@ def stages(card: Card, layout: Layout, bucket: int) -> int:
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
         count = (card.shared_per_block - _STATIC) // size
-    return min(count, _MAX_STAGES) if count >= 2 else 0
+    return min(count, _MAX_STAGES[layout.unit]) if count >= 2 else 0
 
 
 def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
@@ -85,8 +101,10 @@ def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
         "OFFSET": layout.offset,
         "UNIT": layout.unit,
         "TOKENS": bucket,
-        "STAGES": stages(card, layout, bucket),
+        "STAGES": (depth := stages(card, layout, bucket)),
         "BULK": int(card.bulk),
+        "ROW_TILES": row_tiles(card, bucket),
+        "HALFWAY": int(depth >= _HALFWAY_FROM),
         "TABLE": int(bool(layout.table)),
     }
     for index in range(4 if layout.table else 0):
@@ -114,7 +132,7 @@ def variant(layout: Layout, bucket: int, device: torch.device) -> Variant:
     return Variant(
         module.kernel(
             "matmul",
-            threads=32 * _WARPS,
+            threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
             shared=macros["STAGES"] * stage_bytes(layout, bucket),
             overlap=card.bulk,
         ),
@@ -152,11 +170,11 @@ def prepare(layouts: Iterable[Layout], buckets: Iterable[int], device: torch.dev
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """Partial sums, all marked as not yet written. Never moved, because captured graphs point at them; so
-    products on one device must follow one another in one stream."""
+    """Partial sums of launches that go together, all marked as not yet written. Never moved, because captured
+    graphs point at them; so products on one device must follow one another in one stream."""
     card = card_of(device)
     words = card.resident * card.processors * ROW_BLOCK * 64
-    return torch.full((words,), _UNWRITTEN, dtype=torch.int32, device=device)
+    return torch.full((_TOGETHER, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
@@ -185,12 +203,29 @@ def pack_rows(x: Tensor) -> PackedRows:
 
 
 def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
+    _launch(x, weight, out, number=0, count=1)
+
+
+def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor]) -> None:
+    """Products with the same x, which overlap. The largest goes first: it hides the wait for x. A small one
+    in the middle is hidden by its neighbours."""
+    pairs = sorted(zip(weights, outs, strict=True), key=lambda pair: pair[0].nbytes)
+    pairs.insert(0, pairs.pop())
+    for start in range(0, len(pairs), _TOGETHER):
+        group = pairs[start : start + _TOGETHER]
+        for number, (weight, out) in enumerate(group):
+            _launch(x, weight, out, number=number, count=len(group))
+
+
+def _launch(x: PackedRows, weight: PackedWeight, out: Tensor, *, number: int, count: int) -> None:
+    """Launch `number` of `count` that go together."""
     assert x.bucket is not None
     card = card_of(out.device)
     blocks = weight.padded_rows // ROW_BLOCK
     grid, share, extra = partition(card, weight)
-    parts = _workspace(out.device)
-    numbers = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows, share, extra)
+    parts = _workspace(out.device)[number]
+    place = 0 if count == 1 else 1 if number == 0 else 2
+    numbers = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows, share, extra, place)
     variant(weight.layout, x.bucket, out.device).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
@@ -202,6 +237,6 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
     variant(weight.layout, 8, out.device).expand(
-        (-(-tiles // _WARPS), weight.data.shape[0]),
+        (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )

@@ -10,76 +10,113 @@ from torch import Tensor
 from treeflash.kernels.quant_matmul.layout import Layout, PackedWeight
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 
-_ROWS = 32  # of a matrix in one program; below 64, so that one instruction serves every number of tokens
+_ROWS = 64  # of a matrix in one program; with two warps one instruction serves every number of tokens
+_WARPS = 2
+_PROGRAMS = 1024  # columns are split until there are so many
+
+
+@triton.jit
+def _word(place):
+    return tl.load(place.to(tl.pointer_type(tl.int32)))
+
+
+@triton.jit
+def _half(words, upper):
+    """The lower or upper float16 of each word, as float32."""
+    return ((words >> (16 * upper)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _number(code, offset: tl.constexpr):
+    """An integer below 2^23, less an offset, as float32. 2^23 + code has the code in its lowest bits: an
+    addition is faster than a conversion."""
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + offset)
+
+
+@triton.jit
+def _low(tile, g, r, c, LOW: tl.constexpr):
+    """Words of codes [R, C]; see `_weights` for their order."""
+    if LOW == 16:
+        return _word(tile + (c >> 4) * 1024 + r * 512 + g * 64 + (c & 15) * 4)
+    return _word(tile + (c >> 3) * 512 + g * 64 + ((c >> 1) & 3) * 16 + r * 8 + (c & 1) * 4)
+
+
+@triton.jit
+def _high(tile, g, c, H: tl.constexpr, HIGH: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr):
+    place = tile + 2 * UNIT * LOW + (4 * g + ((c >> 1) & 3)) * (UNIT * HIGH // 16)
+    if HIGH == 1:
+        return _word(place + (c >> 3) * 4)
+    return _word(place + ((c >> 3) * 2 + H) * 4)
+
+
+@triton.jit
+def _scales(
+    tile,
+    g,
+    r,
+    c,
+    H: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALES: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """What codes are multiplied by, and what is added: float32 [R, C]."""
+    SMALLEST: tl.constexpr = 5.9604644775390625e-08  # 2^-24, what a code of 1 stands for
+    at = tile + 2 * UNIT * (LOW + HIGH)
+    if SCALES == "six":
+        pair = _word(at + (g + 8 * r) * 16 + (c >> 3) * 4) >> (16 * H)
+        block = _word(at + 256 + (g + 8 * r) * 4)
+        scale = _half(block, 0) * (_number(pair & 255, 0) * SMALLEST)
+        return scale, _half(block, 1) * (_number((pair >> 8) & 255, 0) * SMALLEST)
+    if SCALES == "byte":
+        bytes = _word(at + (g + 8 * r) * (UNIT // 16) + (c >> 3) * 4)
+        signed = _number((bytes >> (16 * H + 8 * ((c >> 2) & 1))) & 255, 128)
+        scale = _half(_word(at + UNIT + g * 4), r) * (signed * SMALLEST)
+        return scale, tl.zeros_like(scale)
+    group = (c >> 3) * (2 if LOW == 4 else 1) + H
+    pair = at + (g * (UNIT // 32) + group) * 4
+    scale = _half(_word(pair), r) * SMALLEST
+    if SCALES == "affine":
+        return scale, _half(_word(pair + UNIT), r) * 6.103515625e-05  # stored times 2^14
+    return scale, tl.zeros_like(scale)
 
 
 @triton.jit
 def _weights(
-    data,
+    low,
+    high,
+    scale,
+    minimum,
     table,
-    n,
-    step,
-    inside,
-    all_tiles,
+    r,
+    c,
+    H: tl.constexpr,
+    Q: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    SCALES: tl.constexpr,
     OFFSET: tl.constexpr,
     TABLE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
 ):
-    """Rows n [R] of 32 columns, number `inside` of tile column `step`: float32 [R, 32] without row scales."""
-    GROUPS: tl.constexpr = UNIT // 32
-    LOW_BYTES: tl.constexpr = 2 * UNIT * LOW
-    SCALE_AT: tl.constexpr = LOW_BYTES + 2 * UNIT * HIGH
-    tile = data + (step * all_tiles + n.to(tl.int64) // 16) * TILE_BYTES
-    k = tl.arange(0, 32)[None, :]
-    i, p, e = (k >> 2) & 1, (k >> 1) & 1, k & 1
-    g, r = (n & 7)[:, None], ((n >> 3) & 1)[:, None]
-    lane = 4 * g + (k >> 3)
-    j, h = inside // 2, inside % 2
+    """Weights of one column in PER from words [R, C]: float32 [R, C], without row scales.
+
+    A word of a row holds PER neighbouring columns, or where codes are nibbles those of both halves H = 0, 1
+    of 64 columns; c counts words in the order of columns, Q is the column among PER. So everything from a
+    word to the product is elementwise, and need not move between lanes.
+    """
     if LOW == 16:
-        at = tile[:, None] + inside * 1024 + r * 512 + lane * 16 + (i * 4 + p * 2 + e) * 2
-        return tl.load(at.to(tl.pointer_type(tl.float16))).to(tl.float32)
-    if LOW == 8:
-        code = tl.load(tile[:, None] + inside * 512 + lane * 16 + r * 8 + i * 4 + p * 2 + e).to(tl.int32)
-    elif TABLE:
-        code = tl.load(tile[:, None] + j * 512 + lane * 16 + r * 8 + i * 4 + h * 2 + p).to(tl.int32)
-        code = tl.load(table + ((code >> (4 * e)) & 15)).to(tl.int32)
-    else:
-        code = tl.load(tile[:, None] + j * 512 + lane * 16 + r * 8 + i * 4 + e * 2 + p).to(tl.int32)
-        code = (code >> (4 * h)) & 15
+        return _half(low, Q)
+    P: tl.constexpr = Q // 2
+    E: tl.constexpr = Q % 2
+    if TABLE:
+        return tl.load(table + ((low >> (8 * (2 * H + P) + 4 * E)) & 15)) * scale
+    SHIFT: tl.constexpr = 8 * Q if LOW == 8 else 8 * (2 * E + P) + 4 * H
+    code = (low >> SHIFT) & (255 if LOW == 8 else 15)
     if HIGH == 1:
-        bits = tl.load(tile[:, None] + LOW_BYTES + lane * (UNIT // 16) + j * 4 + e * 2 + h).to(tl.int32)
-        code += ((bits >> (i * 4 + p * 2 + r)) & 1) << 4
+        code |= ((high >> (8 * (2 * E + H) + 2 * P + 4 * (c & 1) + r)) & 1) << 4
     if HIGH == 2:
-        bits = tl.load(tile[:, None] + LOW_BYTES + lane * (UNIT // 8) + inside * 4 + e * 2 + i).to(tl.int32)
-        code += ((bits >> (2 * (2 * p + r))) & 3) << 4
-    value = (code - OFFSET).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-    scales = tile + SCALE_AT
-    row, half = n & 15, n & 7
-    if SCALES == "six":
-        pair = scales + row * 16 + inside * 2
-        block = (scales + 256 + row * 4).to(tl.pointer_type(tl.float16))
-        scale = tl.load(block).to(tl.float32) * tl.load(pair).to(tl.float32)
-        minimum = tl.load(block + 1).to(tl.float32) * (
-            tl.load(pair + 1).to(tl.float32) * 5.9604644775390625e-08
-        )
-        return value * scale[:, None] + minimum[:, None]
-    if SCALES == "byte":
-        signed = (
-            tl.load(scales[:, None] + (row * (UNIT // 16) + inside * 2)[:, None] + (k >> 4)).to(tl.float32)
-            - 128
-        )
-        block = tl.load((scales + UNIT + half * 4 + ((n >> 3) & 1) * 2).to(tl.pointer_type(tl.float16)))
-        return value * (block.to(tl.float32)[:, None] * signed)
-    pair = (scales + (half * GROUPS + inside) * 4 + ((n >> 3) & 1) * 2).to(tl.pointer_type(tl.float16))
-    scaled = value * tl.load(pair).to(tl.float32)[:, None]
-    if SCALES == "affine":
-        # stored times 2^14
-        scaled += (tl.load(pair + UNIT // 2).to(tl.float32) * 6.103515625e-05)[:, None]
-    return scaled
+        code |= ((high >> (16 * E + 4 * P + 8 * (c & 1) + 2 * r)) & 3) << 4
+    return _number(code, OFFSET) * scale + minimum
 
 
 @triton.jit
@@ -95,6 +132,7 @@ def _matmul_kernel(
     all_tiles,
     tokens,
     y_stride,
+    split_stride,
     BUCKET: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -106,23 +144,49 @@ def _matmul_kernel(
     UNIT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
-    """y [tokens, rows]; one program a block of ROWS rows, over all columns, so that sums have one order."""
+    """y [splits, tokens, rows]; a program's columns depend on the matrix alone: sums have one order."""
+    PER: tl.constexpr = 2 if LOW == 16 else 4
+    HALVES: tl.constexpr = 2 if LOW == 4 else 1
+    WORDS: tl.constexpr = UNIT // (PER * HALVES)
+    x_type: tl.constexpr = tl.int32 if LOW == 16 else tl.int64
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    m = tl.arange(0, COLUMNS)
-    k = tl.arange(0, 32)
+    g, r = (n & 7)[:, None], ((n >> 3) & 1)[:, None]
+    c, k = tl.arange(0, WORDS)[None, :], tl.arange(0, WORDS)[:, None]
+    m = tl.arange(0, COLUMNS)[None, :]
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    GROUPS: tl.constexpr = UNIT // 32
-    for step in range(depth):
-        for inside in range(GROUPS):
-            weight = _weights(
-                data, table, n, step, inside, all_tiles, LOW, HIGH, SCALES, OFFSET, TABLE, UNIT, TILE_BYTES
-            )
-            at = x + (step * GROUPS + inside) * (BUCKET * 32) + m[None, :] * 32 + k[:, None]
-            part = tl.load(at, mask=m[None, :] < tokens, other=0.0)
-            sums = tl.dot(weight.to(tl.float16), part, sums)
-    sums = sums * tl.load(row_scale + n)[:, None] * tl.load(x_scale + m, mask=m < tokens, other=0.0)[None, :]
-    inside_y = (n[:, None] < rows) & (m[None, :] < tokens)
-    tl.store(y + m[None, :].to(tl.int64) * y_stride + n[:, None], sums, mask=inside_y)
+    x_words = x.to(tl.pointer_type(x_type)) + (k // (32 // PER)) * (HALVES * BUCKET * 32 // PER)
+    x_words += m * (32 // PER) + k % (32 // PER)
+    splits = tl.num_programs(1)
+    first, last = tl.program_id(1) * depth // splits, (tl.program_id(1) + 1) * depth // splits
+    for step in range(first, last):
+        tile = data + ((step * all_tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
+        low = _low(tile, g, r, c, LOW)
+        for h in tl.static_range(HALVES):
+            high, scale, minimum = low, 0.0, 0.0
+            if HIGH:
+                high = _high(tile, g, c, h, HIGH, UNIT, LOW)
+            if LOW < 16:
+                scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+            at = x_words + (step * (UNIT // 32) + h) * (BUCKET * 32 // PER)
+            several = tl.load(at, mask=m < tokens, other=0)
+            for q in tl.static_range(PER):
+                weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
+                part = (several >> (16 * q)).to(tl.int16).to(tl.float16, bitcast=True)
+                sums = tl.dot(weight.to(tl.float16), part, sums)
+    sums = sums * tl.load(row_scale + n)[:, None] * tl.load(x_scale + m, mask=m < tokens, other=0.0)
+    place = y + tl.program_id(1).to(tl.int64) * split_stride + m.to(tl.int64) * y_stride + n[:, None]
+    tl.store(place, sums, mask=(n[:, None] < rows) & (m < tokens))
+
+
+@triton.jit
+def _add_kernel(parts, y, rows, splits, y_stride, split_stride, WIDTH: tl.constexpr):
+    """parts [splits, tokens, rows] to their sums y [tokens, rows], in order."""
+    n = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    m = tl.program_id(1).to(tl.int64)
+    sums = tl.zeros((WIDTH,), tl.float32)
+    for split in range(splits):
+        sums += tl.load(parts + split * split_stride + m * rows + n, mask=n < rows, other=0.0)
+    tl.store(y + m * y_stride + n, sums, mask=n < rows)
 
 
 @triton.jit
@@ -143,18 +207,35 @@ def _expand_kernel(
     UNIT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
+    PER: tl.constexpr = 2 if LOW == 16 else 4
+    HALVES: tl.constexpr = 2 if LOW == 4 else 1
+    WORDS: tl.constexpr = UNIT // (PER * HALVES)
     local = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = first + local
     step = tl.program_id(1)
-    scale = tl.load(factor + n)[:, None]
-    GROUPS: tl.constexpr = UNIT // 32
-    for inside in range(GROUPS):
-        weight = _weights(
-            data, table, n, step, inside, all_tiles, LOW, HIGH, SCALES, OFFSET, TABLE, UNIT, TILE_BYTES
-        )
-        column = step * UNIT + inside * 32 + tl.arange(0, 32)
-        at = out + local[:, None].to(tl.int64) * padded + column[None, :]
-        tl.store(at, (weight * scale).to(tl.float16))
+    g, r = (n & 7)[:, None], ((n >> 3) & 1)[:, None]
+    c = tl.arange(0, WORDS)[None, :]
+    times = tl.load(factor + n)[:, None]
+    tile = data + ((step * all_tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
+    low = _low(tile, g, r, c, LOW)
+    for h in tl.static_range(HALVES):
+        high, scale, minimum = low, 0.0, 0.0
+        if HIGH:
+            high = _high(tile, g, c, h, HIGH, UNIT, LOW)
+        if LOW < 16:
+            scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+        several = tl.zeros((ROWS, WORDS), tl.int64)
+        for q in tl.static_range(PER):
+            weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
+            bits = (weight * times).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+            several |= bits << (16 * q)
+        # PER columns stand side by side
+        column = step * UNIT + (c // (32 // PER) * HALVES + h) * 32 + c % (32 // PER) * PER
+        place = out + local[:, None].to(tl.int64) * padded + column
+        if LOW == 16:
+            tl.store(place.to(tl.pointer_type(tl.int32)), several.to(tl.int32))
+        else:
+            tl.store(place.to(tl.pointer_type(tl.int64)), several)
 
 
 @triton.jit
@@ -199,7 +280,8 @@ def constants(layout: Layout) -> dict[str, object]:
 
 @cache
 def _table(layout: Layout, device: torch.device) -> Tensor:
-    return torch.tensor(layout.table or (0,), dtype=torch.uint8, device=device)
+    """What a code stands for."""
+    return torch.tensor(layout.table or (0,), dtype=torch.float32, device=device) - layout.offset
 
 
 def pack_rows(x: Tensor) -> PackedRows:
@@ -214,24 +296,32 @@ def pack_rows(x: Tensor) -> PackedRows:
 
 def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
     assert x.bucket is not None
-    _matmul_kernel[(weight.padded_rows // _ROWS,)](
+    blocks, depth = weight.padded_rows // _ROWS, weight.data.shape[0]
+    splits = min(depth, max(1, _PROGRAMS // blocks))
+    parts = out if splits == 1 else torch.empty(splits, x.rows, weight.rows, device=out.device)
+    _matmul_kernel[(blocks, splits)](
         weight.data,
         _table(weight.layout, out.device),
         weight.row_scale,
         x.data,
         x.scale,
-        out,
-        weight.data.shape[0],
+        parts,
+        depth,
         weight.rows,
         weight.data.shape[1],
         x.rows,
-        out.stride(0),
+        parts.stride(-2),
+        0 if splits == 1 else parts.stride(0),
         BUCKET=x.bucket,
         COLUMNS=max(16, 1 << (x.bucket - 1).bit_length()),
         ROWS=_ROWS,
         **constants(weight.layout),
-        num_warps=2,
+        num_warps=_WARPS,
+        num_stages=3,
     )
+    if splits > 1:
+        grid = (-(-weight.rows // 1024), x.rows)
+        _add_kernel[grid](parts, out, weight.rows, splits, out.stride(0), parts.stride(0), WIDTH=1024)
 
 
 def expand(weight: PackedWeight, first: int, out: Tensor) -> None:

@@ -76,8 +76,9 @@ LAYOUTS: dict[QuantType, Layout] = {
 }
 DENSE = Layout(16, 0, "none", 128)
 
-# What the weights of a tile are multiplied by when they are expanded to float16: no layout overflows.
-_EXPANSION = 256.0
+# What the weights of a tile, 2 at most, are multiplied by when they are expanded to float16: the more, the
+# smaller a row may be beside the largest one before its weights lose bits.
+_EXPANSION = 8192.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,10 @@ def _pack_fields(source: Fields, layout: Layout, rows: int, width: int) -> tuple
         parts.append(_bytes(halves))
     elif layout.scales == "byte":
         assert source.scales is not None
-        factor = _power(8 - exponent)
-        signed = _grown(source.scales, rows, width // 16).view(torch.uint8) ^ 128
+        # a scale of 16 columns times that of its block stays below 2^15
+        scales = _grown(source.scales, rows, width // 16)
+        factor = _power(15 - exponent - _exponent(scales.float().abs().amax(1)))
+        signed = scales.view(torch.uint8) ^ 128
         parts.append(signed.view(tiles, 16, depth, -1).permute(2, 0, 1, 3).reshape(depth, tiles, unit))
         halves = (scale * factor[:, None]).half().repeat_interleave(span // unit, 1)
         # [depth, tile, g, r]

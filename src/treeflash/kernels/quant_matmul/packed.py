@@ -110,7 +110,14 @@ def packed_products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> 
         limit = max_rows((weight.layout for weight in weights), device)
         if not limit < rows <= BUCKETS[-1]:
             x = pack_rows(x)
-    for weight, part in zip(weights, out.split(sizes, 1), strict=True):
+    outs = out.split(sizes, 1)
+    if isinstance(x, PackedRows) and x.bucket is not None and backend(device) == "cuda":
+        assert all(x.columns == weight.columns for weight in weights), (x.columns, weights[0].columns)
+        from treeflash.kernels.quant_matmul import cuda
+
+        cuda.products(x, weights, outs)
+        return out
+    for weight, part in zip(weights, outs, strict=True):
         packed_matmul(x, weight, part)
     return out
 

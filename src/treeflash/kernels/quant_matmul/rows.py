@@ -1,4 +1,21 @@
-"""Rows of activations in the form the kernels read; knows no weights."""
+"""Rows of activations in the form the kernels read; knows no weights.
+
+`pack_rows` makes it from floats with a launch of its own. A kernel that makes the floats (a norm, an
+activation) can write it directly, and save that launch:
+
+    packed = empty_rows(rows, columns, device)
+    group_stride, row_stride = packed.strides
+
+and for each row m, in Triton, with `row_factor` of kernel.py:
+
+    times, inverse = row_factor(largest magnitude of the row)
+    scale[m] = inverse
+    data[(k // 32) * group_stride + m * row_stride + k % 32] = float16(x[m, k] * times)    for k < columns
+    and zero there for columns <= k < packed.padded_columns
+
+The same call serves any number of rows. `packed_matmul`, `packed_products`, `Matrix` and `Projections` take
+the result in the place of x. Nothing needs to be written for the rows of a bucket beyond `rows`.
+"""
 
 from dataclasses import dataclass
 
@@ -22,6 +39,10 @@ class PackedRows:
     rows: int
     columns: int
     bucket: int | None  # None: more rows than the largest bucket
+
+    @property
+    def padded_columns(self) -> int:
+        return -(-self.columns // 256) * 256
 
     @property
     def strides(self) -> tuple[int, int]:

@@ -5,6 +5,8 @@
 //   OFFSET      taken from a code                             TABLE, TABLE0..3  code to value + 128, four to a word
 //   UNIT        columns of a tile                             TOKENS  rows of x, a multiple of 8
 //   STAGES      of the ring in shared memory                  BULK    1: bulk copies and mbarriers (sm_90 and up)
+//   ROW_TILES   row tiles of a warp: with two, x is read from shared memory half as often
+//   HALFWAY     1: a stage is filled again in the middle of the unit after it, when other warps have left it
 //
 // A code is used as the float16 that has its bits, a subnormal: code * 2^-24, exactly. One fma on two codes
 // applies scale and minimum. The upper nibble of a byte stands for 16 codes; its scale is divided by 16.
@@ -22,15 +24,17 @@ typedef unsigned char u8;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 
-constexpr int WARPS = 8;
-constexpr int BLOCK_ROWS = 16 * WARPS;
+constexpr int BLOCK_TILES = 8;
+constexpr int BLOCK_ROWS = 16 * BLOCK_TILES;
+constexpr int WARPS = BLOCK_TILES / ROW_TILES;
 constexpr int TILES = TOKENS / 8;
+constexpr int SUMS = ROW_TILES * TILES;  // fragments of a warp: that of row tile m and token tile n is m * TILES + n
 constexpr int LOW_BYTES = 2 * UNIT * LOW;
 constexpr int HIGH_BYTES = 2 * UNIT * HIGH;
 constexpr int SCALE_AT = LOW_BYTES + HIGH_BYTES;
 constexpr int SCALE_BYTES = SCALES == 1 ? 320 : SCALES == 2 ? UNIT + 32 : SCALES == 3 ? UNIT : SCALES == 4 ? 2 * UNIT : 0;
 constexpr int TILE_BYTES = SCALE_AT + SCALE_BYTES;
-constexpr int WEIGHT_BYTES = WARPS * TILE_BYTES;
+constexpr int WEIGHT_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int X_BYTES = 2 * UNIT * TOKENS;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
 constexpr int THREADS = WARPS * 32;
@@ -98,9 +102,8 @@ DEVICE u32 word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? 
 
 // Constants kept in registers: the compiler would otherwise spend a move on every use.
 struct Constants {
-  u32 magic;        // bytes of 1024 and 64 in float16
-  u32 selector;     // SCALES 2: the bytes of this lane's scales
-  u32 table[4];
+  u32 magic, table[4];  // magic: bytes of 1024 and 64 in float16
+  u32 selector;         // SCALES 2: the bytes of this lane's scales
 };
 DEVICE Constants constants(int lane) {
   Constants c;
@@ -228,23 +231,32 @@ DEVICE uint4 load_low(u32 at, int j, int h, int lane) {
   return load128(at + (LOW == 4 ? j : 2 * j + h) * 512 + lane * 16);
 }
 
-// One unit: `at` is this warp's tile of the stage, `xs` the stage's x.
-DEVICE void multiply(float (&sums)[TILES][4], u32 at, u32 xs, int lane, const Constants& c) {
-  Tile t;
-  load_tile(t, at, lane);
+// One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two products of 32
+// columns stand apart, so that the second need not wait for the first.
+template <class Between>
+DEVICE void multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
+  constexpr int CHUNK = TILES % 4 == 0 ? 4 : TILES % 3 == 0 ? 3 : TILES;
+  Tile t[ROW_TILES];
+  UNROLL for (int m = 0; m < ROW_TILES; m++) load_tile(t[m], at + m * TILE_BYTES, lane);
   const u32 mine = xs + lane * 16;
   UNROLL for (int j = 0; j < SPANS; j++) {
-    uint4 low;
+    uint4 low[ROW_TILES];
     UNROLL for (int h = 0; h < 2; h++) {
-      if (LOW == 8 || (LOW == 4 && h == 0)) low = load_low(at, j, h, lane);
-      u32 a[8];
-      weights(a, t, at, low, j, h, lane, c);
-      UNROLL for (int n = 0; n < TILES; n++) {
-        const uint4 b = load128(mine + (2 * j + h) * (TOKENS * 64) + n * 512);
-        mma(sums[n], a, b.x, b.y);
-        mma(sums[n], a + 4, b.z, b.w);
+      u32 a[ROW_TILES][8];
+      UNROLL for (int m = 0; m < ROW_TILES; m++) {
+        if (LOW == 8 || (LOW == 4 && h == 0)) low[m] = load_low(at + m * TILE_BYTES, j, h, lane);
+        weights(a[m], t[m], at + m * TILE_BYTES, low[m], j, h, lane, c);
+      }
+      UNROLL for (int first = 0; first < TILES; first += CHUNK) {
+        uint4 b[CHUNK];
+        UNROLL for (int n = 0; n < CHUNK; n++) b[n] = load128(mine + (2 * j + h) * (TOKENS * 64) + (first + n) * 512);
+        UNROLL for (int m = 0; m < ROW_TILES; m++)
+          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m], b[n].x, b[n].y);
+        UNROLL for (int m = 0; m < ROW_TILES; m++)
+          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m] + 4, b[n].z, b[n].w);
       }
     }
+    if (j == SPANS / 2 - 1) halfway();
   }
 }
 
@@ -282,42 +294,46 @@ DEVICE uint4 load_part(const uint4* p) {
 DEVICE void store_part(uint4* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-DEVICE uint4* part_of(uint4* parts, int cta, int warp, int lane) { return parts + ((size_t)cta * WARPS + warp) * (TILES * 32) + lane; }
+DEVICE uint4* part_of(uint4* parts, int cta, int warp, int lane) { return parts + ((size_t)cta * WARPS + warp) * (SUMS * 32) + lane; }
 
 // Adds what CTAs first to last leave of a block of rows, in this order.
-DEVICE void add_parts(float (&sums)[TILES][4], uint4* parts, int first, int last, int warp, int lane) {
-  constexpr int AHEAD = TILES <= 2 ? 4 : TILES <= 4 ? 2 : 1;  // parts on their way at a time
+DEVICE void add_parts(float (&sums)[SUMS][4], uint4* parts, int first, int last, int warp, int lane) {
+  // Parts on their way at a time, as many as registers hold: each turn is a trip to L2.
+  constexpr int AHEAD = SUMS <= 2 ? 8 : SUMS <= 2 + 2 * ROW_TILES ? 4 : SUMS <= 6 * ROW_TILES ? 2 : 1;
   for (int base = first; base <= last; base += AHEAD) {
-    uint4 v[AHEAD][TILES];
+    uint4 v[AHEAD][SUMS];
     UNROLL for (int k = 0; k < AHEAD; k++)
-      if (base + k <= last) UNROLL for (int n = 0; n < TILES; n++) v[k][n] = load_part(part_of(parts, base + k, warp, lane) + n * 32);
+      if (base + k <= last) UNROLL for (int f = 0; f < SUMS; f++) v[k][f] = load_part(part_of(parts, base + k, warp, lane) + f * 32);
     UNROLL for (int k = 0; k < AHEAD; k++)
       if (base + k <= last) {
         uint4* part = part_of(parts, base + k, warp, lane);
-        UNROLL for (int n = 0; n < TILES; n++) {
-          uint4 z = v[k][n];
-          while (z.x == UNWRITTEN || z.y == UNWRITTEN || z.z == UNWRITTEN || z.w == UNWRITTEN) z = load_part(part + n * 32);
-          store_part(part + n * 32, make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN));
-          sums[n][0] += __uint_as_float(z.x), sums[n][1] += __uint_as_float(z.y);
-          sums[n][2] += __uint_as_float(z.z), sums[n][3] += __uint_as_float(z.w);
+        UNROLL for (int f = 0; f < SUMS; f++) {
+          uint4 z = v[k][f];
+          while (z.x == UNWRITTEN || z.y == UNWRITTEN || z.z == UNWRITTEN || z.w == UNWRITTEN) z = load_part(part + f * 32);
+          store_part(part + f * 32, make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN));
+          sums[f][0] += __uint_as_float(z.x), sums[f][1] += __uint_as_float(z.y);
+          sums[f][2] += __uint_as_float(z.z), sums[f][3] += __uint_as_float(z.w);
         }
       }
   }
 }
 
-DEVICE void store(const float (&v)[TILES][4], float* y, const float* x_scale, int row0, int rows, int stride, int tokens, int lane) {
-  UNROLL for (int n = 0; n < TILES; n++)
-    UNROLL for (int e = 0; e < 4; e++) {
-      const int row = row0 + (lane >> 2) + 8 * (e >> 1), token = n * 8 + 2 * (lane & 3) + (e & 1);
-      if (token < tokens && row < rows) y[(size_t)token * stride + row] = v[n][e] * x_scale[token];
-    }
+DEVICE void store(const float (&v)[SUMS][4], float* y, const float* x_scale, int row0, int rows, int stride, int tokens, int lane) {
+  UNROLL for (int m = 0; m < ROW_TILES; m++)
+    UNROLL for (int n = 0; n < TILES; n++)
+      UNROLL for (int e = 0; e < 4; e++) {
+        const int row = row0 + 16 * m + (lane >> 2) + 8 * (e >> 1), token = n * 8 + 2 * (lane & 3) + (e & 1);
+        if (token < tokens && row < rows) y[(size_t)token * stride + row] = v[m * TILES + n][e] * x_scale[token];
+      }
 }
 
 // y [tokens, stride] = x w^T. w: tiles [depth][blocks * 8]; x: float16 [K/32][TOKENS][32], times x_scale [TOKENS];
 // parts: 128 * TOKENS words a CTA, UNWRITTEN before and after.
+// place: 0 waits for the launch before. Of several with the same x, each with its own parts, 1 is the first and 2 any other:
+// the first lets the next start when it has itself waited, and x is there; the next waits only to end after it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
-       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra) {
+       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int place) {
   extern __shared__ __align__(128) u8 ring[];
   const u32 ring0 = shared_address(ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = gridDim.x - 1 - blockIdx.x;
@@ -337,35 +353,45 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(once));
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(often));
   auto fill_weights = [&]() {
-    const u32 bar = full + 8 * fill_slot;
-    barrier_expect(bar, STAGE_BYTES);
-    bulk_copy(ring0 + fill_slot * STAGE_BYTES, w + fill_step * step_bytes + (size_t)fill_block * WEIGHT_BYTES, WEIGHT_BYTES, bar, once);
+    barrier_expect(full + 8 * fill_slot, STAGE_BYTES);
+    bulk_copy(ring0 + fill_slot * STAGE_BYTES, w + fill_step * step_bytes + (size_t)fill_block * WEIGHT_BYTES, WEIGHT_BYTES,
+              full + 8 * fill_slot, once);
   };
   auto fill_x = [&](int to, int from) {
     bulk_copy(ring0 + to * STAGE_BYTES + WEIGHT_BYTES, x + (size_t)from * X_BYTES, X_BYTES, full + 8 * to, often);
   };
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, WARPS);
-    }
+    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  NEXT_MAY_START;
+  if (place != 1) NEXT_MAY_START;
   const int ahead = units < STAGES ? units : STAGES;
   for (int i = 0; i < ahead; i++) {
-    // Weights do not depend on the kernel before: they are on their way while it ends.
-    if (threadIdx.x == 0) fill_weights();
+    if (threadIdx.x == 0) fill_weights();  // they do not depend on the kernel before, and come while it ends
     advance();
   }
-  WAIT_FOR_PREVIOUS;
+  if (place != 2) WAIT_FOR_PREVIOUS;
+  if (place == 1) NEXT_MAY_START;
   if (threadIdx.x == 0)
     for (int i = 0, from = step0; i < ahead; i++) {
       fill_x(i, from);
       if (++from == depth) from = 0;
     }
   int empty_phase = 0;
+  // The slot of the unit before this one is filled again once all warps have left it.
+  auto refill = [&](int unit) {
+    if (unit && fill_unit < units) {
+      if (threadIdx.x == 0) {
+        barrier_wait(empty + 8 * fill_slot, empty_phase);
+        fill_weights();
+        fill_x(fill_slot, fill_step);
+      }
+      advance();
+      if (fill_slot == 0) empty_phase ^= 1;
+      __syncwarp();
+    }
+  };
 #else
   auto fill = [&]() {
     if (fill_unit < units) {
@@ -385,30 +411,22 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   if (threadIdx.x < tokens) x_scales[threadIdx.x] = __ldcg(x_scale + threadIdx.x);
   __syncthreads();
   const Constants c = constants(lane);
-  float sums[TILES][4];
-  UNROLL for (int n = 0; n < TILES; n++) UNROLL for (int e = 0; e < 4; e++) sums[n][e] = 0.f;
+  float sums[SUMS][4];
+  UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
   int slot = 0, phase = 0, started = step0, block = block0, step = step0;
-  float scale0, scale1;
+  float scales[2 * ROW_TILES];
   auto load_scales = [&]() {
-    const float* mine = row_scale + block * BLOCK_ROWS + warp * 16 + (lane >> 2);
-    scale0 = __ldg(mine), scale1 = __ldg(mine + 8);
+    const float* mine = row_scale + block * BLOCK_ROWS + warp * (16 * ROW_TILES) + (lane >> 2);
+    UNROLL for (int r = 0; r < 2 * ROW_TILES; r++) scales[r] = __ldg(mine + 8 * r);
   };
   auto finish = [&]() {
-    UNROLL for (int n = 0; n < TILES; n++) UNROLL for (int e = 0; e < 4; e++) sums[n][e] *= e & 2 ? scale1 : scale0;
-    store(sums, y, x_scales, block * BLOCK_ROWS + warp * 16, rows, stride, tokens, lane);
+    UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] *= scales[f / TILES * 2 + (e >> 1)];
+    store(sums, y, x_scales, block * BLOCK_ROWS + warp * (16 * ROW_TILES), rows, stride, tokens, lane);
   };
   load_scales();
   for (int i = 0; i < units; i++) {
 #if BULK
-    if (i && fill_unit < units) {  // the slot of the unit before is filled again once all warps have left it
-      if (threadIdx.x == 0) {
-        barrier_wait(empty + 8 * fill_slot, empty_phase);
-        fill_weights();
-        fill_x(fill_slot, fill_step);
-      }
-      advance();
-      if (fill_slot == 0) empty_phase ^= 1;
-    }
+    if (!HALFWAY) refill(i);
     barrier_wait(full + 8 * slot, phase);
     __syncwarp();
 #else
@@ -416,34 +434,40 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     __syncthreads();
     fill();
 #endif
-    multiply(sums, ring0 + slot * STAGE_BYTES + warp * TILE_BYTES, ring0 + slot * STAGE_BYTES + WEIGHT_BYTES, lane, c);
+    const u32 stage = ring0 + slot * STAGE_BYTES;
+    multiply(sums, stage + warp * (ROW_TILES * TILE_BYTES), stage + WEIGHT_BYTES, lane, c, [&]() {
+#if BULK
+      if (HALFWAY) refill(i);
+#endif
+    });
 #if BULK
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
 #endif
     if (++slot == STAGES) slot = 0, phase ^= 1;
     if (started && (step == depth - 1 || i == units - 1)) {
-      UNROLL for (int n = 0; n < TILES; n++) store_part(part_of(parts, cta, warp, lane) + n * 32, *(uint4*)sums[n]);
-      if (i == units - 1) return;
+      UNROLL for (int f = 0; f < SUMS; f++) store_part(part_of(parts, cta, warp, lane) + f * 32, *(uint4*)sums[f]);
+      if (i == units - 1) step = depth - 1;
     } else if (step == depth - 1) {
       finish();
     }
     if (++step < depth) continue;
     step = started = 0;
     if (++block < blocks) load_scales();
-    UNROLL for (int n = 0; n < TILES; n++) UNROLL for (int e = 0; e < 4; e++) sums[n][e] = 0.f;
+    UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
   }
   if (step) {
     add_parts(sums, parts, cta + 1, cta_of(block * depth + depth - 1, share, extra), warp, lane);
     finish();
   }
+  if (place == 2) WAIT_FOR_PREVIOUS;
 }
 
 // Rows of tiles to float16 [rows, 32 * pitch], each row times factor[row]. One warp a tile.
 extern "C" __global__ void __launch_bounds__(256)
 expand(const u8* __restrict__ w, const float* __restrict__ factor, uint4* __restrict__ out, int first_tile, int tiles, int all_tiles, int depth) {
-  __shared__ __align__(128) u8 buffer[WARPS * TILE_BYTES];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x * WARPS + warp, step = blockIdx.y;
+  __shared__ __align__(128) u8 buffer[BLOCK_TILES * TILE_BYTES];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x * BLOCK_TILES + warp, step = blockIdx.y;
   if (tile >= tiles) return;
   const u8* from = w + ((size_t)step * all_tiles + first_tile + tile) * TILE_BYTES;
   for (int o = lane * 16; o < TILE_BYTES; o += 512) *(uint4*)(buffer + warp * TILE_BYTES + o) = *(const uint4*)(from + o);

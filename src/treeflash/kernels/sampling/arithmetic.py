@@ -5,11 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
+def ordered_bits(value):
+    """32-bit whole numbers in the order of the values."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def key_of(value, ids):
     """Whole numbers in the order of (value, lower id first)."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 20) | (0xFFFFF - ids)
+    return (ordered_bits(value).to(tl.int64) << 20) | (0xFFFFF - ids)
 
 
 @triton.jit
@@ -45,22 +50,34 @@ def log(x):
 
 
 @triton.jit
-def gumbel(seed, token, position):
-    """Philox4x32-10 as the reference has it; the two logarithms are within a few units of its own."""
-    first = tl.full((), 0xD2511F53, tl.uint32)
-    second = tl.full((), 0xCD9E8D57, tl.uint32)
+def random_word(seed, token, position):
+    """The first word of Philox4x32-10 as the reference has it."""
+    first = tl.full((), 0xD2511F53, tl.uint64)
+    second = tl.full((), 0xCD9E8D57, tl.uint64)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = token.to(tl.uint32)
     zero = c0 ^ c0
     c1, c2, c3 = zero + position.to(tl.uint32), zero + (position >> 32).to(tl.uint32), zero
     for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, first), c0 * first
-        high1, low1 = tl.umulhi(c2, second), c2 * second
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # One wide product has both words.
+        wide0, wide1 = c0.to(tl.uint64) * first, c2.to(tl.uint64) * second
+        c0, c1 = (wide1 >> 32).to(tl.uint32) ^ c1 ^ k0, wide1.to(tl.uint32)
+        c2, c3 = (wide0 >> 32).to(tl.uint32) ^ c3 ^ k1, wide0.to(tl.uint32)
         k0 = k0 + tl.full((), 0x9E3779B9, tl.uint32)
         k1 = k1 + tl.full((), 0xBB67AE85, tl.uint32)
-    uniform = (c0.to(tl.int64) * 2 + 1).to(tl.float32) * 1.1641532182693481e-10
+    return c0
+
+
+@triton.jit
+def gumbel_of(word):
+    """Standard Gumbel noise; the two logarithms are within a few units of the reference's."""
+    uniform = (word.to(tl.int64) * 2 + 1).to(tl.float32) * 1.1641532182693481e-10
     uniform = tl.minimum(uniform, 0.999999940395355)
     rest = 1.0 - uniform
     # What the subtraction rounded off, so that small numbers keep their digits.
     return -log(-log(rest) - ((1.0 - rest) - uniform) / rest)
+
+
+@triton.jit
+def gumbel(seed, token, position):
+    return gumbel_of(random_word(seed, token, position))

@@ -1,71 +1,53 @@
 """Triton kernels of the draw and of the ranking of a draft's rows. Knows no requests, only their numbers.
 
-A row of logits is read by several programs, and by several kernels: adjust (penalties, largest logit),
-histogram of weights by score, locate (the bins where top-k and top-p cut), gather (what is in those bins),
-solve (the last token kept), then noise and largest. All sums are of whole numbers and every order is total,
-so the outcome depends neither on the number of programs nor on who comes first. Filters that are not asked
-for make their kernels return at once: one recorded sequence serves every request.
+adjust applies penalties and finds each row's best token; shortlist weighs the row and lists its best tokens,
+among which top-k and top-p nearly always cut, and draws or ranks there; noise draws where nothing is cut.
+Rows that the short list does not settle go through the kernels of `search` in between. All sums are of whole
+numbers and every order is total, so the outcome depends neither on the number of programs nor on who comes
+first. What is not asked for returns at once: one recorded sequence serves every request.
 """
 
 import triton
 import triton.language as tl
 
 from treeflash.kernels.sampling import reference, state
-from treeflash.kernels.sampling.arithmetic import gumbel, key_of, log, value_of, weigh
+from treeflash.kernels.sampling.arithmetic import (
+    gumbel,
+    gumbel_of,
+    key_of,
+    log,
+    ordered_bits,
+    random_word,
+    value_of,
+    weigh,
+)
+from treeflash.kernels.sampling.filters import (
+    BINS,
+    BOUND,
+    GATHERED,
+    HIGHEST,
+    KEPT,
+    LISTED,
+    LOWEST,
+    OPEN,
+    REACH,
+    THRESHOLD,
+    TOP,
+    TOTAL,
+    WORDS,
+    cuts,
+    finishes,
+    limit_of,
+    load_filters,
+    load_values,
+    token_of,
+)
 
-BINS = tl.constexpr(2048)  # of 1/32 octave; those beyond 41 octaves stay empty
-POOL = tl.constexpr(reference.POOL)
 _PENALISED = tl.constexpr(state.PENALISED)
 _BIASED = tl.constexpr(state.BIASED)
-_REACH = tl.constexpr(reference.REACH)
-# Beyond every key, and their difference still fits in 64 bits.
-_LOWEST = tl.constexpr(-(1 << 52))
-_HIGHEST = tl.constexpr(1 << 60)
 _SHARPNESS = tl.constexpr(reference.SHARPNESS)
-
-
-@triton.jit
-def _filters(numbers, integers, COUNT: tl.constexpr):
-    """Temperature, top-k, top-p times 2^24, least score; COUNT > 0: for the ranking of so many candidates."""
-    temperature = tl.load(numbers)
-    top_k = tl.load(integers)
-    share = (tl.load(numbers + 1) * 16777216.0).to(tl.int64)
-    least = tl.load(numbers + 2)
-    if COUNT > 0:
-        greedy = temperature == 0
-        top_k = tl.where(top_k == 0, POOL, tl.minimum(top_k, POOL))
-        top_k = tl.where(greedy, COUNT, top_k)
-        share = tl.where(greedy, 1 << 24, share)
-        least = tl.where(greedy, float("-inf"), least)
-        temperature = tl.where(greedy, 1.0, temperature)
-    return temperature, top_k, share, least
-
-
-@triton.jit
-def _cuts(temperature, top_k, share):
-    """Whether a threshold has to be found."""
-    return (temperature > 0) & ((top_k > 0) | (share < (1 << 24)))
-
-
-@triton.jit
-def _limit(total, share):
-    return tl.maximum((total >> 24) * share + (((total & 0xFFFFFF) * share) >> 24), 1)
-
-
-@triton.jit
-def _load(logits, adjusted, integers, row, stride, vocabulary, ids):
-    inside = ids < vocabulary
-    if tl.load(integers + 2) != 0:
-        value = tl.load(adjusted + row * vocabulary + ids, mask=inside, other=float("-inf"))
-    else:
-        value = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
-    return value
-
-
-@triton.jit
-def _largest(partial, row, splits, SPLITS: tl.constexpr):
-    index = tl.arange(0, SPLITS)
-    return tl.max(tl.load(partial + row * SPLITS + index, mask=index < splits, other=_LOWEST), 0)
+_PART = tl.constexpr(1024)
+_TREE = tl.constexpr(64)  # rows of a tree at most
 
 
 @triton.jit(do_not_specialize=["tree_rows", "words"])
@@ -73,9 +55,10 @@ def adjust_kernel(
     logits,
     adjusted,
     partial,
-    mass,
-    count,
-    filled,
+    maxima,
+    record,
+    arrived,
+    chosen,
     numbers,
     integers,
     prompt,
@@ -89,376 +72,354 @@ def adjust_kernel(
     vocabulary,
     words,
     MASKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    CLASSES: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Applies what the request asks of the logits, finds the largest, and empties the histogram.
+    """Applies what the request asks of the logits; finds the best token and the short list's bound.
 
-    MASKS: the flag of a grammar's masks, 0 where these rows have none.
+    MASKS: the flag of a grammar's masks, 0 where these rows have none. The vocabulary is dealt out to CLASSES
+    classes of each program, neighbours to different ones: at least RANK tokens are as large as the class
+    maximum of that rank, and hardly more.
     """
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    bins = tl.arange(0, BINS)
-    own = bins % splits == split
-    tl.store(mass + row * BINS + bins, tl.zeros([BINS], tl.int64), mask=own)
-    tl.store(count + row * BINS + bins, tl.zeros([BINS], tl.int32), mask=own)
-    if split == 0:
-        tl.store(filled + row * 2, 0)
-        tl.store(filled + row * 2 + 1, 0)
+    PART: tl.constexpr = min(_PART, BLOCK)
+    deal = tl.arange(0, BLOCK // CLASSES)[:, None] * splits + split
+    ids = deal * CLASSES + tl.arange(0, CLASSES)[None, :]
+    inside = ids < vocabulary
+    value = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
     flags = tl.load(integers + 2)
-    best = tl.full([BLOCK], _LOWEST, tl.int64)
-    for block in range(split, tl.cdiv(vocabulary, BLOCK), splits):
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        inside = ids < vocabulary
-        value = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
-        if flags & _PENALISED:
-            seen = tl.load(written + ids, mask=inside, other=0.0)
-            above = tl.load(ancestors + row)
-            for other in range(0, tree_rows):
-                token = tl.load(tokens + other).to(tl.int32)
-                if (token // BLOCK == block) & (((above >> other) & 1) != 0):
-                    seen += (ids == token).to(tl.float32)
-            repetition = tl.load(numbers + 3)
-            shrunk = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
-            met = (seen > 0) | (tl.load(prompt + ids, mask=inside, other=0) != 0)
-            value = tl.where(met, shrunk, value)
-            value = value - tl.load(numbers + 4) * (seen > 0).to(tl.float32) - tl.load(numbers + 5) * seen
-        if flags & _BIASED:
-            value = value + tl.load(bias + ids, mask=inside, other=0.0)
-        if flags & MASKS:
-            word = tl.load(allowed + row * words + ids // 32, mask=inside, other=0)
-            value = tl.where(((word >> (ids % 32)) & 1) != 0, value, float("-inf"))
-        if flags != 0:
-            tl.store(adjusted + row * vocabulary + ids, value, mask=inside)
-        best = tl.maximum(best, tl.where(inside, key_of(value, ids), _LOWEST))
-    tl.store(partial + row * SPLITS + split, tl.max(best, 0))
+    if flags != 0:
+        # In small parts: many registers here would leave room for few programs everywhere.
+        for part in range(0, BLOCK, PART):
+            own = part + tl.arange(0, PART)
+            _adjust(
+                logits,
+                adjusted,
+                numbers,
+                prompt,
+                written,
+                bias,
+                allowed,
+                tokens,
+                ancestors,
+                row,
+                tree_rows,
+                stride,
+                vocabulary,
+                words,
+                flags,
+                (own // CLASSES * splits + split) * CLASSES + own % CLASSES,
+                split,
+                MASKS,
+                CLASSES,
+            )
+        tl.debug_barrier()
+        value = tl.load(adjusted + row * vocabulary + ids, mask=inside, other=float("-inf"))
+    largest = tl.max(value, 0)
+    index = split * CLASSES + tl.arange(0, CLASSES)
+    tl.store(maxima + row * MAXIMA + index, largest)
+    top = tl.max(largest, 0)
+    first = tl.min(tl.min(tl.where(inside & (value == top), ids, 0xFFFFF), 1), 0)
+    tl.store(partial + row * SPLITS + split, key_of(top, first))
+    if finishes(arrived, row, splits):
+        here = record + row * WORDS
+        part = tl.arange(0, SPLITS)
+        best = tl.load(partial + row * SPLITS + part, mask=part < splits, other=LOWEST, cache_modifier=".cg")
+        best = tl.max(best, 0)
+        tl.store(here + TOP, best)
+        tl.store(here + LISTED, 0)
+        temperature, top_k, share, _ = load_filters(numbers, integers, COUNT)
+        if cuts(temperature, top_k, share):
+            tl.store(here + BOUND, _bound(maxima, row, splits * CLASSES, MAXIMA, RANK))
+        if temperature == 0:
+            tl.store(chosen + row, token_of(best, vocabulary))
 
 
 @triton.jit
-def histogram_kernel(
+def _adjust(
     logits,
     adjusted,
-    partial,
+    numbers,
+    prompt,
+    written,
+    bias,
+    allowed,
+    tokens,
+    ancestors,
+    row,
+    tree_rows,
+    stride,
+    vocabulary,
+    words,
+    flags,
+    ids,
+    split,
+    MASKS: tl.constexpr,
+    CLASSES: tl.constexpr,
+):
+    inside = ids < vocabulary
+    value = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
+    if flags & _PENALISED:
+        seen = tl.load(written + ids, mask=inside, other=0.0)
+        other = tl.arange(0, _TREE)
+        token = tl.load(tokens + other, mask=other < tree_rows, other=-1).to(tl.int32)
+        above = tl.load(ancestors + row)
+        mine = (((above >> other) & 1) != 0) & (token >= 0) & (token // CLASSES % tl.num_programs(1) == split)
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            for index in range(0, tree_rows):
+                behind = ((above >> index) & 1) != 0
+                seen += ((ids == tl.load(tokens + index).to(tl.int32)) & behind).to(tl.float32)
+        repetition = tl.load(numbers + 3)
+        shrunk = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+        met = (seen > 0) | (tl.load(prompt + ids, mask=inside, other=0) != 0)
+        value = tl.where(met, shrunk, value)
+        value = value - tl.load(numbers + 4) * (seen > 0).to(tl.float32) - tl.load(numbers + 5) * seen
+    if flags & _BIASED:
+        value = value + tl.load(bias + ids, mask=inside, other=0.0)
+    if flags & MASKS:
+        word = tl.load(allowed + row * words + ids // 32, mask=inside, other=0)
+        value = tl.where(((word >> (ids % 32)) & 1) != 0, value, float("-inf"))
+    tl.store(adjusted + row * vocabulary + ids, value, mask=inside)
+
+
+@triton.jit
+def _bound(maxima, row, number, MAXIMA: tl.constexpr, RANK: tl.constexpr):
+    """The leading bits that RANK of the maxima reach."""
+    index = tl.arange(0, MAXIMA)
+    live = index < number
+    value = tl.load(maxima + row * MAXIMA + index, mask=live, other=float("-inf"), cache_modifier=".cg")
+    leading = _leading(value)
+    bound, step = tl.full((), -524288, tl.int32), tl.full((), 524288, tl.int32)
+    for _ in tl.static_range(20):
+        higher = bound + step
+        step = step >> 1
+        enough = tl.sum((live & (leading >= higher)).to(tl.int32), 0) >= RANK
+        bound = tl.where(enough, higher, bound)
+    return bound
+
+
+@triton.jit
+def _leading(value):
+    """The upper 20 bits: as fine as the short list's bound has to be."""
+    return ordered_bits(value) >> 12
+
+
+@triton.jit
+def shortlist_kernel(
+    logits,
+    adjusted,
+    masses,
+    listed,
     mass,
     count,
+    record,
+    arrived,
+    positions,
     numbers,
     integers,
+    chosen,
+    scores,
     stride,
     vocabulary,
+    LIST: tl.constexpr,
     COUNT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Weight and number of the tokens in each bin of scores."""
+    """Weighs the row and lists its best tokens; the last program of the row draws or ranks among them.
+
+    Where top-k or top-p may cut beyond the list, the row stays open and its histogram is emptied.
+    """
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, top_k, share, _ = _filters(numbers, integers, COUNT)
-    if _cuts(temperature, top_k, share):
-        top = value_of(_largest(partial, row, splits, SPLITS))
+    temperature, top_k, share, _ = load_filters(numbers, integers, COUNT)
+    # Loaded together with the filters: one wait instead of two.
+    here = record + row * WORDS
+    top, bound, flags = value_of(tl.load(here + TOP)), tl.load(here + BOUND), tl.load(integers + 2)
+    if cuts(temperature, top_k, share):
+        heavy = tl.full((), 0, tl.int64)
         for block in range(split, tl.cdiv(vocabulary, BLOCK), splits):
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            value = _load(logits, adjusted, integers, row, stride, vocabulary, ids)
+            value = load_values(logits, adjusted, flags, row, stride, vocabulary, ids)
             weight, below = weigh(tl.div_rn(value - top, temperature))
-            near = (below < _REACH) & (ids < vocabulary)
-            place = below >> 15
-            lowest = tl.min(tl.where(near, place, BINS), 0)
-            if lowest == tl.max(tl.where(near, place, -1), 0):
-                # Thousands of equal logits would all wait for one address.
-                tl.atomic_add(mass + row * BINS + lowest, tl.sum(tl.where(near, weight, 0), 0), sem="relaxed")
-                tl.atomic_add(count + row * BINS + lowest, tl.sum(near.to(tl.int32), 0), sem="relaxed")
-            else:
-                tl.atomic_add(mass + row * BINS + place, weight, mask=near, sem="relaxed")
-                if top_k > 0:
-                    tl.atomic_add(count + row * BINS + place, 1, mask=near, sem="relaxed")
-
-
-@triton.jit
-def locate_kernel(mass, count, state, numbers, integers, COUNT: tl.constexpr):
-    """The bin where top-k cuts, and those where top-p may: its share depends on what top-k leaves."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, share, _ = _filters(numbers, integers, COUNT)
-    if _cuts(temperature, top_k, share):
-        bins = tl.arange(0, BINS)
-        masses = tl.cumsum(tl.load(mass + row * BINS + bins), 0)
-        counts = tl.cumsum(tl.load(count + row * BINS + bins), 0).to(tl.int64)
-        total = tl.max(masses, 0)
-        short = counts < top_k
-        k_bin = tl.sum(short.to(tl.int32), 0)
-        reached = (top_k > 0) & (k_bin < BINS)
-        k_mass = tl.max(tl.where(short, masses, 0), 0)
-        most = tl.min(tl.where(short, _HIGHEST, masses), 0)
-        low = _limit(tl.where(reached, k_mass, total), share)
-        high = _limit(tl.where(reached, most, total), share)
-        cut = share < (1 << 24)
-        here = state + row * 8
-        tl.store(here, tl.where(reached, k_bin, -1))
-        tl.store(here + 1, top_k - tl.max(tl.where(short, counts, 0), 0))
-        tl.store(here + 2, k_mass)
-        tl.store(here + 3, tl.where(cut, tl.sum((masses < low).to(tl.int32), 0), BINS))
-        tl.store(here + 4, tl.where(cut, tl.sum((masses < high).to(tl.int32), 0), -1))
-        tl.store(here + 5, tl.max(tl.where(masses < low, masses, 0), 0))
-        tl.store(here + 6, total)
-
-
-@triton.jit(do_not_specialize=["capacity"])
-def gather_kernel(
-    logits,
-    adjusted,
-    partial,
-    state,
-    filled,
-    found,
-    numbers,
-    integers,
-    stride,
-    vocabulary,
-    capacity,
-    FINAL: tl.constexpr,
-    COUNT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Keys of the tokens in the bins that are cut or, when FINAL, of those that are kept; in any order."""
-    row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, top_k, share, least = _filters(numbers, integers, COUNT)
-    if _cuts(temperature, top_k, share):
-        top = value_of(_largest(partial, row, splits, SPLITS))
-        here = state + row * 8
-        k_bin, first, last = tl.load(here), tl.load(here + 3), tl.load(here + 4)
-        threshold = tl.load(here + 7)
-        number = filled + row * 2 + FINAL
-        for block in range(split, tl.cdiv(vocabulary, BLOCK), splits):
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            value = _load(logits, adjusted, integers, row, stride, vocabulary, ids)
-            score = tl.div_rn(value - top, temperature)
-            _, below = weigh(score)
-            wanted = (below < _REACH) & (ids < vocabulary)
-            key = key_of(value, ids)
-            if FINAL:
-                wanted = wanted & (key >= threshold) & (score >= least)
-            else:
-                place = below >> 15
-                wanted = wanted & ((place == k_bin) | ((place >= first) & (place <= last)))
+            inside = ids < vocabulary
+            heavy += tl.sum(tl.where(inside, weight, 0), 0)
+            wanted = inside & (below < REACH) & (_leading(value) >= bound.to(tl.int32))
             many = tl.sum(wanted.to(tl.int32), 0)
             if many > 0:
-                start = tl.atomic_add(number, many, sem="relaxed")
+                start = tl.atomic_add(here + LISTED, many, sem="relaxed")
                 at = start + tl.cumsum(wanted.to(tl.int32), 0) - 1
-                tl.store(found + row * capacity + at, key, mask=wanted & (at < capacity))
+                tl.store(listed + row * LIST + at, key_of(value, ids), mask=wanted & (at < LIST))
+        tl.store(masses + row * SPLITS + split, heavy)
+        if finishes(arrived, row, splits):
+            part = tl.arange(0, SPLITS)
+            total = tl.load(masses + row * SPLITS + part, mask=part < splits, other=0, cache_modifier=".cg")
+            number = tl.load(here + LISTED, cache_modifier=".cg")
+            index = tl.arange(0, LIST)
+            live = index < number
+            key = tl.load(listed + row * LIST + index, mask=live, other=LOWEST, cache_modifier=".cg")
+            _settle(
+                row,
+                key,
+                number,
+                tl.sum(total, 0),
+                top,
+                here,
+                mass,
+                count,
+                positions,
+                numbers,
+                integers,
+                chosen,
+                scores,
+                vocabulary,
+                LIST,
+                COUNT,
+            )
 
 
 @triton.jit
-def _search(
-    logits,
-    adjusted,
-    found,
-    integers,
+def _settle(
     row,
-    stride,
-    vocabulary,
-    capacity,
+    key,
     number,
+    total,
     top,
-    temperature,
-    first,
-    last,
-    least,
-    target,
-    BY_COUNT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The largest key in bins first to last such that the tokens from there up number or weigh `target`.
-
-    And their weight. The tokens are those gathered, or the whole row when there was no room for them. The
-    range between two keys is halved until it is one, each time taken in to keys that occur.
-    """
-    low, high = tl.full((), _LOWEST, tl.int64), tl.full((), _HIGHEST, tl.int64)
-    weighed = tl.full((), 0, tl.int64)
-    span = tl.where(number > capacity, vocabulary, number)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        count, weight_sum = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
-        ups, downs = tl.full([CHUNK], _HIGHEST, tl.int64), tl.full([CHUNK], _LOWEST, tl.int64)
-        for start in range(0, span, CHUNK):
-            index = start + tl.arange(0, CHUNK)
-            if number > capacity:
-                value = _load(logits, adjusted, integers, row, stride, vocabulary, index)
-                key = tl.where(index < vocabulary, key_of(value, index), _LOWEST)
-            else:
-                key = tl.load(found + row * capacity + index, mask=index < number, other=_LOWEST)
-            weight, below = weigh(tl.div_rn(value_of(key) - top, temperature))
-            place = below >> 15
-            near = (key > _LOWEST) & (place >= first) & (place <= last) & (key >= least)
-            above = near & (key >= middle)
-            count += above.to(tl.int64)
-            weight_sum += tl.where(above, weight, 0)
-            ups = tl.minimum(ups, tl.where(above, key, _HIGHEST))
-            downs = tl.maximum(downs, tl.where(near & (key < middle), key, _LOWEST))
-        heavy = tl.sum(weight_sum, 0)
-        reached = (tl.sum(count, 0) if BY_COUNT else heavy) >= target
-        if reached:
-            low, weighed = tl.min(ups, 0), heavy
-        else:
-            high = tl.max(downs, 0)
-    return low, weighed
-
-
-@triton.jit(do_not_specialize=["capacity", "splits"])
-def solve_kernel(
-    logits,
-    adjusted,
-    partial,
-    state,
-    filled,
-    found,
+    here,
+    mass,
+    count,
+    positions,
     numbers,
     integers,
-    stride,
+    chosen,
+    scores,
     vocabulary,
-    capacity,
-    splits,
+    LIST: tl.constexpr,
     COUNT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """The key of the last token that top-k and top-p keep."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, share, _ = _filters(numbers, integers, COUNT)
-    if _cuts(temperature, top_k, share):
-        top = value_of(_largest(partial, row, splits, SPLITS))
-        here = state + row * 8
-        number = tl.load(filled + row * 2)
-        k_bin, rank, k_mass = tl.load(here), tl.load(here + 1), tl.load(here + 2)
-        first, last, above = tl.load(here + 3), tl.load(here + 4), tl.load(here + 5)
-        total = tl.load(here + 6)
-        threshold, weight = tl.full((), _LOWEST, tl.int64), tl.full((), 0, tl.int64)
-        if k_bin >= 0:
-            threshold, weight = _search(
-                logits,
-                adjusted,
-                found,
-                integers,
-                row,
-                stride,
-                vocabulary,
-                capacity,
-                number,
-                top,
-                temperature,
-                k_bin,
-                k_bin,
-                threshold,
-                rank,
-                True,
-                CHUNK,
-            )
-            total = k_mass + weight
-        if share < (1 << 24):
-            threshold, weight = _search(
-                logits,
-                adjusted,
-                found,
-                integers,
-                row,
-                stride,
-                vocabulary,
-                capacity,
-                number,
-                top,
-                temperature,
-                first,
-                last,
-                threshold,
-                _limit(total, share) - above,
-                False,
-                CHUNK,
-            )
-        tl.store(here + 7, threshold)
+    temperature, top_k, share, least = load_filters(numbers, integers, COUNT)
+    index = tl.arange(0, LIST)
+    live = index < number
+    key = tl.sort(key, descending=True)
+    score = tl.where(live, tl.div_rn(value_of(key) - top, temperature), -1000.0)
+    weight, _ = weigh(score)
+    weights = tl.cumsum(weight, 0)
+    found = tl.max(weights, 0)
+    left = tl.where(top_k > 0, tl.sum(tl.where(index < top_k, weight, 0), 0), total)
+    limit = limit_of(left, share)
+    # What is not listed weighs nothing, or comes behind the cut.
+    settled = (found == total) | tl.where(top_k > 0, top_k <= number, found >= limit)
+    settled = settled & (number <= LIST)
+    kept = live & ((top_k == 0) | (index < top_k))
+    kept = kept & ((share == 1 << 24) | (weights - weight < limit))
+    tl.store(here + TOTAL, total)
+    tl.store(here + OPEN, tl.where(settled, 0, 1))
+    if settled:
+        tl.store(here + THRESHOLD, tl.min(tl.where(kept, key, HIGHEST), 0))
+        kept = kept & (score >= least)
+        if COUNT > 0:
+            store_ranking(row, key, kept, score, total, positions, numbers, integers, chosen, scores, COUNT)
+        else:
+            token = (0xFFFFF - (key & 0xFFFFF)).to(tl.int32)
+            noise = gumbel(tl.load(integers + 1), token, tl.load(positions + row))
+            best = tl.max(tl.where(kept, key_of(score + noise, token), LOWEST), 0)
+            tl.store(chosen + row, token_of(best, vocabulary))
+    else:
+        bins = tl.arange(0, BINS)
+        tl.store(mass + row * BINS + bins, tl.zeros([BINS], tl.int64))
+        tl.store(count + row * BINS + bins, tl.zeros([BINS], tl.int32))
+        tl.store(here + GATHERED, 0)
+        tl.store(here + KEPT, 0)
+
+
+@triton.jit
+def store_ranking(
+    row,
+    key,
+    kept,
+    score,
+    total,
+    positions,
+    numbers,
+    integers,
+    ids_out,
+    scores_out,
+    COUNT: tl.constexpr,
+):
+    """The COUNT best of the tokens kept, with the noise at a temperature, and their log probabilities."""
+    token = (0xFFFFF - (key & 0xFFFFF)).to(tl.int32)
+    if tl.load(numbers) > 0:
+        noise = gumbel(tl.load(integers + 1), token, tl.load(positions + row))
+        score = _SHARPNESS * (score + noise)
+        score = score - tl.max(tl.where(kept, score, float("-inf")), 0)
+        weight, _ = weigh(score)
+        total = tl.sum(tl.where(kept, weight, 0), 0)
+    normaliser = log(total.to(tl.float32) * 9.094947017729282e-13)
+    order = tl.where(kept, key_of(score, token), LOWEST)
+    for place in range(COUNT):
+        best = tl.max(order, 0)
+        found = best > LOWEST
+        tl.store(ids_out + row * COUNT + place, tl.where(found, 0xFFFFF - (best & 0xFFFFF), 0))
+        log_probability = tl.where(found, tl.minimum(value_of(best) - normaliser, 0.0), float("-inf"))
+        tl.store(scores_out + row * COUNT + place, log_probability)
+        order = tl.where(order == best, LOWEST, order)
 
 
 @triton.jit
 def noise_kernel(
     logits,
     adjusted,
-    partial,
     perturbed,
-    state,
+    record,
+    arrived,
     positions,
     numbers,
     integers,
+    chosen,
     stride,
     vocabulary,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest of score and noise among the tokens that are kept."""
+    """The largest of score and noise among the tokens that are kept, where that is not settled yet."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, top_k, share, least = _filters(numbers, integers, 0)
-    if temperature > 0:
-        top = value_of(_largest(partial, row, splits, SPLITS))
+    temperature, top_k, share, least = load_filters(numbers, integers, 0)
+    here = record + row * WORDS
+    needed = temperature > 0
+    threshold = tl.full((), LOWEST, tl.int64)
+    if cuts(temperature, top_k, share):
+        needed = tl.load(here + OPEN) != 0
+        threshold = tl.load(here + THRESHOLD)
+    flags = tl.load(integers + 2)
+    if needed:
+        top_key = tl.load(here + TOP)
+        top = value_of(top_key)
         seed, position = tl.load(integers + 1), tl.load(positions + row)
-        threshold = tl.full((), _LOWEST, tl.int64)
-        if _cuts(temperature, top_k, share):
-            threshold = tl.load(state + row * 8 + 7)
-        best = tl.full([BLOCK], _LOWEST, tl.int64)
+        best = tl.full((), LOWEST, tl.int64)
+        # The best token is always kept, and its score is 0: who stays below its noise need not be looked at.
+        floor = gumbel(seed, (0xFFFFF - (top_key & 0xFFFFF)).to(tl.int32), position)
         for block in range(split, tl.cdiv(vocabulary, BLOCK), splits):
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            value = _load(logits, adjusted, integers, row, stride, vocabulary, ids)
+            value = load_values(logits, adjusted, flags, row, stride, vocabulary, ids)
             score = tl.div_rn(value - top, temperature)
             # 41 octaves: no noise lifts a token from further below.
             kept = (ids < vocabulary) & (score >= least) & (score > -28.42)
             kept = kept & (key_of(value, ids) >= threshold)
+            word = random_word(seed, ids, position)
+            # Noise is at most -log u, and an approximate logarithm is good enough to say who may win.
+            octaves = tl.log2(word.to(tl.float32) + 0.5) - 32.0
+            kept = kept & (octaves <= (score - floor) * 1.4426950408889634 + 0.02)
             if tl.max(kept.to(tl.int32), 0) > 0:
-                noisy = key_of(score + gumbel(seed, ids, position), ids)
-                best = tl.maximum(best, tl.where(kept, noisy, _LOWEST))
-        tl.store(perturbed + row * SPLITS + split, tl.max(best, 0))
-
-
-@triton.jit(do_not_specialize=["splits"])
-def choose_kernel(partial, perturbed, tokens, numbers, splits, SPLITS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(numbers) > 0:
-        best = _largest(perturbed, row, splits, SPLITS)
-    else:
-        best = _largest(partial, row, splits, SPLITS)
-    tl.store(tokens + row, 0xFFFFF - (best & 0xFFFFF))
-
-
-@triton.jit(do_not_specialize=["splits"])
-def rank_kernel(
-    partial,
-    state,
-    filled,
-    kept,
-    positions,
-    numbers,
-    integers,
-    ids_out,
-    scores_out,
-    splits,
-    COUNT: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """The COUNT best of the tokens kept, with the noise at a temperature, and their log probabilities."""
-    row = tl.program_id(0).to(tl.int64)
-    top = value_of(_largest(partial, row, splits, SPLITS))
-    index = tl.arange(0, POOL)
-    number = tl.load(filled + row * 2 + 1)
-    live = index < number
-    key = tl.load(kept + row * POOL + index, mask=live, other=_LOWEST)
-    ids = (0xFFFFF - (key & 0xFFFFF)).to(tl.int32)
-    temperature = tl.load(numbers)
-    score = value_of(key) - top
-    total = tl.load(state + row * 8 + 6)
-    if temperature > 0:
-        noise = gumbel(tl.load(integers + 1), ids, tl.load(positions + row))
-        score = _SHARPNESS * (tl.div_rn(score, temperature) + noise)
-        score = score - tl.max(tl.where(live, score, float("-inf")), 0)
-        weight, _ = weigh(score)
-        total = tl.sum(tl.where(live, weight, 0), 0)
-    normaliser = log(total.to(tl.float32) * 9.094947017729282e-13)
-    order = tl.where(live, key_of(score, ids), _LOWEST)
-    for place in range(COUNT):
-        best = tl.max(order, 0)
-        found = best > _LOWEST
-        tl.store(ids_out + row * COUNT + place, tl.where(found, 0xFFFFF - (best & 0xFFFFF), 0))
-        log_probability = tl.where(found, tl.minimum(value_of(best) - normaliser, 0.0), float("-inf"))
-        tl.store(scores_out + row * COUNT + place, log_probability)
-        order = tl.where(order == best, _LOWEST, order)
+                noisy = key_of(score + gumbel_of(word), ids)
+                best = tl.maximum(best, tl.max(tl.where(kept, noisy, LOWEST), 0))
+                floor = tl.maximum(floor, tl.where(best > LOWEST, value_of(best), floor))
+        tl.store(perturbed + row * SPLITS + split, best)
+        if finishes(arrived, row, splits):
+            part = tl.arange(0, SPLITS)
+            best_parts = tl.load(
+                perturbed + row * SPLITS + part, mask=part < splits, other=LOWEST, cache_modifier=".cg"
+            )
+            tl.store(chosen + row, token_of(tl.max(best_parts, 0), vocabulary))

@@ -1,34 +1,58 @@
 """Launches the sampling kernels: how many programs share a row, which scratch memory they use."""
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
-from treeflash.kernels.sampling import kernel
+from treeflash.kernels.sampling import filters, kernel, search
 from treeflash.kernels.sampling.state import MASKED, DrawState
 
-_SPLITS = 128  # programs that share a row, at most
-_PROGRAMS = 1056  # of a launch: eight for each multiprocessor of the largest card
+_SPLITS = 256  # programs that share a row, at most
+# Of a launch, four and eight for each multiprocessor of the largest card: more take longer to return at once.
+_PROGRAMS, _NOISE_PROGRAMS = 528, 1056
+_BLOCK, _SEARCH_BLOCK, _NOISE_BLOCK = 4096, 2048, 1024
 _CHUNK = 1024
+_TREE = 64
 
 
 class Workspace:
     """Scratch memory of the kernels, for up to `rows` rows."""
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device | str, *, capacity: int = 8192):
+    def __init__(
+        self,
+        rows: int,
+        vocabulary: int,
+        device: torch.device | str,
+        *,
+        capacity: int = 8192,
+        shortlist: int = 1024,
+    ):
         assert vocabulary < 2**20, f"{vocabulary} tokens, at most {2**20 - 1}"
 
         def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        bins, pool = kernel.BINS.value, kernel.POOL.value
-        self.rows, self.vocabulary, self.capacity = rows, vocabulary, capacity
+        bins, pool = filters.BINS.value, filters.POOL.value
+        self.rows, self.vocabulary, self.capacity, self.shortlist = rows, vocabulary, capacity, shortlist
+        self.block = min(_BLOCK, triton.next_power_of_2(vocabulary))
+        self.splits = -(-vocabulary // self.block)
+        self.classes = min(max(64, triton.next_power_of_2(-(-shortlist // self.splits))), self.block)
+        # So many class maxima reach the bound when the list is three quarters full.
+        classes = min(self.splits * self.classes, vocabulary)
+        self.bound_rank = math.ceil(-classes * math.expm1(-0.75 * shortlist / classes))
+        self.maxima_size = triton.next_power_of_2(self.splits * self.classes)
         self.adjusted = make(rows, vocabulary, dtype=torch.float32)
-        self.partial, self.perturbed = make(rows, _SPLITS), make(rows, _SPLITS)
+        self.partial, self.maxima = make(rows, _SPLITS), make(rows, self.maxima_size, dtype=torch.float32)
         self.mass, self.count = make(rows, bins), make(rows, bins, dtype=torch.int32)
-        self.state, self.filled = make(rows, 8), make(rows, 2)
-        self.found, self.kept = make(rows, capacity), make(rows, pool)
+        self.record = make(rows, filters.WORDS.value)
+        self.listed, self.found, self.kept = make(rows, shortlist), make(rows, capacity), make(rows, pool)
         self.tokens = make(rows)
+        # What stands above a draft's rows: the anchor.
+        self.roots = torch.ones(rows, dtype=torch.int64, device=device)
+        # Of each kernel's programs: zero before and after every launch.
+        self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
 
 
 def draw_rows(
@@ -40,29 +64,26 @@ def draw_rows(
     workspace: Workspace,
 ) -> Tensor:
     """As the package's function of this name."""
-    launch = _Launch(logits, state, workspace)
-    launch.adjust(tokens, ancestors, masks=True)
-    launch.threshold(0)
-    work = workspace
-    kernel.noise_kernel[launch.grid](
+    launch, work = _Launch(logits, state, workspace), workspace
+    launch.adjust(tokens, ancestors, work.tokens, masks=True, count=0)
+    launch.settle(positions, work.tokens, logits, count=0)
+    blocks = -(-launch.vocabulary // _NOISE_BLOCK)
+    splits = min(blocks, _SPLITS, -(-_NOISE_PROGRAMS // launch.rows))
+    kernel.noise_kernel[(launch.rows, splits)](
         logits,
         work.adjusted,
         work.partial,
-        work.perturbed,
-        work.state,
+        work.record,
+        work.arrived,
         positions,
-        *launch.shape,
-        BLOCK=launch.block,
-        **launch.options,
-    )
-    kernel.choose_kernel[(launch.rows,)](
-        work.partial,
-        work.perturbed,
-        work.tokens,
         state.numbers,
-        launch.splits,
+        state.integers,
+        work.tokens,
+        *launch.shape,
         SPLITS=_SPLITS,
-        num_warps=1,
+        BLOCK=_NOISE_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return work.tokens[: launch.rows]
 
@@ -76,29 +97,25 @@ def rank_rows(
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
     """As the package's function of this name."""
-    above = torch.ones(len(logits), dtype=torch.int64, device=logits.device)
-    launch = _Launch(logits, state, workspace)
-    launch.adjust(anchor, above, masks=False)
-    launch.threshold(count)
-    launch.gather(count, final=True)
+    launch, work = _Launch(logits, state, workspace), workspace
     ids = torch.empty(launch.rows, count, dtype=torch.int64, device=logits.device)
     scores = torch.empty(launch.rows, count, device=logits.device)
-    work = workspace
-    kernel.rank_kernel[(launch.rows,)](
-        work.partial,
-        work.state,
-        work.filled,
+    launch.adjust(anchor, work.roots, work.tokens, masks=False, count=count)
+    launch.settle(positions, ids, scores, count=count)
+    search.rank_kernel[launch.search_grid](
+        logits,
+        work.adjusted,
+        work.record,
+        work.arrived,
         work.kept,
         positions,
         state.numbers,
         state.integers,
         ids,
         scores,
-        launch.splits,
+        *launch.shape,
         COUNT=count,
-        SPLITS=_SPLITS,
-        num_warps=2,
-        enable_fp_fusion=False,
+        **launch.search_options,
     )
     return ids, scores
 
@@ -114,22 +131,30 @@ class _Launch:
         )
         assert logits.dtype == torch.float32 and logits.stride(1) == 1, f"{logits.dtype}, {logits.stride()}"
         self.logits, self.state, self.work = logits, state, workspace
-        self.block = min(2048, triton.next_power_of_2(self.vocabulary))
-        blocks = -(-self.vocabulary // self.block)
-        self.splits = min(blocks, _SPLITS, -(-_PROGRAMS // self.rows))
-        self.grid = (self.rows, self.splits)
-        self.shape = (state.numbers, state.integers, logits.stride(0), self.vocabulary)
-        self.options = {"SPLITS": _SPLITS, "num_warps": 8, "enable_fp_fusion": False}
+        self.shape = (logits.stride(0), self.vocabulary)
+        self.grid = (self.rows, workspace.splits)
+        self.options = {
+            "SPLITS": _SPLITS,
+            "BLOCK": workspace.block,
+            "num_warps": 8,
+            "enable_fp_fusion": False,
+        }
+        block = min(_SEARCH_BLOCK, triton.next_power_of_2(self.vocabulary))
+        splits = min(-(-self.vocabulary // block), _SPLITS, -(-_PROGRAMS // self.rows))
+        self.search_grid = (self.rows, splits)
+        self.search_options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
 
-    def adjust(self, tokens: Tensor, ancestors: Tensor, *, masks: bool) -> None:
+    def adjust(self, tokens: Tensor, ancestors: Tensor, chosen: Tensor, *, masks: bool, count: int) -> None:
         state, work = self.state, self.work
+        assert len(tokens) <= _TREE, f"{len(tokens)} rows of a tree, at most {_TREE}"
         kernel.adjust_kernel[self.grid](
             self.logits,
             work.adjusted,
             work.partial,
-            work.mass,
-            work.count,
-            work.filled,
+            work.maxima,
+            work.record,
+            work.arrived,
+            chosen,
             state.numbers,
             state.integers,
             state.prompt,
@@ -138,61 +163,64 @@ class _Launch:
             state.allowed,
             tokens,
             ancestors,
-            tokens.shape[0],
-            self.logits.stride(0),
-            self.vocabulary,
+            len(tokens),
+            *self.shape,
             state.allowed.shape[1],
             MASKS=MASKED if masks else 0,
-            BLOCK=self.block,
+            COUNT=count,
+            CLASSES=work.classes,
+            MAXIMA=work.maxima_size,
+            RANK=work.bound_rank,
             **self.options,
         )
 
-    def threshold(self, count: int) -> None:
-        work = self.work
-        kernel.histogram_kernel[self.grid](
+    def settle(self, positions: Tensor, chosen: Tensor, scores: Tensor, *, count: int) -> None:
+        """Draws (count 0) or ranks on the short list; finds the last token kept of rows that stay open."""
+        state, work = self.state, self.work
+        kernel.shortlist_kernel[self.search_grid](
             self.logits,
             work.adjusted,
             work.partial,
+            work.listed,
             work.mass,
             work.count,
+            work.record,
+            work.arrived,
+            positions,
+            state.numbers,
+            state.integers,
+            chosen,
+            scores,
             *self.shape,
+            LIST=work.shortlist,
             COUNT=count,
-            BLOCK=self.block,
-            **self.options,
+            SPLITS=_SPLITS,
+            **self.search_options,
         )
-        kernel.locate_kernel[(self.rows,)](
-            work.mass, work.count, work.state, *self.shape[:2], COUNT=count, num_warps=8
-        )
-        self.gather(count, final=False)
-        kernel.solve_kernel[(self.rows,)](
+        search.histogram_kernel[self.search_grid](
             self.logits,
             work.adjusted,
-            work.partial,
-            work.state,
-            work.filled,
+            work.mass,
+            work.count,
+            work.record,
+            work.arrived,
+            state.numbers,
+            state.integers,
+            *self.shape,
+            COUNT=count,
+            **self.search_options,
+        )
+        search.gather_kernel[self.search_grid](
+            self.logits,
+            work.adjusted,
+            work.record,
+            work.arrived,
             work.found,
+            state.numbers,
+            state.integers,
             *self.shape,
             work.capacity,
-            self.splits,
             COUNT=count,
             CHUNK=_CHUNK,
-            **self.options,
-        )
-
-    def gather(self, count: int, *, final: bool) -> None:
-        work = self.work
-        found = work.kept if final else work.found
-        kernel.gather_kernel[self.grid](
-            self.logits,
-            work.adjusted,
-            work.partial,
-            work.state,
-            work.filled,
-            found,
-            *self.shape,
-            found.shape[1],
-            FINAL=int(final),
-            COUNT=count,
-            BLOCK=self.block,
-            **self.options,
+            **self.search_options,
         )

@@ -15,15 +15,14 @@ _SHAPES = ["depths", "width", "chain_count", "edge_count", "nodes", "rows", "sto
 
 @triton.jit
 def _order(value):
-    """Whole numbers in the order of the values."""
+    """32-bit whole numbers in the order of the values: a warp finds the largest in one instruction."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _disorder(ordered):
-    bits = ordered.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,49 +42,40 @@ def _prepare(
     chain_count,
     edge_count,
     CORRECTED: tl.constexpr,
+    DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Corrects the scores; finds the column in which each chain's token stands at each depth, -1 for none.
 
     Behind the last depth comes one where nothing follows.
     """
-    column = tl.arange(0, WIDE)
-    for depth in range(0, depths):
-        inside = column < width
-        score = tl.load(scores + depth * width + column, mask=inside, other=float("-inf"))
-        if CORRECTED:
-            claim = tl.zeros([WIDE], tl.int32)
-            for edge in range(0, edge_count):
-                claim += (score > tl.load(edges + edge)).to(tl.int32)
-            line = tl.load(depth_bins + depth) * (edge_count + 1)
-            score = score + tl.load(table + line + claim, mask=inside, other=0.0)
-        tl.store(corrected + depth * WIDE + column, tl.minimum(score, 0.0))
-        token = _column_tokens(ids, chains, depth, depths, width, chain_count, column)
+    column, depth = tl.arange(0, WIDE)[None, :], tl.arange(0, DEEP)[:, None]
+    candidate = (column < width) & (depth < depths)
+    score = tl.load(scores + depth * width + column, mask=candidate, other=float("-inf"))
+    if CORRECTED:
+        claim = tl.zeros([DEEP, WIDE], tl.int32)
+        for edge in range(0, edge_count):
+            claim += (score > tl.load(edges + edge)).to(tl.int32)
+        line = tl.load(depth_bins + depth, mask=depth < depths, other=0) * (edge_count + 1)
+        score = score + tl.load(table + line + claim, mask=candidate, other=0.0)
+    tl.store(corrected + depth * WIDE + column, tl.minimum(score, 0.0))
+    if chain_count > 0:
+        token = tl.load(ids + depth * width + column, mask=candidate, other=-1)
+        behind = column - width
+        in_chain = (behind >= 0) & (behind < chain_count) & (depth < depths)
+        token = tl.where(in_chain, tl.load(chains + behind * depths + depth, mask=in_chain, other=-1), token)
+        level = tl.arange(0, DEEP)
         for chain in range(0, chain_count):
-            own = tl.load(chains + chain * depths + depth)
-            home = tl.min(tl.where(token == own, column, WIDE), 0)
-            tl.store(homes + depth * chain_count + chain, tl.where(own >= 0, home, -1))
-            gain = tl.load(chain_scores + chain * depths + depth)
-            tl.store(gains + depth * chain_count + chain, tl.minimum(gain, 0.0))
-    tl.store(corrected + depths * WIDE + column, tl.full([WIDE], float("-inf"), tl.float32))
-    for chain in range(0, chain_count):
-        tl.store(homes + depths * chain_count + chain, -1)
-        tl.store(gains + depths * chain_count + chain, float("-inf"))
-
-
-@triton.jit
-def _column_tokens(ids, chains, depth, depths, width, chain_count, column):
-    candidate = tl.load(ids + depth * width + column, mask=column < width, other=-1)
-    chain = column - width
-    in_chain = (chain >= 0) & (chain < chain_count)
-    return tl.where(
-        column < width, candidate, tl.load(chains + chain * depths + depth, mask=in_chain, other=-1)
-    )
+            own = tl.load(chains + chain * depths + depth, mask=depth < depths, other=-1)
+            home = tl.min(tl.where((token == own) & (own >= 0), column, WIDE), 1)
+            tl.store(homes + level * chain_count + chain, tl.where(home < WIDE, home, -1))
+            gain = tl.load(chain_scores + chain * depths + level, mask=level < depths, other=float("-inf"))
+            tl.store(gains + level * chain_count + chain, tl.minimum(gain, 0.0))
 
 
 @triton.jit
 def _best_child(corrected, homes, gains, depth, chain_count, followed, used, WIDE: tl.constexpr):
-    """(order of the score << 6 | 63 - column) of the best unused column; of -inf when there is none."""
+    """Order of the score of the best unused column, and the column; order of -inf when there is none."""
     column = tl.arange(0, WIDE)
     own = tl.load(corrected + depth * WIDE + column)
     for chain in range(0, chain_count):
@@ -93,8 +83,9 @@ def _best_child(corrected, homes, gains, depth, chain_count, followed, used, WID
         gain = tl.load(gains + depth * chain_count + chain)
         there = (column == home) & (((followed >> chain) & 1) != 0)
         own = tl.where(there, tl.maximum(own, gain), own)
-    own = tl.where(((used >> column) & 1) != 0, float("-inf"), own)
-    return tl.max((_order(own) << 6) | (63 - column), 0)
+    order = _order(tl.where(((used >> column) & 1) != 0, float("-inf"), own))
+    best = tl.max(order, 0)
+    return best, tl.min(tl.where(order == best, column, WIDE), 0)
 
 
 @triton.jit
@@ -103,8 +94,19 @@ def _followed(homes, depth, chain_count, followed, column):
     still = followed ^ followed
     for chain in range(0, chain_count):
         home = tl.load(homes + depth * chain_count + chain)
-        still |= ((home == column).to(tl.int64) << chain) & followed
+        still |= ((home == column).to(tl.int32) << chain) & followed
     return still
+
+
+@triton.jit
+def _tie(depth, row, column):
+    """Decides between equal weights: the shallower depth, then the earlier row. The column goes along."""
+    return (63 - depth) * 4096 + (63 - row) * 64 + (63 - column)
+
+
+@triton.jit
+def _at(here, values):
+    return tl.sum(tl.where(here, values, 0), 0)
 
 
 @triton.jit(do_not_specialize=_SHAPES[:-1])
@@ -134,12 +136,13 @@ def build_kernel(
     rows,
     spine,
     CORRECTED: tl.constexpr,
+    DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Takes the best child of any row, again and again.
 
-    Every row keeps its best child not yet taken as one number, ordered like (weight, shallower depth, earlier
-    row), so that one reduction over the rows finds the next.
+    Every row keeps its best child not yet taken: the order of its weight, and a number that decides between
+    equals, so that two reductions over the rows find the next.
     """
     _prepare(
         ids,
@@ -157,84 +160,92 @@ def build_kernel(
         chain_count,
         edge_count,
         CORRECTED,
+        DEEP,
         WIDE,
     )
     tl.debug_barrier()
     lowest = _order(tl.full((), float("-inf"), tl.float32))
-    every = (tl.full((), 1, tl.int64) << chain_count) - 1
-    nothing = tl.full((), 0, tl.int64)
+    every = (tl.full((), 1, tl.int32) << chain_count) - 1
+    # Columns taken, one bit each.
+    nothing = tl.full((), 0, tl.int32 if WIDE == 32 else tl.int64)
     # How many rows the path of best children has.
     forced, line, followed, going = 0, tl.full((), 0.0, tl.float32), every, True
-    for depth in range(0, depths):
-        best = _best_child(corrected, homes, gains, depth, chain_count, followed, nothing, WIDE)
-        line = line + _disorder(best >> 6)
-        going = going & (line >= spine) & (line > float("-inf")) & (forced < nodes)
+    while going:
+        score, column = _best_child(corrected, homes, gains, forced, chain_count, followed, nothing, WIDE)
+        line = line + _disorder(score)
+        followed = _followed(homes, forced, chain_count, followed, column)
+        going = (line >= spine) & (line > float("-inf"))
         forced += going.to(tl.int32)
-        followed = _followed(homes, depth, chain_count, followed, 63 - (best & 63))
+        going = going & (forced < nodes) & (forced < depths)
 
     row = tl.arange(0, _ROWS)
-    root, start = tl.load(anchor), tl.load(position)
-    token = tl.zeros([_ROWS], tl.int64) + root
     parent = tl.full([_ROWS], -1, tl.int32)
-    weight = tl.where(row == 0, 0.0, float("-inf"))
+    column_of = tl.zeros([_ROWS], tl.int32)
+    weight = tl.where(row == 0, 0.0, float("-inf")).to(tl.int32, bitcast=True)
     depth_of = tl.zeros([_ROWS], tl.int32)
-    ancestors = tl.full([_ROWS], 1, tl.int64) << row.to(tl.int64)
-    used = tl.zeros([_ROWS], tl.int64)
+    one = tl.full([_ROWS], 1, tl.int32)
+    # Two words: 64-bit sums have no instruction of their own.
+    low, high = tl.where(row < 32, one << (row & 31), 0), tl.where(row < 32, 0, one << (row & 31))
+    used = tl.zeros([_ROWS], tl.int32 if WIDE == 32 else tl.int64)
     chains_of = tl.where(row == 0, every, 0)
-    best = _best_child(corrected, homes, gains, 0, chain_count, every, nothing, WIDE)
-    tail_next = _pending(tl.full((), 0.0, tl.float32), best, 0, 0)
-    pending = tl.where(row == 0, tail_next, lowest << 18)
+    score, column = _best_child(corrected, homes, gains, 0, chain_count, every, nothing, WIDE)
+    tail_order, tail_tie = _order(_disorder(score)), _tie(0, 0, column)
+    order, tie = tl.where(row == 0, tail_order, lowest), tl.where(row == 0, tail_tie, 0)
     tail, new, open_ = 0, 1, True
     while (new <= nodes) & open_:
-        top = tl.max(pending, 0)
+        top = tl.max(order, 0)
+        taken = tl.max(tl.where(order == top, tie, 0), 0)
         if (forced > 0) & (nodes - new + 1 == forced):
-            top = tail_next
-        open_ = (top >> 18) > lowest
+            top, taken = tail_order, tail_tie
+        open_ = top > lowest
         if open_:
-            column = 63 - (top & 63)
-            above = (63 - ((top >> 6) & 63)).to(tl.int32)
-            depth = (63 - ((top >> 12) & 63)).to(tl.int32)
-            here = row == above
-            above_weight = tl.sum(tl.where(here, weight, 0.0), 0)
-            above_used = tl.sum(tl.where(here, used, 0), 0) | (nothing + 1 << column)
-            above_chains = tl.sum(tl.where(here, chains_of, 0), 0)
-            above_ancestors = tl.sum(tl.where(here, ancestors, 0), 0)
-            new_weight = _disorder(top >> 18)
+            column, above, depth = 63 - (taken & 63), 63 - ((taken >> 6) & 63), 63 - (taken >> 12)
+            here, fresh = row == above, row == new
+            above_used = _at(here, used) | (nothing + 1 << column)
+            above_chains = _at(here, chains_of)
+            above_weight = _at(here, weight).to(tl.float32, bitcast=True)
+            new_weight = _disorder(top)
             new_chains = _followed(homes, depth, chain_count, above_chains, column)
-            sibling = _best_child(corrected, homes, gains, depth, chain_count, above_chains, above_used, WIDE)
-            child = _best_child(corrected, homes, gains, depth + 1, chain_count, new_chains, nothing, WIDE)
-            at = tl.where(
-                column < width, ids + depth * width + column, chains + (column - width) * depths + depth
+            child, child_column = _best_child(
+                corrected, homes, gains, depth + 1, chain_count, new_chains, nothing, WIDE
             )
-            fresh = row == new
-            token = tl.where(fresh, tl.load(at), token)
+            sibling, sibling_column = _best_child(
+                corrected, homes, gains, depth, chain_count, above_chains, above_used, WIDE
+            )
             parent = tl.where(fresh, above, parent)
-            weight = tl.where(fresh, new_weight, weight)
+            column_of = tl.where(fresh, column, column_of)
+            weight = tl.where(fresh, new_weight.to(tl.int32, bitcast=True), weight)
             depth_of = tl.where(fresh, depth + 1, depth_of)
-            ancestors = tl.where(fresh, ancestors | above_ancestors, ancestors)
+            above_low, above_high = _at(here, low), _at(here, high)
+            low, high = tl.where(fresh, low | above_low, low), tl.where(fresh, high | above_high, high)
             used = tl.where(here, above_used, used)
             chains_of = tl.where(fresh, new_chains, chains_of)
-            below = _pending(new_weight, child, depth + 1, new)
-            pending = tl.where(here, _pending(above_weight, sibling, depth, above), pending)
-            pending = tl.where(fresh, below, pending)
+            below = _order(new_weight + _disorder(child))
+            below_tie = _tie(depth + 1, new, child_column)
+            order = tl.where(here, _order(above_weight + _disorder(sibling)), order)
+            order = tl.where(fresh, below, order)
+            tie = tl.where(here, _tie(depth, above, sibling_column), tie)
+            tie = tl.where(fresh, below_tie, tie)
             if (above == tail) & (forced > 0):
                 forced -= 1
                 tail = new
-                tail_next = below
+                tail_order, tail_tie = below, below_tie
             new += 1
-    inside = row < rows
+    inside, filled = row < rows, depth_of > 0
+    candidate = filled & (column_of < width)
+    token = tl.load(anchor) + tl.zeros([_ROWS], tl.int64)
+    token = tl.where(
+        candidate, tl.load(ids + (depth_of - 1) * width + column_of, mask=candidate, other=0), token
+    )
+    other = filled & (column_of >= width)
+    at = chains + (column_of - width) * depths + depth_of - 1
+    token = tl.where(other, tl.load(at, mask=other, other=0), token)
     tl.store(out_tokens + row, token, mask=inside)
     tl.store(out_parents + row, parent.to(tl.int64), mask=inside)
-    tl.store(out_weights + row, weight, mask=inside)
+    tl.store(out_weights + row, weight.to(tl.float32, bitcast=True), mask=inside)
+    ancestors = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     tl.store(out_ancestors + row, ancestors, mask=inside)
-    tl.store(out_positions + row, start + depth_of, mask=inside)
-
-
-@triton.jit
-def _pending(weight, best, depth, row):
-    """A row's best child as one number: order of its weight, 63 - depth, 63 - row, 63 - column."""
-    order = _order(weight + _disorder(best >> 6))
-    return (order << 18) + ((63 - depth) * 4096 + (63 - row) * 64) + (best & 63)
+    tl.store(out_positions + row, tl.load(position) + depth_of, mask=inside)
 
 
 @triton.jit(do_not_specialize=_SHAPES[-2:])
@@ -302,13 +313,15 @@ def build(
     """Tokens, parents, weights, ancestors and positions, [rows] each, as the package's `build_tree` says."""
     (depths, width), count, device = ids.shape, len(chains), ids.device
     assert 0 < nodes < rows <= ROWS, f"{nodes} nodes in {rows} rows, at most {ROWS}"
-    assert 0 < width + count <= ROWS and depths < ROWS, f"{width} candidates, {count} chains, {depths} deep"
+    assert 0 < width + count <= ROWS and count < 31, f"{width} candidates, {count} chains"
+    assert 0 < depths < ROWS, f"{depths} deep"
     for part in (ids, scores, chains, chain_scores):
         assert part.is_contiguous(), f"strides {part.stride()}"
-    wide = triton.next_power_of_2(width + count)
-    corrected = torch.empty(depths + 1, wide, device=device)
-    homes = torch.empty(depths + 1, count, dtype=torch.int32, device=device)
-    gains = torch.empty(depths + 1, count, device=device)
+    # One column for each lane of a warp, at least.
+    deep, wide = triton.next_power_of_2(depths + 1), max(32, triton.next_power_of_2(width + count))
+    corrected = torch.empty(deep, wide, device=device)
+    homes = torch.empty(deep, count, dtype=torch.int32, device=device)
+    gains = torch.empty(deep, count, device=device)
     tokens, parents, ancestors, positions = torch.empty(4, rows, dtype=torch.int64, device=device)
     weights = torch.empty(rows, device=device)
     edges, table, bins = (
@@ -340,6 +353,7 @@ def build(
         rows,
         spine,
         CORRECTED=correction is not None,
+        DEEP=deep,
         WIDE=wide,
         num_warps=1,
         enable_fp_fusion=False,

@@ -1,0 +1,138 @@
+"""Speed of answers held to random JSON schemas against free ones: same pair, same prompts, in turns.
+
+    python -m benchmarks.constrained [--schemas 60] [--device auto] [--out FILE]
+
+From the root of a checkout. For every schema an answer that has to fit it, then a free one to the same
+question. Prints one line: tokens a second of both ways and their ratio (goal: at least 0.7), that of steps
+alone, and what comes before the first token, where the schema is compiled.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+import treeflash
+from tests.engine.schemas import random_schema
+from treeflash.config import DraftConfig, EngineConfig
+from treeflash.engine.memory import device_name
+from treeflash.engine.requests import Finished, Grammar, Text, TextRequest
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.session import Session
+from treeflash.engine.stats import RequestStats
+from treeflash.hub.catalog import named
+
+QUESTIONS = [
+    "Describe a person as JSON.",
+    "Write a Python function that merges two sorted lists.",
+    "List three colours and a number for each.",
+    "What is the sum of 17 and 25?",
+]
+WARM_UP = 5
+LONG_ENOUGH = 4  # tokens of an answer whose speed can be told
+FREE = 48  # tokens of a free answer: its speed as users see it, not that of its first words
+
+
+@dataclass(slots=True)
+class Sum:
+    tokens: int = 0
+    seconds: float = 0.0  # from the first token to the last
+    first: float = 0.0  # before it
+    steps: int = 0
+
+    def add(self, finished: Finished, wall: float) -> None:
+        stats = finished.stats
+        self.tokens += stats.generated_tokens
+        self.seconds += self._behind(stats)
+        self.first += wall - self._behind(stats)
+        self.steps += stats.steps
+
+    @staticmethod
+    def _behind(stats: RequestStats) -> float:
+        return (stats.generated_tokens - 1) / stats.decode_tok_s if stats.decode_tok_s else 0.0
+
+    def line(self, answers: int) -> dict[str, float]:
+        behind_first = self.tokens - answers
+        return {
+            "tokens": self.tokens,
+            "tok_s": behind_first / self.seconds,
+            "ms_to_first_token": 1000 * self.first / answers,
+            "ms_per_step": 1000 * self.seconds / self.steps,
+            "tokens_per_step": behind_first / self.steps,
+        }
+
+
+def answer(session: Session, **options: Any) -> tuple[Finished, str, float]:
+    begun = time.perf_counter()
+    text, last = "", None
+    for last in session.generate(TextRequest(**options)):
+        text += last.text if isinstance(last, Text) else ""
+    assert isinstance(last, Finished)
+    return last, text, time.perf_counter() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schemas", type=int, default=60)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = named("treeflash-40m")
+    assert found is not None and found[0].pair is not None
+    pair = found[0].pair
+    session = Session.load(
+        pair.target,
+        # Nothing is remembered: both ways read their question.
+        EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft), conversations=0),
+    )
+    choose = random.Random(11)
+    held, free = Sum(), Sum()
+    measured = valid = tried = 0
+    while measured < options.schemas:
+        schema = random_schema(choose)
+        messages = [{"role": "user", "content": QUESTIONS[tried % len(QUESTIONS)]}]
+        sampling = SamplingParams(temperature=choose.choice([0.0, 1.0]), seed=tried)
+        tried += 1
+        common: dict[str, Any] = {"messages": messages, "sampling": sampling}
+        grammar = Grammar("json_schema", schema)
+        fitting, text, wall = answer(session, grammar=grammar, max_tokens=300, **common)
+        if fitting.stats.generated_tokens < LONG_ENOUGH:
+            continue
+        # It goes on whatever it would have ended with.
+        ends = dict.fromkeys(session.tokenizer.stop_ids, float("-inf"))
+        common["sampling"] = SamplingParams(
+            temperature=sampling.temperature, seed=sampling.seed, logit_bias=ends
+        )
+        loose, _, loose_wall = answer(session, max_tokens=FREE, **common)
+        if tried <= WARM_UP:
+            continue
+        jsonschema.validate(json.loads(text), schema)
+        valid += 1
+        measured += 1
+        held.add(fitting, wall)
+        free.add(loose, loose_wall)
+    constrained, unconstrained = held.line(measured), free.line(measured)
+    result = {
+        "case": "constrained",
+        "version": treeflash.__version__,
+        "device": device_name(session.engine.target.device),
+        "schemas": measured,
+        "valid": valid,
+        "constrained": constrained,
+        "unconstrained": unconstrained,
+        "ratio": constrained["tok_s"] / unconstrained["tok_s"],
+        "ratio_of_steps": unconstrained["ms_per_step"] / constrained["ms_per_step"],
+    }
+    print(json.dumps(result))
+    if options.out:
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

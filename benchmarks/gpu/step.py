@@ -1,0 +1,393 @@
+"""Whole steps on a GPU: the text of graphs, of eager steps and of a CPU; what the parts of a 27B step take.
+
+PYTHONPATH=src python benchmarks/gpu/step.py --out step.jsonl [--seconds 150]
+
+The large models are written beside it, in another process on other cores. --device cpu tries the small parts.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treeflash.bench_step import kernel_times, lines, measure_steps, read_bandwidth
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.engine.engine import Done, Request
+from treeflash.engine.requests import Finished, TextRequest
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.session import Session
+from treeflash.hub.catalog import named
+from treeflash.tools.grow import grow
+
+GREEDY = SamplingParams(seed=1)
+NEAR_TIE = 0.05  # a gap between the two likeliest logits that rounding may close
+TREE = SpecConfig(adaptive=False)
+GROWING_CORES = 12
+
+
+class Report:
+    def __init__(self, out: Path | None, seconds: float, device: str, folder: Path):
+        self.failed = False
+        self.device, self.folder = device, folder
+        self._begin, self._seconds = time.perf_counter(), seconds
+        self._out = out.open("a") if out else None
+
+    @property
+    def left(self) -> float:
+        return self._seconds - (time.perf_counter() - self._begin)
+
+    def check(self, name: str, passed: bool, **facts) -> None:
+        self.failed |= not passed
+        print("PASS" if passed else "FAIL", name, facts or "", flush=True)
+        self._write({"check": name, "passed": passed, **facts})
+
+    def tell(self, name: str, **facts) -> None:
+        print(f"[{self._seconds - self.left:5.1f} s]", name, facts or "", flush=True)
+        self._write({"what": name, **facts})
+
+    def part(self, run: Callable[["Report"], None], *, needs: float) -> None:
+        if self.left < needs:
+            self.tell(f"{run.__name__} left out", seconds_left=round(self.left, 1))
+            return
+        try:
+            run(self)
+        except Exception:
+            traceback.print_exc()
+            self.check(f"{run.__name__} ran", False)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _write(self, line: dict) -> None:
+        if self._out:
+            print(json.dumps(line), file=self._out, flush=True)
+
+
+def load(
+    report: Report, name: str, target: Path, draft: Path | None, *, graphs: bool = True, **options
+) -> Session:
+    """Measures the loading, too."""
+    begin = time.perf_counter()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    marks: list[float] = []
+    config = EngineConfig(device=report.device, draft=DraftConfig(draft) if draft else None, **options)
+    session = Session.load(
+        target,
+        config,
+        graphs=graphs,
+        warming=lambda done, total: marks.append(time.perf_counter()),
+    )
+    facts: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 2)}
+    if torch.cuda.is_available():
+        facts["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        facts["capture_s"] = [round(b - a, 2) for a, b in itertools.pairwise(marks)]
+        if graphs:
+            report.check(f"{name}: captured", session.engine.steps.captured)
+    report.tell(f"loaded {name}", **facts)
+    return session
+
+
+def answer(session: Session, prompt: str, count: int) -> Finished:
+    request = TextRequest(messages=[{"role": "user", "content": prompt}], max_tokens=count, sampling=GREEDY)
+    *_, last = session.generate(request)
+    assert isinstance(last, Finished)
+    return last
+
+
+def compare(report: Report, name: str, found: list[list[int]], expected: list[dict], count: int) -> None:
+    """Token for token; a difference has to be a near tie of the CPU's."""
+    for number, (tokens, entry) in enumerate(zip(found, expected, strict=False)):
+        wanted = entry["tokens"][:count]
+        if tokens == wanted:
+            report.check(f"{name}: text {number} is the CPU's", True, tokens=len(tokens))
+            continue
+        places = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
+        place = next(places, min(len(tokens), len(wanted)))
+        gap = entry["gaps"][place] if place < len(entry["gaps"]) else None
+        tie = gap is not None and gap < NEAR_TIE
+        report.check(f"{name}: text {number} is the CPU's but for a near tie", tie, place=place, gap=gap)
+
+
+def pair() -> Any:
+    found = named("treeflash-40m")
+    assert found is not None and found[0].pair is not None
+    return found[0].pair
+
+
+def texts() -> list[dict]:
+    return json.loads(Path(__file__).with_name("step_texts.json").read_text())
+
+
+def small(report: Report) -> None:
+    """The embedded pair: plain, trees without graphs, trees with graphs."""
+    expected, files = texts(), pair()
+    ways = {
+        "plain": {"speculation": None, "draft": None, "graphs": True},
+        "tree eager": {"speculation": TREE, "draft": files.draft, "graphs": False},
+        "tree graphs": {"speculation": TREE, "draft": files.draft, "graphs": True},
+    }
+    found: dict[str, list[list[int]]] = {}
+    for name, options in ways.items():
+        session = load(report, name, files.target, max_ctx=2048, **options)
+        answer(session, expected[-1]["prompt"], 16)
+        runs = [answer(session, entry["prompt"], 96) for entry in expected]
+        found[name] = [run.tokens for run in runs]
+        compare(report, name, found[name], expected, 96)
+        seconds = sum((s.generated_tokens - 1) / s.decode_tok_s for s in (r.stats for r in runs) if s.steps)
+        tokens = sum(run.stats.generated_tokens - 1 for run in runs)
+        steps, committed = sum(r.stats.steps for r in runs), sum(r.stats.step_tokens for r in runs)
+        report.tell(
+            f"{name}: speed",
+            tok_s=round(tokens / seconds, 1),
+            acceptance=round(committed / steps, 3),
+            step_ms=round(1000 * seconds / steps, 3),
+        )
+        if name == "tree graphs":
+            repeated(report, session, expected)
+            sampled(report, session, expected)
+    for name in ("tree eager", "tree graphs"):
+        same = sum(a == b for a, b in zip(found[name], found["plain"], strict=True))
+        report.tell(f"{name}: texts equal to plain ones", same=same, of=len(expected))
+
+
+def repeated(report: Report, session: Session, expected: list[dict]) -> None:
+    """Requests leave nothing in the graphs' tensors."""
+    first = [answer(session, entry["prompt"], 48).tokens for entry in expected[:2]]
+    again = [answer(session, entry["prompt"], 48).tokens for entry in expected[:2]]
+    report.check("the same request gives the same text again", first == again)
+
+
+def sampled(report: Report, session: Session, expected: list[dict]) -> None:
+    """With a temperature, penalties and a bias the text is that of plain steps in the same session."""
+    for name, sampling in {
+        "T 0.8": SamplingParams(temperature=0.8, top_p=0.95, seed=5),
+        "penalties": SamplingParams(repetition_penalty=1.1, presence_penalty=0.3, seed=6),
+    }.items():
+        runs = []
+        for budget in (None, 0):
+            request = TextRequest(
+                messages=[{"role": "user", "content": expected[0]["prompt"]}],
+                max_tokens=64,
+                sampling=sampling,
+                draft_budget=budget,
+            )
+            *_, last = session.generate(request)
+            assert isinstance(last, Finished)
+            runs.append(last.tokens)
+        places = (i for i, (a, b) in enumerate(zip(*runs, strict=False)) if a != b)
+        report.tell(f"{name}: tree text against plain", same=runs[0] == runs[1], first=next(places, None))
+
+
+def prefill(report: Report, session: Session) -> None:
+    engine = session.engine
+    for count in (512, 2048):
+        prompt = [(7 * place + 11) % 5000 for place in range(count)]
+        speeds = []
+        for _ in range(3):
+            *_, done = engine.generate(Request(prompt=prompt, max_tokens=1))
+            assert isinstance(done, Done)
+            speeds.append(count / done.stats.ttft_s)
+        report.tell("prefill", tokens=count, tok_s=[round(speed) for speed in speeds])
+
+
+def steps_of(report: Report, session: Session, bandwidth: float, **options) -> dict[int, dict]:
+    result = measure_steps(session, bandwidth=bandwidth, **options)
+    report.tell("steps", **result)
+    for row in lines(result):
+        print(
+            "   ", *(f"{cell:>24}" if place else f"{cell:>5}" for place, cell in enumerate(row)), flush=True
+        )
+    return {row["rows"]: row for row in result["sizes"]}
+
+
+def random_large(report: Report) -> None:
+    """27B shapes, random weights: the parts of a step by size, prefill, memory."""
+    folder = waited(report, "random")
+    session = load(
+        report,
+        "random 27b",
+        folder / "target.gguf",
+        folder / "draft.gguf",
+        max_ctx=8192,
+        speculation=SpecConfig(budget=63, adaptive=False),
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    bandwidth = read_bandwidth(torch.device(report.device))
+    rows = steps_of(report, session, bandwidth)
+    root = rows[8]["verify_ms"] + rows[8]["walk_ms"]
+    report.tell(
+        "against the root alone",
+        root_ms=round(root, 3),
+        verify_24=round(rows[24]["verify_ms"] / rows[8]["verify_ms"], 3),
+        whole_24=round(rows[24]["step_ms"] / root, 3),
+        draft_share=round(rows[24]["draft_ms"] / rows[24]["step_ms"], 3),
+        gap_share=round(rows[24]["gap_ms"] / rows[24]["step_ms"], 3),
+    )
+    warm = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+    harsh = SamplingParams(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2, seed=3)
+    for name, sampling in (("T 0.8, top-p 0.95", warm), ("penalties", harsh)):
+        found = measure_steps(session, sizes=[24], sampling=sampling, bandwidth=bandwidth)["sizes"][0]
+        report.tell(f"24 rows, {name}", ratio=round(found["step_ms"] / rows[24]["step_ms"], 3), **found)
+    for size in (8, 24):
+        guarded(report, "kernels", lambda size=size: kernels(report, session, size))
+    guarded(report, "prefill", lambda: prefill(report, session))
+    if report.left > 50:
+        long = {"sizes": [8, 24], "context": 6000}
+        guarded(report, "long context", lambda: steps_of(report, session, bandwidth, **long))
+
+
+def kernels(report: Report, session: Session, size: int) -> None:
+    found = kernel_times(session, size)
+    report.tell(f"kernels of a step, {size} rows", total=round(sum(found.values()), 3))
+    for name, milliseconds in list(found.items())[:25]:
+        print(f"    {milliseconds:8.3f} ms {name}", flush=True)
+    report.tell("kernels", rows=size, ms={name: round(ms, 4) for name, ms in list(found.items())[:40]})
+
+
+def exact_large(report: Report) -> None:
+    """The pair grown to 27B: the small pair's text, and its speed at full size."""
+    folder, expected = waited(report, "exact"), texts()
+    session = load(
+        report, "grown 27b", folder / "target.gguf", folder / "draft.gguf", max_ctx=8192, speculation=TREE
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    answer(session, expected[-1]["prompt"], 16)
+    speeds = {}
+    for name, budget in (("plain", 0), ("tree", None)):
+        runs = []
+        for entry in expected:
+            messages = [{"role": "user", "content": entry["prompt"]}]
+            request = TextRequest(messages=messages, max_tokens=128, sampling=GREEDY, draft_budget=budget)
+            *_, last = session.generate(request)
+            assert isinstance(last, Finished)
+            runs.append(last)
+        compare(report, f"grown, {name}", [run.tokens for run in runs], expected, 128)
+        all_stats = [run.stats for run in runs]
+        speeds[name] = statistics.median(stats.decode_tok_s for stats in all_stats)
+        steps = sum(stats.steps for stats in all_stats)
+        seconds = sum((stats.generated_tokens - 1) / stats.decode_tok_s for stats in all_stats)
+        report.tell(
+            f"grown, {name}",
+            tok_s=round(speeds[name], 1),
+            acceptance=round(sum(stats.step_tokens for stats in all_stats) / steps, 3),
+            step_ms=round(1000 * seconds / steps, 3),
+            by_prompt=[round(stats.decode_tok_s, 1) for stats in all_stats],
+        )
+    report.tell("grown, speed-up", tree_over_plain=round(speeds["tree"] / speeds["plain"], 3))
+
+
+def guarded(report: Report, name: str, work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception:
+        traceback.print_exc()
+        report.check(name, False)
+
+
+def place() -> Path:
+    """Memory, if there is room for both large models, else the disk."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 45e9
+    return (memory if roomy else Path(tempfile.gettempdir())) / "treeflash-step"
+
+
+def write_models(folder: Path, shape: str, cores: int) -> None:
+    """In another process, away from the cores that drive the GPU."""
+    every = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, every[-cores:])
+    for name in ("random", "exact"):
+        begin = time.perf_counter()
+        part = folder / f"{name}.part"
+        grown = grow(part, shape, random=name == "random", force=True)
+        facts = {"seconds": round(time.perf_counter() - begin, 1), "bytes": grown.bytes}
+        (part / "facts.json").write_text(json.dumps(facts))
+        part.rename(folder / name)
+
+
+def waited(report: Report, name: str) -> Path:
+    folder = report.folder / name
+    while not folder.exists():
+        if report.left < 15:
+            raise TimeoutError(f"the {name} model is not written yet")
+        time.sleep(0.2)
+    report.tell(f"grew the {name} 27b", **json.loads((folder / "facts.json").read_text()))
+    return folder
+
+
+PARTS = {"small": (small, 20.0), "random": (random_large, 40.0), "exact": (exact_large, 30.0)}
+
+
+def orchestrate(options: argparse.Namespace) -> int:
+    """Each part in a process of its own, so that an error that spoils the device spoils one part only."""
+    begin, folder, writer = time.perf_counter(), place(), None
+    chosen = options.only.split(",")
+    if options.out:
+        options.out.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if {"random", "exact"} & set(chosen):
+        cores = max(1, min(GROWING_CORES, len(os.sched_getaffinity(0)) - 3))
+        context = multiprocessing.get_context("spawn")
+        writer = context.Process(target=write_models, args=(folder, options.shape, cores), daemon=True)
+        writer.start()
+    failed = 0
+    try:
+        for name in chosen:
+            left = options.seconds - (time.perf_counter() - begin)
+            command = [sys.executable, __file__, "--part", name, "--seconds", str(left)]
+            command += ["--device", options.device, "--folder", str(folder)]
+            command += ["--out", str(options.out)] if options.out else []
+            try:
+                failed |= subprocess.run(command, timeout=max(5.0, left + 20)).returncode
+            except subprocess.TimeoutExpired:
+                print("FAIL", name, "took too long", flush=True)
+                failed = 1
+    finally:
+        if writer is not None and writer.is_alive():
+            writer.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    print("FAIL" if failed else "PASS", "in all", flush=True)
+    return int(bool(failed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="small,random,exact", help="parts, in their order")
+    parser.add_argument("--shape", default="27b", help="of the large models: 27b, or double for a trial")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is None:
+        return orchestrate(options)
+    # Why graphs could not be made is worth a traceback here.
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("treeflash.engine.device_step").setLevel(logging.DEBUG)
+    report = Report(options.out, options.seconds, options.device, options.folder)
+    facts = {"torch": torch.__version__, "folder": str(options.folder)}
+    if options.device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    report.tell(options.part, **facts)
+    run, needs = PARTS[options.part]
+    report.part(run, needs=needs)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

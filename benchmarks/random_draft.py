@@ -1,0 +1,107 @@
+"""What a useless draft costs: the pair's target with a draft whose rows are shuffled, against plain decoding.
+
+    python benchmarks/random_draft.py [--rounds 5] [--n-gen 200]
+
+Rounds of plain and controlled decoding alternate in one process, greedy, the same text. Prints and appends
+one line to benchmarks/results/random_draft.jsonl: the median ratio of their speeds.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.engine.engine import Done, Engine, Request
+from treeflash.engine.requests import TextRequest
+from treeflash.engine.session import Session
+from treeflash.gguf import GGUFFile, GGUFWriter, ValueType
+from treeflash.hub.catalog import named
+
+PROMPTS = [
+    "def fibonacci(n):",
+    "Tell me about the sea.",
+    "A baker sells 12 cakes a day at $15. How much is that?",
+]
+
+
+def shuffled(draft: Path, output: Path) -> None:
+    """The same shapes and sizes of numbers, in an order that means nothing."""
+    rng = np.random.default_rng(0)
+    with GGUFFile.open(draft) as file, GGUFWriter(output, file.architecture) as writer:
+        for key, value in file.metadata.items():
+            if key != "general.architecture":
+                kind = ValueType.INT32 if key.endswith("target_layers") else None
+                writer.add(key, value, kind)
+        for tensor in file.tensors.values():
+            writer.add_tensor(tensor.name, tensor.shape, tensor.type)
+        writer.write_header()
+        for tensor in file.tensors.values():
+            rows = np.frombuffer(file.raw(tensor.name), np.uint8)
+            if len(tensor.shape) > 1:
+                rows = rows.reshape(-1, tensor.type.row_bytes(tensor.shape[-1]))
+                rows = rows[rng.permutation(len(rows))]
+            writer.write_tensor(tensor.name, rows.tobytes())
+
+
+def speed(engine: Engine, prompt: list[int], count: int) -> tuple[float, float]:
+    """Tokens a second of decoding, and tokens a step."""
+    for event in engine.generate(Request(prompt=prompt, max_tokens=count)):
+        if isinstance(event, Done):
+            return event.stats.decode_tok_s, event.stats.acceptance_length
+    raise AssertionError("no end")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--n-gen", type=int, default=200)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    found = named("treeflash-40m")
+    assert found is not None and found[0].pair is not None
+    pair = found[0].pair
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "draft.gguf"
+        shuffled(pair.draft, draft)
+        # Without copies from the text, which are worth their cost and would hide what the draft costs.
+        tree = EngineConfig(
+            options.device, 1024, speculation=SpecConfig(lookup=False), draft=DraftConfig(draft)
+        )
+        controlled = Session.load(pair.target, tree)
+        plain = Session.load(pair.target, EngineConfig(options.device, 1024, speculation=None))
+    ratios, accepted = [], []
+    for number in range(options.rounds):
+        for prompt in PROMPTS:
+            ids = plain.encode(TextRequest(messages=[{"role": "user", "content": prompt}]))
+            with_draft, length = speed(controlled.engine, ids, options.n_gen)
+            without, _ = speed(plain.engine, ids, options.n_gen)
+            if number:  # the first round warms up
+                ratios.append(with_draft / without)
+                accepted.append(length)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    line = {
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "acceptance_length": round(statistics.mean(accepted), 3),
+        "device": torch.cuda.get_device_name()
+        if plain.engine.target.device.type == "cuda"
+        else platform.machine(),
+        "torch": torch.__version__,
+        "commit": commit.strip(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    print(json.dumps(line))
+    with Path("benchmarks/results/random_draft.jsonl").open("a") as results:
+        results.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""One prompt answered once and everything measured of it. Knows nothing of suites, files and reports."""
+
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from treeflash.bench.suites import Prompt
+from treeflash.engine.requests import Finished, Progress, Text, TextRequest
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.session import Session
+from treeflash.spec.draft import Drafter, Outcome
+
+RUN, TIMES = 12, 3  # a text loops where a run of so many tokens comes so often
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The same for every prompt of a run."""
+
+    n_gen: int = 256
+    seed: int = 0
+    thinking: bool | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """Times in seconds; None: cannot be seen from outside."""
+
+    text: str
+    finish: str
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    tok_s: float  # tokens after the first over the time since the first
+    acceptance_length: float | None = None  # up to where the text begins to loop
+    loops: bool | None = None
+    steps: int | None = None
+    rows_per_step: float | None = None
+    draft_s: float | None = None
+    verify_s: float | None = None
+    rest_s: float | None = None  # of decoding
+    accepted_by_position: list[int] | None = None  # steps that accepted at least so many proposed tokens
+    steps_by_rows: dict[str, list[float]] = field(default_factory=dict)  # rows: how many, milliseconds in all
+    memory: int | None = None  # bytes at the peak: of the GPU, else of the process
+
+
+class Answerer(Protocol):
+    """Whatever can be benchmarked. `budget` 0 is plain decoding; None: as it does by itself."""
+
+    def forget(self) -> None:
+        """Lets go of what was read for earlier prompts, as far as that can be done."""
+
+    def answer(
+        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+    ) -> Answer: ...
+
+
+class LocalAnswerer:
+    def __init__(self, session: Session, settings: Settings, cancelled: Callable[[], bool]):
+        self._session, self._settings, self._cancelled = session, settings, cancelled
+        drafter = session.engine.drafter
+        self._steps = drafter if isinstance(drafter, _Watched) else _Watched(drafter)
+        session.engine.drafter = cast(Drafter, self._steps)
+
+    def forget(self) -> None:
+        self._session.engine.prefixes.clear()
+
+    def answer(
+        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+    ) -> Answer:
+        settings = self._settings
+        request = TextRequest(
+            messages=messages,
+            tools=prompt.tools,
+            max_tokens=settings.n_gen,
+            sampling=SamplingParams(temperature=temperature, seed=settings.seed),
+            thinking=settings.thinking,
+            draft_budget=budget,
+            cancelled=self._cancelled,
+        )
+        memory = _PeakMemory(self._session.engine.target.device.type)
+        self._steps.outcomes.clear()
+        text, begun = "", 0.0
+        finished: Finished | None = None
+        for event in self._session.generate(request):
+            match event:
+                case Text(piece):
+                    text += piece
+                case Progress():
+                    begun = begun or time.perf_counter()
+                case Finished():
+                    finished = event
+        assert finished is not None
+        stats, loop = finished.stats, loop_start(finished.tokens)
+        # To the end of the last step, also of one whose only token ended the answer.
+        decoding = self._steps.last - begun - stats.ttft_s if stats.steps else 0.0
+        return Answer(
+            text=text if text else self._session.tokenizer.decode(finished.tokens),
+            finish=finished.reason,
+            tokens=stats.generated_tokens,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            ttft_s=stats.ttft_s,
+            tok_s=stats.decode_tok_s,
+            acceptance_length=stats.acceptance_length if loop is None else self._steps.acceptance(loop),
+            loops=loop is not None,
+            steps=stats.steps,
+            rows_per_step=stats.rows_per_step,
+            draft_s=stats.draft_s,
+            verify_s=stats.verify_s,
+            rest_s=max(0.0, decoding - stats.draft_s - stats.verify_s),
+            accepted_by_position=stats.accepted_by_position,
+            steps_by_rows=self._steps.by_rows(),
+            memory=memory.peak(),
+        )
+
+
+def loop_start(tokens: Sequence[int]) -> int | None:
+    """How many tokens there are when a run appears for the third time: what follows proves nothing."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for end in range(RUN, len(tokens) + 1):
+        run = tuple(tokens[end - RUN : end])
+        seen[run] += 1
+        if seen[run] == TIMES:
+            return end
+    return None
+
+
+class _Watched:
+    """Notes what came of every step on its way to the drafter.
+
+    Events of trees would tell as much, but they wait for a device that could be drafting.
+    """
+
+    def __init__(self, drafter: Drafter):
+        self._drafter = drafter
+        self.outcomes: list[Outcome] = []
+        self.last = 0.0  # when a step was last over
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def learn(self, outcome: Outcome) -> None:
+        self.last = time.perf_counter()
+        self.outcomes.append(outcome)
+        self._drafter.learn(outcome)
+
+    def acceptance(self, loop: int) -> float:
+        """Tokens committed a step, until there are `loop` of them; the first came from the prompt."""
+        counted = steps = 0
+        for outcome in self.outcomes:
+            if 1 + counted >= loop:
+                break
+            counted, steps = counted + len(outcome.tokens), steps + 1
+        return counted / steps if steps else 0.0
+
+    def by_rows(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for outcome in self.outcomes:
+            entry = found.setdefault(str(outcome.verified), [0, 0.0])
+            entry[0] += 1
+            entry[1] = round(entry[1] + 1000 * (outcome.draft_seconds + outcome.step_seconds), 3)
+        return found
+
+
+class _PeakMemory:
+    def __init__(self, device: str):
+        import torch
+
+        self._cuda = torch.cuda if device == "cuda" else None
+        if self._cuda:
+            self._cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        if self._cuda:
+            return self._cuda.max_memory_allocated()
+        # Kibibytes on Linux, bytes on macOS.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

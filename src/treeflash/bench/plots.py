@@ -1,0 +1,234 @@
+"""The pictures of a run, sized for an article. Knows only lines and rows; needs matplotlib."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from treeflash.bench.report import Row, rows
+from treeflash.bench.runner import PLAIN, Line
+from treeflash.errors import UsageError
+
+COLOURS = ("#0b6e99", "#d1603d", "#2a8f5b", "#7b5ea7", "#b58900", "#4c566a", "#c2528b")
+GREY = "#9aa0a6"
+SIZE = (6.4, 3.7)  # inches
+DOTS = 200  # an inch
+POSITIONS = 15
+FEW_STEPS = 3  # a number of rows that an answer has less often says nothing about its cost
+
+
+def draw(lines: Sequence[Line], folder: Path, *, title: str) -> dict[str, Path]:
+    """Writes those pictures that the lines can fill; title to file."""
+    require()
+    folder.mkdir(parents=True, exist_ok=True)
+    found, measured = rows(lines), [line for line in lines if "skipped" not in line]
+    suites = [row for row in found if row["suite"] != "sweep"]
+    sweep = [row for row in found if row["suite"] == "sweep" and row["budget"] != PLAIN]
+    drawn = {
+        "Speed-up by suite": _speedup(suites, title),
+        "Accepted tokens by position": _positions(measured, title),
+        "Cost of a step by rows": _cost(measured, title),
+        "Speed-up by tree budget": _budget(sweep, title),
+        "Speed by context": _context(sweep, title),
+    }
+    written = {}
+    for name, figure in drawn.items():
+        if figure is not None:
+            path = folder / f"{name.lower().replace(' ', '-')}.png"
+            figure.savefig(path, dpi=DOTS)
+            written[name] = path
+    return written
+
+
+def require() -> None:
+    """Raises where pictures cannot be drawn, which is better known before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "pictures are drawn with matplotlib, which is not installed", "pip install 'treeflash[bench]'"
+        )
+
+
+def _axes(heading: str, title: str, x: str, y: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    # Left of the axes too, so that long names of machines have room.
+    axes.set_title(title, loc="left", x=-0.06, fontsize=9, color="#555555")
+    axes.set_xlabel(x, fontsize=11)
+    axes.set_ylabel(y, fontsize=11)
+    axes.tick_params(labelsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _mark(axes: Any, text: str, height: float, *, below: bool = False) -> None:
+    """Names a horizontal line at its right end."""
+    place = ("axes fraction", "data")
+    axes.annotate(
+        text,
+        (1, height),
+        xycoords=place,
+        xytext=(-2, -12 if below else 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+        color="#555555",
+    )
+
+
+def _heat(temperature: float) -> str:
+    return f"T = {temperature:g}" if temperature else "greedy"
+
+
+def _speedup(found: Sequence[Row], title: str) -> Any:
+    found = [row for row in found if row["speedup"]]
+    if not found:
+        return None
+    temperatures = list(dict.fromkeys(row["temperature"] for row in found))
+    suites = list(dict.fromkeys(row["suite"] for row in found))
+    about = f"{title}; mean ± standard deviation over prompts"
+    figure, axes = _axes("Tree decoding against plain decoding", about, "", "times as fast")
+    width = 0.72 / len(temperatures)
+    for index, temperature in enumerate(temperatures):
+        chosen = [row for row in found if row["temperature"] == temperature]
+        places = [
+            suites.index(row["suite"]) + (index - (len(temperatures) - 1) / 2) * width for row in chosen
+        ]
+        means, spreads = ([row["speedup"][name] for row in chosen] for name in ("mean", "sd"))
+        axes.bar(places, means, 0.92 * width, color=COLOURS[index], label=_heat(temperature))
+        axes.errorbar(places, means, spreads, fmt="none", ecolor="#333333", elinewidth=1, capsize=3)
+        for place, mean, sd in zip(places, means, spreads, strict=True):
+            axes.annotate(
+                f"{mean:.2f}",
+                (place, mean + sd),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=10,
+            )
+    top = max(row["speedup"]["mean"] + row["speedup"]["sd"] for row in found)
+    axes.set_ylim(0, (1.15 if len(temperatures) == 1 else 1.35) * max(top, 1.0))
+    axes.set_xlim(-0.6, len(suites) - 0.4)
+    axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
+    _mark(axes, "plain", 1)
+    axes.set_xticks(range(len(suites)), suites)
+    if len(temperatures) > 1:
+        axes.legend(frameon=False, fontsize=10, loc="upper right", ncols=len(temperatures))
+    return figure
+
+
+def _positions(lines: Sequence[Line], title: str) -> Any:
+    """Share of the steps that proposed something and accepted at least so many tokens."""
+    groups: dict[tuple[str, float], tuple[list[int], int]] = {}
+    for line in lines:
+        if line["budget"] == PLAIN or not line.get("steps") or line["suite"] == "sweep":
+            continue
+        key = line["suite"], line["temperature"]
+        counts, steps = groups.get(key, ([0] * POSITIONS, 0))
+        for place, count in enumerate(line["accepted_by_position"][:POSITIONS]):
+            counts[place] += count
+        groups[key] = counts, steps + line["steps"]
+    if not groups:
+        return None
+    suites = list(dict.fromkeys(suite for suite, _ in groups))
+    coolest = min(temperature for _, temperature in groups)
+    figure, axes = _axes(
+        "How far trees are right", title, "accepted tokens of a step, at least", "share of all steps"
+    )
+    for (suite, temperature), (counts, steps) in groups.items():
+        axes.plot(
+            range(1, POSITIONS + 1),
+            [count / steps for count in counts],
+            marker="o",
+            markersize=4,
+            linewidth=1.8,
+            linestyle="-" if temperature == coolest else "--",
+            color=COLOURS[suites.index(suite) % len(COLOURS)],
+            label=suite + (f", {_heat(temperature)}" if temperature else ""),
+        )
+    axes.set_ylim(0, 1)
+    axes.set_xticks(range(1, POSITIONS + 1, 2))
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
+    axes.legend(frameon=False, fontsize=10 if len(groups) < 6 else 8)
+    return figure
+
+
+def _cost(lines: Sequence[Line], title: str) -> Any:
+    """Behind the shortest context; the median over answers."""
+    shortest = min((line["context"] for line in lines), default=0)
+    found: dict[int, list[float]] = {}
+    for line in lines:
+        if line["context"] == shortest:
+            for size, (count, milliseconds) in line.get("steps_by_rows", {}).items():
+                found.setdefault(int(size), []).extend([milliseconds / count] * (count >= FEW_STEPS))
+    costs = {size: median(means) for size, means in sorted(found.items()) if means}
+    if len(costs) < 3 or 1 not in costs:
+        return None
+    figure, axes = _axes(
+        "What a larger tree costs", title, "rows that a step verifies", "milliseconds a step"
+    )
+    axes.plot(costs.keys(), costs.values(), marker="o", markersize=4, linewidth=1.8, color=COLOURS[0])
+    axes.set_ylim(0, 1.15 * max(costs.values()))
+    axes.set_xlim(0, max(costs) + 1)
+    axes.axhline(costs[1], color=GREY, linewidth=1, linestyle="--")
+    _mark(axes, f"one row: {costs[1]:.1f} ms", costs[1], below=True)
+    return figure
+
+
+def _budget(sweep: Sequence[Row], title: str) -> Any:
+    """At the smallest context."""
+    if len({row["budget"] for row in sweep}) < 2:
+        return None
+    smallest = min(row["context"] for row in sweep)
+    figure, axes = _axes("How large a tree pays", title, "nodes of a tree", "times as fast as plain")
+    for index, temperature in enumerate(dict.fromkeys(row["temperature"] for row in sweep)):
+        chosen = sorted(
+            (row for row in sweep
+             if row["temperature"] == temperature and row["context"] == smallest and row["speedup"]),
+            key=lambda row: row["budget"],
+        )  # fmt: skip
+        budgets, means = [row["budget"] for row in chosen], [row["speedup"]["mean"] for row in chosen]
+        axes.plot(
+            budgets,
+            means,
+            marker="o",
+            markersize=5,
+            linewidth=1.8,
+            color=COLOURS[index],
+            label=_heat(temperature),
+        )
+    axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
+    _mark(axes, "plain", 1, below=True)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({row["budget"] for row in sweep}))
+    axes.legend(frameon=False, fontsize=10)
+    return figure
+
+
+def _context(sweep: Sequence[Row], title: str) -> Any:
+    """Greedy, or the lowest temperature; the budget that is fastest at the smallest context."""
+    if len({row["context"] for row in sweep}) < 2:
+        return None
+    coolest = min(row["temperature"] for row in sweep)
+    chosen = [row for row in sweep if row["temperature"] == coolest and row["tok_s"] and row["plain_tok_s"]]
+    smallest = min(row["context"] for row in chosen)
+    best = max((row for row in chosen if row["context"] == smallest), key=lambda row: row["tok_s"]["mean"])
+    chosen = sorted(
+        (row for row in chosen if row["budget"] == best["budget"]), key=lambda row: row["context"]
+    )
+    figure, axes = _axes("Speed as the context grows", title, "tokens in the prompt", "tokens a second")
+    lengths = [row["prompt_tokens"]["mean"] for row in chosen]
+    for name, label, colour in (
+        ("tok_s", f"tree of {best['budget']} nodes", COLOURS[0]),
+        ("plain_tok_s", "plain", GREY),
+    ):
+        means = [row[name]["mean"] for row in chosen]
+        axes.plot(lengths, means, marker="o", markersize=5, linewidth=1.8, color=colour, label=label)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=10)
+    return figure

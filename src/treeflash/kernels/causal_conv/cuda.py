@@ -1,0 +1,102 @@
+"""The CUDA C++ kernel of the short convolution over a path and a tree: what it takes, how it is launched."""
+
+from ctypes import c_float, c_int, c_longlong
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from treeflash.kernels.causal_conv.reference import L2_EPS
+from treeflash.kernels.quant_matmul.cuda import card_of, usable
+from treeflash.kernels.quant_matmul.driver import Kernel, Module
+from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+
+DIM = 128  # of a head
+TAPS = 4
+MOST_ROWS = 64
+_THREADS = 512
+
+
+def source() -> str:
+    return files("treeflash.kernels.causal_conv").joinpath("tree.cu").read_text()
+
+
+def takes(inputs: Tensor, weight: Tensor, alpha: Tensor, window: Tensor, key_heads: int) -> bool:
+    """Whether the kernel is made for such heads, numbers and this card."""
+    dim = weight.shape[0] // (2 * key_heads + alpha.shape[-1])
+    return (
+        dim == DIM
+        and weight.shape[1] == TAPS
+        and inputs.shape[1] <= MOST_ROWS
+        and window.dtype in (torch.float16, torch.float32)
+        and usable(inputs.device)
+    )
+
+
+@cache
+def _kernel(half: bool, device: torch.device) -> Kernel:
+    card = card_of(device)
+    macros = {"HALF": int(half), "OVERLAP": int(card.bulk)}
+    module = Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
+    return module.kernel("tree_conv", threads=_THREADS, overlap=card.bulk)
+
+
+def _strided(x: Tensor) -> Tensor:
+    """[B, T, N] as rows of one stride whose parts of four lie at multiples of 16 bytes."""
+    flat = x.flatten(0, 1)
+    if flat.stride(1) == 1 and flat.stride(0) % 4 == 0 and flat.data_ptr() % 16 == 0:
+        return flat
+    return flat.contiguous()
+
+
+def tree_conv(
+    inputs: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    *,
+    window: Tensor,
+    tree_inputs: Tensor,
+    tree_gates: Tensor,
+    slots: Tensor,
+    path: Tensor,
+    count: Tensor,
+    index: Tensor,
+    key_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See reference.tree_conv; what lies behind a path is not written at all."""
+    batch, rows, channels = inputs.shape
+    length, value_heads, saved = path.shape[1], alpha.shape[2], tree_inputs.shape[1]
+    assert channels == (2 * key_heads + value_heads) * DIM, f"{channels} channels"
+    assert rows <= min(saved, MOST_ROWS), f"{rows} rows, room for {saved}"
+    for part in (weight, decay, bias, window, tree_inputs, tree_gates, slots, path, count, index):
+        assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
+    assert window.dtype == tree_inputs.dtype, f"{window.dtype}, {tree_inputs.dtype}"
+    assert all(x.dtype == torch.float32 for x in (inputs, alpha, beta, weight, decay, bias, tree_gates))
+    assert all(x.dtype == torch.int64 for x in (slots, path, count, index))
+    inputs = _strided(inputs)
+    alpha, beta = (x.flatten(0, 1) for x in (alpha, beta))
+    alpha, beta = (x if x.stride(1) == 1 else x.contiguous() for x in (alpha, beta))
+
+    def new(rows: int, *shape: int) -> Tensor:
+        return torch.empty(batch, rows, *shape, dtype=torch.float32, device=inputs.device)
+
+    joined = length + rows
+    q, k, v = new(rows, key_heads, DIM), new(joined, key_heads, DIM), new(joined, value_heads, DIM)
+    g, strength = new(joined, value_heads), new(joined, value_heads)
+    strides = (inputs.stride(0), alpha.stride(0), beta.stride(0))
+    numbers = (rows, length, saved, key_heads, value_heads)
+    _kernel(window.dtype == torch.float16, inputs.device)(
+        (2 * key_heads + value_heads, batch),
+        [
+            *(inputs, alpha, beta, weight, decay, bias, window, tree_inputs, tree_gates),
+            *(slots, path, count, index, q, k, v, g, strength),
+            *map(c_longlong, strides),
+            *map(c_int, numbers),
+            *map(c_float, (L2_EPS, DIM**-0.5)),
+        ],
+    )
+    return q, k, v, g, strength

@@ -1,0 +1,165 @@
+// The short convolution over a path and a tree, up to what the delta rule reads (reference.py says what it is).
+//
+// No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
+//   HALF     1: window and stash hold float16, else float32
+//   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
+//
+// A block owns the 128 channels of one head, so nobody else reads or writes its part of window and stash. A warp
+// has whole rows, four channels a lane: no norm needs more than its shuffles. All old inputs are read before the
+// first is overwritten. Loads of what the step computed go past L1, which may be older: this kernel began early.
+
+typedef unsigned short u16;
+typedef unsigned u32;
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+
+constexpr int D = 128;
+constexpr int TAPS = 4;
+constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / 32;
+constexpr int MOST_ROWS = 64;
+
+DEVICE void wait_for_inputs() {
+#if OVERLAP
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE u32 to_half2(float low, float high) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+DEVICE float2 from_half2(u32 x) {
+  float2 y;
+  asm("{.reg .b16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+  return y;
+}
+
+// Four channels as window and stash hold them.
+#if HALF
+typedef uint2 Kept;
+typedef u16 Stored;
+DEVICE Kept keep(float4 x) { return Kept{to_half2(x.x, x.y), to_half2(x.z, x.w)}; }
+DEVICE float4 value_of(Kept x) {
+  const float2 a = from_half2(x.x), b = from_half2(x.y);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+#else
+typedef float4 Kept;
+typedef float Stored;
+DEVICE Kept keep(float4 x) { return x; }
+DEVICE float4 value_of(Kept x) { return x; }
+#endif
+
+DEVICE float silu(float x) { return x / (1.f + expf(-x)); }
+
+// Where row n of [path, tree] finds its inputs.
+DEVICE void find(int* places, const long long* index, long long first, int n, int before, int end, int length) {
+  if (n >= end) return;
+  const long long* from = index + (first + (n < before ? n : n - before + length)) * TAPS;
+  UNROLL for (int tap = 0; tap < TAPS; tap++) places[tap] = (int)from[tap];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
+    const float* inputs, const float* alpha, const float* beta, const float* weight, const float* decay,
+    const float* bias, Stored* window, Stored* stash, float* gates, const long long* slots,
+    const long long* path, const long long* count, const long long* index, float* q, float* k, float* v,
+    float* g_out, float* beta_out, long long input_stride, long long alpha_stride, long long beta_stride,
+    int rows, int length, int saved, int key_heads, int value_heads, float eps, float scale) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
+  const long long item = blockIdx.y, slot = slots[item];
+  const int taken = (int)count[item], channels = (2 * key_heads + value_heads) * D;
+  const int channel = head * D + 4 * lane;
+  const bool is_query = head < key_heads, is_value = head >= 2 * key_heads;
+  const int own_head = is_value ? head - 2 * key_heads : is_query ? head : head - key_heads;
+  const long long first = item * (length + rows);
+  Stored* old = window + slot * (TAPS - 1) * channels + channel;
+  Stored* left = stash + slot * saved * channels + channel;
+  const long long* chosen = path + item * length;
+
+  float4 factors[4];  // of the lane's channels: their taps
+  UNROLL for (int i = 0; i < 4; i++) factors[i] = ((const float4*)weight)[channel + i];
+  // The new window: the last inputs of [old window, path].
+  Kept moved;
+  if (warp < TAPS - 1) {
+    const int from = taken + warp;
+    moved = *(const Kept*)(from < TAPS - 1 ? old + from * channels
+                                           : left + chosen[from - (TAPS - 1)] * (long long)channels);
+  }
+  // A query is of no use behind its step.
+  const int before = is_query ? 0 : taken;
+  int places[TAPS];
+  find(places, index, first, warp, before, before + rows, length);
+  wait_for_inputs();
+
+  Kept fresh[MOST_ROWS / WARPS];  // inputs that go to the stash
+  UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
+    const int row = n * WARPS + warp;
+    if (row < rows) fresh[n] = keep(__ldcg((const float4*)(inputs + (item * rows + row) * input_stride + channel)));
+  }
+  const int own_row = threadIdx.x;
+  const bool gated = is_value && own_row < rows;
+  float gate = 0, strength = 0;
+  if (gated) {
+    gate = __ldcg(alpha + (item * rows + own_row) * alpha_stride + own_head) + bias[own_head];
+    gate = decay[own_head] * (gate > 20.f ? gate : log1pf(expf(gate)));
+    strength = 1.f / (1.f + expf(-__ldcg(beta + (item * rows + own_row) * beta_stride + own_head)));
+  }
+
+  for (int n = warp; n < before + rows; n += WARPS) {
+    const bool in_tree = n >= before;
+    const int row = n - before, joined = in_tree ? length + row : n;
+    float mixed[4] = {0, 0, 0, 0};
+    UNROLL for (int tap = 0; tap < TAPS; tap++) {
+      const int at = places[tap];
+      float4 x;
+      if (at >= TAPS - 1 + length) {
+        const float* from = inputs + (item * rows + at - (TAPS - 1) - length) * input_stride + channel;
+        x = value_of(keep(__ldcg((const float4*)from)));
+      } else {
+        x = value_of(*(const Kept*)(at < TAPS - 1 ? old + at * channels
+                                                  : left + chosen[at - (TAPS - 1)] * (long long)channels));
+      }
+      const float values[4] = {x.x, x.y, x.z, x.w};
+      UNROLL for (int i = 0; i < 4; i++) {
+        const float taps[4] = {factors[i].x, factors[i].y, factors[i].z, factors[i].w};
+        mixed[i] = fmaf(values[i], taps[tap], mixed[i]);
+      }
+    }
+    find(places, index, first, n + WARPS, before, before + rows, length);
+    UNROLL for (int i = 0; i < 4; i++) mixed[i] = silu(mixed[i]);
+    if (!is_value) {
+      float length_ = mixed[0] * mixed[0] + mixed[1] * mixed[1] + mixed[2] * mixed[2] + mixed[3] * mixed[3];
+      UNROLL for (int mask = 16; mask; mask >>= 1) length_ += across(length_, mask);
+      const float times = rsqrtf(length_ + eps) * (is_query ? scale : 1.f);
+      UNROLL for (int i = 0; i < 4; i++) mixed[i] *= times;
+    }
+    float* to = is_query   ? q + ((item * rows + row) * key_heads + own_head) * D
+                : is_value ? v + ((first + joined) * value_heads + own_head) * D
+                           : k + ((first + joined) * key_heads + own_head) * D;
+    ((float4*)to)[lane] = make_float4(mixed[0], mixed[1], mixed[2], mixed[3]);
+    if (is_value && !in_tree && lane == 0) {
+      const long long source = (slot * saved + chosen[n]) * 2 * value_heads + own_head;
+      const long long place = (first + n) * value_heads + own_head;
+      g_out[place] = gates[source];
+      beta_out[place] = gates[source + value_heads];
+    }
+  }
+  __syncthreads();  // all has been read that is overwritten now
+
+  if (warp < TAPS - 1) *(Kept*)(old + warp * channels) = moved;
+  UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
+    const int row = n * WARPS + warp;
+    if (row < rows) *(Kept*)(left + row * (long long)channels) = fresh[n];
+  }
+  if (gated) {
+    const long long place = (first + length + own_row) * value_heads + own_head;
+    const long long kept = (slot * saved + own_row) * 2 * value_heads + own_head;
+    g_out[place] = gate;
+    beta_out[place] = strength;
+    gates[kept] = gate;
+    gates[kept + value_heads] = strength;
+  }
+}

@@ -1,0 +1,111 @@
+"""Figures mean what they are said to mean; changes are told apart from noise."""
+
+import random
+
+import pytest
+
+from tests.bench.made import a_head, a_line
+from treeflash.bench import measure, report
+from treeflash.spec.draft import NoDrafter, Outcome
+
+
+def pair(name: str, plain: float, tree: float, **values) -> list[dict]:
+    return [a_line(name, 0, tok_s=plain), a_line(name, 22, tok_s=tree, **values)]
+
+
+def test_a_suite_s_row():
+    lines = [*pair("builtin/0", 50, 100), *pair("builtin/1", 40, 120, text="no", right=False)]
+    [row] = report.rows(lines)
+    assert row["speedup"]["mean"] == 2.5 and row["speedup"]["n"] == 2
+    assert row["plain_tok_s"]["mean"] == 45 and row["tok_s"]["mean"] == 110
+    assert row["identical"]["mean"] == 0.5 and row["score"]["mean"] == 0.5
+    assert row["draft_ms"]["mean"] == pytest.approx(10) and row["verify_ms"]["mean"] == pytest.approx(20)
+    assert report.overall(lines) is None
+
+
+def test_all_suites_together_and_what_was_left_out():
+    lines = [*pair("builtin/0", 50, 100), *pair("gsm8k/0", 50, 50)]
+    lines.append(
+        {"suite": "gsm8k", "prompt": "gsm8k/1", "budget": 22, "temperature": 0.0, "skipped": "too long"}
+    )
+    total = report.overall(lines)
+    assert total is not None and total["speedup"]["mean"] == 1.5 and total["prompts"] == 2
+    assert report.summary(a_head(), lines)["skipped"] == 1
+
+
+def test_a_server_that_is_not_ours_has_only_what_can_be_seen():
+    hidden = dict.fromkeys(("acceptance_length", "loops", "steps", "rows_per_step", "draft_s", "memory"))
+    hidden |= dict.fromkeys(("verify_s", "rest_s", "accepted_by_position"))
+    lines = [a_line("builtin/0", None, steps_by_rows={}, **hidden)]
+    [row] = report.rows(lines)
+    assert row["speedup"] is None and row["tok_s"]["mean"] == 100 and row["identical"] is None
+    page = report.markdown(a_head(), lines)
+    assert "| builtin | 1 | – | 100.0 | – | – | – | 100% |" in page
+
+
+def test_the_time_to_the_first_token_is_of_a_prompt_that_nobody_remembered():
+    plain, tree = pair("builtin/0", 50, 100, cached_tokens=8, ttft_s=0.01)
+    [row] = report.rows([plain, tree])
+    assert row["ttft_s"]["mean"] == plain["ttft_s"]
+
+
+def test_a_run_without_trees_is_shown_as_such():
+    [row] = report.rows([a_line("builtin/0", 0)])
+    assert row["budget"] == 0 and row["tok_s"]["mean"] == 50 and row["speedup"] is None
+
+
+def test_the_page_names_command_machine_and_floor():
+    page = report.markdown(a_head(), pair("builtin/0", 50, 100))
+    assert "`treeflash bench`" in page and "a machine" in page
+    assert "10.00 ms" in page and "100.0 tok/s" in page
+
+
+def test_a_busy_machine_is_said_to_be_one():
+    lines = pair("builtin/0", 50, 100)
+    assert "busy" not in report.markdown(a_head() | {"load": 0.9, "cpus": 2}, lines)
+    assert "load 5.5 on 2 CPUs" in report.markdown(a_head() | {"load": 5.5, "cpus": 2}, lines)
+
+
+def documents(change: float, jitter: float, count: int = 12) -> tuple[dict, dict]:
+    draw = random.Random(1)
+    sides: tuple[list, list] = ([], [])
+    for index in range(count):
+        speed = 20.0 + 10 * index
+        for side, factor in zip(sides, (1.0, 1.0 + change), strict=True):
+            noisy = speed * factor * (1 + draw.uniform(-jitter, jitter))
+            side += pair(f"builtin/{index}", 10.0, noisy)
+    old, new = (report.document(a_head(), side) for side in sides)
+    return old, new
+
+
+@pytest.mark.parametrize(
+    ("change", "jitter", "seen"),
+    [(0.1, 0.02, True), (0.0, 0.05, False), (-0.2, 0.05, True), (0.005, 0.0, False)],
+)
+def test_changes_beyond_noise(change, jitter, seen):
+    found = {row[1]: row for row in report.compare(*documents(change, jitter))}
+    assert found["tree tok/s"][5] is seen
+    assert found["plain tok/s"][5] is False and found["accepted"][5] is False
+
+
+def test_two_prompts_prove_nothing():
+    assert not any(row[5] for row in report.compare(*documents(0.5, 0.0, count=2)))
+
+
+def test_what_else_changed_is_said():
+    old, new = report.document(a_head(), []), report.document(a_head(n_gen=32), [])
+    assert report.differences(old, new) == ["n_gen was 64, is 32"]
+
+
+def test_a_loop_begins_where_a_run_comes_for_the_third_time():
+    assert measure.loop_start(list(range(100))) is None
+    assert measure.loop_start([*range(40), *[7, 8, 9] * 10]) == 40 + 12 + 6
+
+
+def test_tokens_of_a_loop_are_not_counted():
+    steps = measure._Watched(NoDrafter())
+    for kept in (2, 4, 5, 5):
+        steps.learn(Outcome(5, list(range(kept)), [0] * kept, draft_seconds=0.001, step_seconds=0.002))
+    assert steps.acceptance(7) == 3 and steps.acceptance(99) == 4 and steps.acceptance(1) == 0
+    assert steps.by_rows() == {"5": [4, 12.0]} and steps.last > 0
+    assert steps.notes() == []

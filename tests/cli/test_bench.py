@@ -1,0 +1,104 @@
+"""`treeflash bench` from the command line: the embedded pair, a tiny model, a server of somebody else's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.chat_server import ChatServer, echo
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def last_line(result) -> dict:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_embedded_pair_in_a_few_prompts(treeflash, here):
+    command = ["bench", "builtin,agent", "--prompts", "2", "-n", "10", "--fixed"]
+    outputs = ["--json", "all.json", "--markdown", "page.md", "--plot", "pictures"]
+    found = last_line(treeflash(*command, *outputs))
+    builtin, agent = found["suites"]
+    assert (builtin["suite"], builtin["prompts"], builtin["identical"]["mean"]) == ("builtin", 2, 1.0)
+    assert builtin["acceptance_length"]["mean"] > 1.5 and builtin["rows_per_step"]["mean"] == 23
+    assert builtin["plain_tok_s"]["n"] == builtin["tok_s"]["n"] == 2 and builtin["ttft_s"]["mean"] > 0
+    assert agent["cached_tokens"]["mean"] > 0 and builtin["cached_tokens"]["mean"] == 0
+    assert found["overall"]["prompts"] == 4 and found["run"]["settings"]["model"] == "treeflash-40m"
+    lines = [json.loads(line) for line in (here / "treeflash-bench.jsonl").read_text().splitlines()]
+    assert len(lines) == 1 + 2 * 4 and all(line["tokens"] <= 10 for line in lines[1:])
+    plain = [line for line in lines[1:] if line["budget"] == 0]
+    assert all(line["acceptance_length"] == 1 and line["rows_per_step"] == 1 for line in plain)
+    assert "| builtin | 2 |" in (here / "page.md").read_text()
+    assert len(list((here / "pictures").glob("*.png"))) >= 2
+    assert "text" not in json.loads((here / "all.json").read_text())["lines"][0]
+
+
+def test_a_run_that_is_gone_on_with_and_compared(treeflash, here, tiny_model):
+    command = ["bench", "builtin", tiny_model(), "--prompts", "3", "-n", "6", "--json", "all.json"]
+    found = last_line(treeflash(*command))
+    again = treeflash(*command, "--resume", "--compare", "all.json")
+    assert last_line(again)["suites"] == found["suites"]
+    assert "6 of 6 figures did not change beyond noise" in again.stdout
+    other = treeflash(*command, "-n", "8", "--resume", "--compare", "all.json")
+    assert last_line(other)["suites"] != found["suites"]
+    assert "Not the same in both: n_gen was 6, is 8." in other.stdout
+
+
+def test_single_steps(treeflash, here, tiny_model):
+    found = last_line(treeflash("bench", "step", tiny_model(), "--budget", "7", "--max-ctx", "1k"))
+    assert {row["rows"] for row in found["sizes"]} >= {1, 8}
+
+
+def test_a_sweep_of_a_model_that_has_no_draft(treeflash, here, tiny_model):
+    arguments = ["--budget", "2,5", "--context", "0,5k", "-t", "0", "-n", "8", "--max-ctx", "1k"]
+    found = last_line(treeflash("bench", "sweep", tiny_model(), *arguments))
+    assert [(row["budget"], row["context"]) for row in found["suites"]] == [(2, 0), (5, 0)]
+    assert found["skipped"] == 6
+    assert found["suites"][0]["identical"]["mean"] == 1
+
+
+def test_plain_decoding_alone(treeflash, here, tiny_model):
+    result = treeflash("bench", "builtin", tiny_model(), "--no-draft", "--prompts", "1", "-n", "4")
+    [row] = last_line(result)["suites"]
+    assert row["budget"] == 0 and row["speedup"] is None
+
+
+@pytest.mark.parametrize("owner", ["someone", "treeflash"])
+def test_a_server(treeflash, here, owner):
+    with ChatServer(echo, owner=owner) as server:
+        server.pause_s = 0.002
+        result = treeflash("bench", "builtin,agent", "--url", server.url, "--prompts", "2", "-n", "9")
+    found = last_line(result)
+    assert [row["suite"] for row in found["suites"]] == ["builtin", "agent"]
+    assert all(row["tok_s"]["mean"] > 0 and row["ttft_s"]["mean"] > 0 for row in found["suites"])
+    body = server.requests[-1]
+    assert body["max_tokens"] == 9 and body["temperature"] == 0 and body["stream"] and body["tools"]
+    # A server of ours decodes plainly too, when asked to.
+    assert (found["suites"][0]["speedup"] is not None) is (owner == "treeflash")
+    assert ("treeflash" in body) is (owner == "treeflash")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["humanevil"], "there is no suite 'humanevil'"),
+        (["builtin,builtin"], "named twice"),
+        (["builtin", "--budget", "4,8"], "several are for the suite sweep"),
+        (["builtin", "--context", "1k"], "--context is for the suite sweep"),
+        (["builtin", "-t", "hot"], "--temperature is 'hot'"),
+        (["sweep", "--budget", "0"], "--budget is '0', needed numbers from 1 to 63"),
+        (["gsm8k", "--offline"], "--offline forbids"),
+        (["gsm8k", "--data", "."], "has no gsm8k/test.jsonl"),
+        (["builtin", "--compare", "notes.txt"], "is not a file that `bench --json` wrote"),
+    ],
+)
+def test_mistakes(treeflash, here, arguments, said):
+    (here / "notes.txt").write_text("hello")
+    result = treeflash("bench", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr

@@ -1,0 +1,72 @@
+"""What is counted and told of a request: usage, limits, the line in the log."""
+
+import json
+
+import httpx2
+
+from tests.server.conftest import openai_client
+from tests.server.live import Live, scripted
+from treeflash.engine.requests import Text
+from treeflash.errors import UsageError
+from treeflash.server.run import line
+
+
+def test_usage_covers_all_answers(echo_server: Live):
+    def usage(count: int):
+        asked = [{"role": "user", "content": "one two three"}]
+        found = openai_client(echo_server).chat.completions.create(model="m", messages=asked, n=count)
+        assert len(found.choices) == count
+        return found.usage.model_dump()
+
+    one, three = usage(1), usage(3)
+    assert three["prompt_tokens"] == one["prompt_tokens"]
+    assert three["completion_tokens"] == 3 * one["completion_tokens"]
+    for name in ("steps", "drafted_tokens", "accepted_tokens"):
+        assert three["speculation"][name] == 3 * one["speculation"][name] > 0
+    assert three["speculation"]["acceptance_length"] == one["speculation"]["acceptance_length"]
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit(pair_server: Live):
+    ids = httpx2.post(f"{pair_server.url}/tokenize", json={"content": "1, 2, 3, 4, 5, 6, 7, 8, "}).json()
+    prompt = (ids["tokens"] * 100)[:1016]
+    found = openai_client(pair_server).completions.create(
+        model="m", prompt=prompt, max_tokens=10**9, temperature=0
+    )
+    assert found.choices[0].finish_reason == "length" and found.usage
+    # The last token needs no room: nothing is computed from it.
+    assert found.usage.prompt_tokens == 1016 and found.usage.completion_tokens == 1024 - 1016 + 1
+
+
+def test_stop_strings_do_not_end_a_call(pair_server: Live):
+    tokenizer = pair_server.session.tokenizer
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+    bias = {str(tokenizer.id_of("<tool_call>")): 100}
+    body = {
+        "messages": [{"role": "user", "content": "What time is it?"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "stop": ["<", "{", "c"],
+        "logit_bias": bias,
+        "max_tokens": 60,
+    }
+    answer = httpx2.post(f"{pair_server.url}/v1/chat/completions", json=body, timeout=60).json()
+    choice = answer["choices"][0]
+    # What a call is made of is not the answer's text, and ends nothing.
+    assert choice["finish_reason"] == "tool_calls", choice
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+def test_an_error_is_one_line_of_the_log():
+    lines: list[str] = []
+
+    def script(request):
+        yield Text("so far")
+        yield UsageError("the grammar cannot be used:\nforged line\x1b[2J" + "x" * 1000)
+
+    with scripted(script) as server:
+        server.worker._notify = lambda job, outcome: lines.append(line(job, outcome))
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        assert httpx2.post(f"{server.url}/v1/chat/completions", json=body).status_code == 400
+    assert len(lines) == 1 and lines[0].isprintable() and len(lines[0]) < 400
+    assert "/v1/chat/completions" in lines[0] and "UsageError: the grammar" in lines[0]
