@@ -15,6 +15,8 @@ _FADE = 0.85  # of what a past step says about the next, for every step between
 _LEAST_FADE = 0.4  # a single proposal never outweighs the past by more than this leaves
 _PROBE_SHARE = 0.015  # of the time that asking a draft may take while steps are plain
 _PROBE_EVERY = (6, 40)  # steps between two such questions, at least and at most
+# Proposals, and accepted tokens of each: a draft below that is asked as seldom as its cost says.
+_HOPELESS = (6, 0.05)
 _MARGIN = 1.02  # how much better a tree must promise to be than plain decoding
 _SILENCE = (20, 200)  # proposals, and steps, without one accepted token: then something is wrong
 
@@ -107,8 +109,9 @@ class Controller:
             self._since_question = 0
             return best
         self._since_question += 1
-        every = self.costs.draft / self.costs.of(1) / _PROBE_SHARE
-        ask = self._since_question >= min(max(every, _PROBE_EVERY[0]), _PROBE_EVERY[1])
+        every = max(self.costs.draft / self.costs.of(1) / _PROBE_SHARE, _PROBE_EVERY[0])
+        hopeless = self.proposals >= _HOPELESS[0] and self.accepted < _HOPELESS[1] * self.proposals
+        ask = self._since_question >= (every if hopeless else min(every, _PROBE_EVERY[1]))
         if ask:
             self._since_question = 0
         return Plan(1, ask)
