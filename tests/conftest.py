@@ -5,11 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from treeflash.tools.tiny import make_tiny
 
 # Two workers share two cores; more threads than that only get in each other's way.
 torch.set_num_threads(1)
+
+# The gate tries the same examples every time; `pytest --hypothesis-profile=search` looks for new ones.
+settings.register_profile("gate", derandomize=True)
+settings.register_profile("search", derandomize=False, print_blob=True)
+settings.load_profile("gate")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -211,13 +211,17 @@ def test_weights_too_small_for_any_scale_are_no_worse_than_zeros(type: QuantType
     values=st.lists(st.floats(-5e5, 5e5, width=32, allow_nan=False), min_size=1, max_size=12),
     seed=st.integers(0, 2**32),
 )
+@example(values=[1e-7], seed=0)
+@example(values=[3e-6], seed=0)
 def test_any_mixture_of_magnitudes_stays_within_the_block(
     type: QuantType, values: list[float], seed: int
 ) -> None:
     choice = torch.randint(len(values), (512,), generator=torch.Generator().manual_seed(seed))
     blocks = torch.tensor(values)[choice].view(-1, type.block_elements)
     worst = (round_trip(blocks, type) - blocks).abs().amax(1)
-    assert torch.all(worst <= 0.2 * blocks.abs().amax(1) + 2**-24)
+    # A scale is off by half of the smallest float16 at most; the types with super-blocks choose theirs better.
+    steps = {Q8_0: 127, Q4_0: 8}.get(type, 1)
+    assert torch.all(worst <= 0.2 * blocks.abs().amax(1) + steps * 2**-25)
 
 
 @pytest.mark.parametrize("type", BLOCK_TYPES, ids=name)
