@@ -10,6 +10,7 @@ from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import kernel as conv
 from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta
+from treeflash.kernels.norm_rope import cuda as rows_cuda
 from treeflash.kernels.norm_rope import kernel as norm
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
@@ -145,6 +146,30 @@ def test_cuda_kernels(arch: str) -> None:
     for half in (0, 1):
         macros = {"HALF": half, "OVERLAP": overlap}
         assert compile_cubin(conv_cuda.source(), defines=macros, arch=arch, cached=False)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+def test_cuda_rows(arch: str) -> None:
+    """The 27B's rows and odd ones; on Hopper with clusters."""
+    overlap, clusters = arch in ("sm_90", "sm_120"), arch == "sm_90"
+    sizes = [(rows_cuda.NORM, 5120), (rows_cuda.NORM, 100), (rows_cuda.SILU, 17408), (rows_cuda.SILU, 1028)]
+    shapes = [rows_cuda.shape_of(kind, width, clusters=clusters) for kind, width in sizes]
+    shapes += [rows_cuda.shape_of(rows_cuda.GATED, 6 * dim, dim, clusters=clusters) for dim in (32, 128)]
+    for shape in shapes:
+        cubin = compile_cubin(rows_cuda.source(), defines=shape.defines(overlap), arch=arch, cached=False)
+        assert cubin, shape
+
+
+def test_rows_are_cut_into_blocks_that_hold_whole_heads() -> None:
+    for kind in (rows_cuda.NORM, rows_cuda.SILU, rows_cuda.GATED):
+        for head in (4, 8, 32, 128):
+            for heads in (1, 3, 48, 136):
+                width = heads * head
+                shape = rows_cuda.shape_of(kind, width, head, clusters=True)
+                parts = -(-width // 256) * 64 // shape.cluster
+                assert shape.cluster >= 1 and parts % (head // 4) == 0
+                assert shape.threads % 32 == 0 and 32 <= shape.threads <= 1024
+    assert rows_cuda.shape_of(rows_cuda.SILU, 17408, clusters=True).cluster == 8
 
 
 def test_the_cuda_delta_rule_fits_cards_with_99_kib_up_to_32_rows() -> None:

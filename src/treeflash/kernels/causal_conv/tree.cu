@@ -19,10 +19,15 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_ROWS = 64;
 
+// The next kernel may start at once: it fetches what does not depend on this one, and then waits itself.
+DEVICE void let_next_start() {
+#if OVERLAP
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 DEVICE void wait_for_inputs() {
 #if OVERLAP
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -68,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
     const long long* path, const long long* count, const long long* index, float* q, float* k, float* v,
     float* g_out, float* beta_out, long long input_stride, long long alpha_stride, long long beta_stride,
     int rows, int length, int saved, int key_heads, int value_heads, float eps, float scale) {
+  let_next_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
   const long long item = blockIdx.y, slot = slots[item];
   const int taken = (int)count[item], channels = (2 * key_heads + value_heads) * D;

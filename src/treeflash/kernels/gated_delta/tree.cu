@@ -27,10 +27,15 @@ constexpr int KEY_STRIDE = D + 16;
 constexpr int SUM_STRIDE = COLUMNS + 8;
 constexpr int PAIR_STRIDE = ROWS + 4;
 
+// The next kernel may start at once: it fetches what does not depend on this one, and then waits itself.
+DEVICE void let_next_start() {
+#if OVERLAP
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 DEVICE void wait_for_inputs() {
 #if OVERLAP
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 // Rounded by its bits; the instruction for it takes five to be right about infinities.
@@ -102,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
   float* grown = total + ROWS;
   u64* seen = (u64*)(grown + ROWS);
 
+  let_next_start();
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int group = lane >> 2, part = lane & 3;
   const int item = blockIdx.y / value_heads, head = blockIdx.y % value_heads, key_head = head % key_heads;

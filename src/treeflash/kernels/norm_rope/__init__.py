@@ -1,6 +1,7 @@
 """Norms, rotary embedding, gates: each with what stands beside it in a layer, so that it is one kernel.
 
-With `pack` the result comes as the rows that a product with tiles reads; on a GPU only.
+With `pack` the result comes as the rows that a product with tiles reads; on a GPU only, where up to 64 rows have
+CUDA kernels of their own and more, or other cards, Triton's.
 """
 
 from typing import Literal, overload
@@ -49,8 +50,10 @@ def add_rms_norm(
     x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
     if pack:
-        from treeflash.kernels.norm_rope import kernel
+        from treeflash.kernels.norm_rope import cuda, kernel
 
+        if cuda.takes(x, add):
+            return cuda.add_rms_norm(x, add, weight, eps)
         return kernel.add_rms_norm(x, add, weight, eps, pack=True)
     return _of(x).add_rms_norm(x, add, weight, eps)
 
@@ -59,16 +62,20 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
 ) -> Tensor | PackedRows:
     if pack:
-        from treeflash.kernels.norm_rope import kernel
+        from treeflash.kernels.norm_rope import cuda, kernel
 
+        if cuda.takes(x.flatten(-2), gate, head=x.shape[-1]):
+            return cuda.gated_rms_norm(x, gate, weight, eps)
         return kernel.gated_rms_norm(x, gate, weight, eps, pack=True)
     return _of(x).gated_rms_norm(x, gate, weight, eps)
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, pack: bool = False) -> Tensor | PackedRows:
     if pack:
-        from treeflash.kernels.norm_rope import kernel
+        from treeflash.kernels.norm_rope import cuda, kernel
 
+        if cuda.takes(gate, up):
+            return cuda.silu_mul(gate, up)
         return kernel.silu_mul(gate, up, pack=True)
     return _of(gate).silu_mul(gate, up)
 
