@@ -86,7 +86,7 @@ def test_full_pages_are_shared_and_room_is_counted(target: Decoder) -> None:
     sequence = Sequence(target, states)
     sequence.chunk(2 * PAGE + 1, seed=1)
     saved = states.save(sequence.slot)
-    assert len(saved.pages) == 2 and saved.tail[0].shape[1] == 1
+    assert len(saved.pages) == 2 and saved.tail[0].shape[2] == 1
     states.close(sequence.slot)
     slot = states.open()
     assert states.has_room(slot, 2 * PAGE) and not states.has_room(slot, 2 * PAGE + 1)
