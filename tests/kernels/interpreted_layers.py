@@ -16,6 +16,7 @@ from treeflash.kernels.gated_delta import reference as delta
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
+from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.quant_matmul.kernel import pack_rows
 from treeflash.kernels.quant_matmul.rows import PackedRows
 from treeflash.models.step import Step
@@ -130,6 +131,28 @@ def test_heads(interleaved: bool, dim: int, normed: bool) -> None:
     split = {"pages": places // 4, "offsets": places % 4}
     norm.cache_heads(x, other, factor, 1e-6, cos, sin, **pools, **split, **options)
     close(found.view(2, 5, 4, heads, dim).transpose(2, 3), wanted)
+
+
+@pytest.mark.parametrize("counts", [(0, 3), (1, 5)])
+def test_heads_into_rings(counts: tuple[int, int]) -> None:
+    batch, rows, heads, dim, size = 2, 5, 2, 24, 7
+    cos, sin = norm.rope_angles(torch.randint(0, 90, (batch, rows)), torch.rand(12))
+    k, v = torch.randn(2, batch, rows, heads, dim + 4)[..., :dim]
+    rings = torch.randn(2, 3, size, heads, dim).half()
+    places = {
+        "slots": torch.tensor([2, 0]),
+        "lengths": torch.tensor([5, 99, 30]),
+        "count": torch.tensor(counts),
+    }
+    results = []
+    for implementation in (ring, norm):
+        keys, values = (part.clone() for part in rings)
+        implementation.ring_heads(
+            k, v, torch.ones(dim) / 3, 1e-6, cos, sin, keys=keys, values=values, **places
+        )
+        results.append(torch.stack([keys, values]))
+    close(*results, 1e-3)
+    assert torch.equal(results[0] == rings, results[1] == rings)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from triton.compiler import ASTSource
 from treeflash.kernels.attention import kernel as attention
 from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import kernel as conv
+from treeflash.kernels.commit import kernel as commit
 from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta
 from treeflash.kernels.norm_rope import cuda as rows_cuda
 from treeflash.kernels.norm_rope import kernel as norm
+from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
 # Shared memory of one program, bytes.
@@ -37,6 +39,11 @@ POINTERS = {
     "starts": "*i64",
     "positions": "*i64",
     "rows": "*i64",
+    "last": "*i64",
+    "counts": "*i64",
+    "source": "*i64",
+    "page_table": "*i64",
+    "plane": "*i32",
     "active": "*i32",
     "keys": "*fp16",
     "values": "*fp16",
@@ -59,6 +66,15 @@ SIMPLE = {
     "silu": (norm._silu_mul_kernel, {"BLOCK": 1024}),
     "heads": (norm._head_kernel, {"HEADS": 24, **HEAD}),
     "cache": (norm._cache_kernel, {"HEADS": 4, **HEAD}),
+    "ring": (
+        ring._ring_kernel,
+        {"HEADS": 8, "D": 128, "HALF": 64, "BLOCK": 128, "INTERLEAVED": False},
+    ),
+    "path": (commit._keep_kernel, {"ROWS": 64, "BLOCK": 64}),
+    "move": (
+        commit._move_kernel,
+        {"ROWS": 64, "BLOCK": 64, "HEADS": 4, "PAGE": 64, "WIDTH": 128, "BLOCK_WIDTH": 128},
+    ),
     "index": (conv._index_kernel, {"WIDTH": 4, "BLOCK": 128}),
     "conv": (
         conv._conv_kernel,

@@ -9,12 +9,13 @@ from torch import Tensor
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import block_attention
-from treeflash.kernels.norm_rope import add_rms_norm, head_rope, rms_norm, rope_angles
+from treeflash.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms_norm, rope_angles
 from treeflash.kernels.quant_matmul import PackedRows
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.layers import FeedForward, PackedInput, by_item
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
+from treeflash.models.step import MAX_ROWS
 from treeflash.models.weights import Progress, WeightLoader
 
 
@@ -42,12 +43,30 @@ class DraftLayer:
         self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
         self._packs = PackedInput(self._query, self._key_value)
+        self.key_value_packs = PackedInput(self._key_value)
 
     def key_value(self, x: Tensor | PackedRows, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, T, width], context features or normed block rows, to keys and values [B, T, KV, D]."""
-        parts = by_item(self._key_value(x), len(angles[0]))
-        k, v = (part.unflatten(-1, (self._spec.kv_heads, -1)) for part in parts)
+        k, v = self._key_value_heads(x, len(angles[0]))
         return head_rope(k, self._key_norm, self._spec.eps, *angles, interleaved=False), v
+
+    def _key_value_heads(self, x: Tensor | PackedRows, batch: int) -> tuple[Tensor, Tensor]:
+        k, v = by_item(self._key_value(x), batch)
+        return k.unflatten(-1, (self._spec.kv_heads, -1)), v.unflatten(-1, (self._spec.kv_heads, -1))
+
+    def keep(
+        self,
+        x: Tensor | PackedRows,
+        angles: tuple[Tensor, Tensor],
+        slots: Tensor,
+        buffers: DraftBuffers,
+        count: Tensor,
+    ) -> None:
+        """Keys and values of the first `count` [B] of context features x into the layer's ring."""
+        k, v = self._key_value_heads(x, len(slots))
+        pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
+        places = {"slots": slots, "lengths": buffers.lengths, "count": count}
+        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, **places)
 
     def __call__(
         self,
@@ -92,6 +111,7 @@ class DFlashDraft:
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
         self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
+        self._columns = torch.arange(MAX_ROWS, device=device)
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32, device=device)
         self._frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)
 
@@ -130,13 +150,8 @@ class DFlashDraft:
         spec.check_tensors(source.tensors, target, str(weights))
         return cls(spec, WeightLoader(source, **options), device)
 
-    def append(
-        self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, count: Tensor | None = None
-    ) -> None:
-        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold.
-
-        Where only the first `count` [B] of them are committed, the device alone knows it: nothing is asked.
-        """
+    def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
+        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold."""
         if not features.shape[1]:
             return
         longest = max(keys.shape[1] for keys in buffers.keys)
@@ -149,20 +164,25 @@ class DFlashDraft:
         # Of more rows than a ring holds only the newest count; most layers have rings of one size.
         sizes = {keys.shape[1] for keys in buffers.keys}
         places = {ring: (slots[:, None], positions[:, -ring:] % ring) for ring in sizes}
-        kept = None
-        if count is not None:
-            assert features.shape[1] <= min(sizes), f"{features.shape[1]} rows, a ring of {min(sizes)}"
-            kept = (torch.arange(features.shape[1], device=self.device) < count[:, None])[..., None, None]
         for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
             ring = keys.shape[1]
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
-                new = rows[:, -ring:].to(pool.dtype)
-                if kept is not None:
-                    new = torch.where(kept, new, pool[places[ring]])
-                pool[places[ring]] = new
-        buffers.lengths[slots] = positions[:, -1] + 1 if count is None else first + count
+                pool[places[ring]] = rows[:, -ring:].to(pool.dtype)
+        buffers.lengths[slots] = positions[:, -1] + 1
         if skipped:
             buffers.starts[slots] = first
+
+    def keep(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
+        """The same where only the first `count` [B] positions are committed, which the device alone knows."""
+        batch, rows = features.shape[:2]
+        positions = buffers.lengths[slots][:, None] + self._columns[:rows]
+        packs = all(layer.key_value_packs(batch * rows) for layer in self._layers)
+        fused = self._fuse(features)
+        _, x = add_rms_norm(fused, None, self._fuse_norm, self.spec.eps, pack=packs)
+        angles = rope_angles(positions, self._frequencies)
+        for layer in self._layers:
+            layer.keep(x, angles, slots, buffers, count)
+        buffers.lengths.index_add_(0, slots, count)
 
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
         """embeddings [B, block, width] of anchor and masks to hidden rows [B, block, width] for the head.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import ResourceError
+from treeflash.kernels.commit import keep_path, move_rows
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, KVFormat, approximations
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
@@ -194,17 +195,12 @@ class SequenceStates:
         pass.
         """
         assert step.ancestors is not None
-        slots, pending = step.slots, self.buffers.pending
-        bits = step.ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0].masked_fill(last < 0, 0)
-        columns = torch.arange(step.rows, device=self._device)
-        accepted = (bits[:, None] >> columns) & 1
-        counts = accepted.sum(1)
-        path = (1 - accepted).argsort(dim=1, stable=True)  # accepted rows first, in their order
-        pending.path[slots, : step.rows] = path
-        pending.count[slots] = counts
-        self._compact(slots, torch.where(columns < counts[:, None], path, columns), columns)
-        self.buffers.lengths[slots] += counts
-        return counts
+        slots, buffers = step.slots, self.buffers
+        state = {"path": buffers.pending.path, "count": buffers.pending.count, "lengths": buffers.lengths}
+        kept = keep_path(step.ancestors, last, slots, **state)
+        if self._spec.attention_layers:
+            move_rows(self._planes, kept, slots, buffers.page_table)
+        return kept.counts
 
     def trim(self, slot: int, count: int) -> None:
         """Takes back the last `count` rows of the last commit: the recurrent states have not followed yet."""
@@ -212,20 +208,6 @@ class SequenceStates:
         self.lengths[slot] -= count
         self.buffers.lengths[slot] -= count
         self.buffers.pending.count[slot] -= count
-
-    def _compact(self, slots: Tensor, source: Tensor, columns: Tensor) -> None:
-        """Moves the accepted rows' keys and values to the front of the rows."""
-        # To look whether anything moves would cost a device more than moving it.
-        on_cpu = self._device.type == "cpu"
-        if self._spec.attention_layers == 0 or (on_cpu and bool((source == columns).all())):
-            return
-        lengths, table = self.buffers.lengths[slots][:, None], self.buffers.page_table[slots]
-        (pages, offsets), (new_pages, new_offsets) = (
-            (table.gather(1, index // PAGE).flatten(), (index % PAGE).flatten())
-            for index in (lengths + source, lengths + columns)
-        )
-        for plane in self._planes:
-            plane[:, new_pages, :, new_offsets] = plane[:, pages, :, offsets]
 
     def _grow(self, capacity: int) -> None:
         before, held = self._planes, self._pages.capacity

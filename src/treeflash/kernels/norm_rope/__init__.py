@@ -18,6 +18,7 @@ __all__ = [
     "gated_rms_norm",
     "head_rope",
     "l2_norm",
+    "ring_heads",
     "rms_norm",
     "rope",
     "rope_angles",
@@ -90,3 +91,14 @@ def cache_heads(
     k: Tensor, v: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, **places
 ) -> None:
     _of(k).cache_heads(k, v, norm, eps, cos, sin, **places)
+
+
+def ring_heads(
+    k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **places: Tensor
+) -> None:
+    if k.is_cuda:
+        from treeflash.kernels.norm_rope import ring
+
+        ring.ring_heads(k, v, norm, eps, cos, sin, **places)
+    else:
+        reference.ring_heads(k, v, norm, eps, cos, sin, **places)

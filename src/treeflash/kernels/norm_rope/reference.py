@@ -86,3 +86,29 @@ def cache_heads(
         parts = encode(rotate(new), pool.format) if quantised else (new.to(pool.codes.dtype),)
         for plane, rows in zip(pool.planes, parts, strict=True):
             plane.transpose(1, 2)[pages, offsets] = rows
+
+
+def ring_heads(
+    k: Tensor,
+    v: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    count: Tensor,
+) -> None:
+    """Writes the first `count` [B] of k, normed and rotated, and v [B, T, KV, D] to keys, values
+    [slots, ring, KV, D], where position p lies at p modulo the ring; lengths [slots] positions are there."""
+    rows, ring = k.shape[1], keys.shape[1]
+    assert rows <= ring, f"{rows} rows, a ring of {ring}"
+    columns = torch.arange(rows, device=k.device)
+    place = slots[:, None], (lengths[slots][:, None] + columns) % ring
+    kept = (columns < count[:, None])[..., None, None]
+    k = head_rope(k, norm, eps, cos, sin, interleaved=False)
+    for pool, new in ((keys, k), (values, v)):
+        pool[place] = torch.where(kept, new.to(pool.dtype), pool[place])

@@ -1,0 +1,51 @@
+"""The commit of an accepted path in plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    counts: Tensor  # [B] int64 accepted rows
+    starts: Tensor  # [B] int64 tokens that were committed before them
+    source: Tensor  # [B, T] int64: the accepted rows in their order, then each row itself
+
+
+def keep_path(
+    ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
+) -> Kept:
+    """Row `last` [B] of each tree and its ancestors are accepted, -1: none; ancestors [B, T] are bits.
+
+    path [slots, R >= T], count and lengths [slots] become: the accepted rows in their order and then the others,
+    how many are accepted, and as many more.
+    """
+    rows = ancestors.shape[1]
+    bits = ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0].masked_fill(last < 0, 0)
+    columns = torch.arange(rows, device=last.device)
+    accepted = (bits[:, None] >> columns) & 1
+    counts, starts = accepted.sum(1), lengths[slots]
+    order = (1 - accepted).argsort(dim=1, stable=True)
+    path[slots, :rows] = order
+    count[slots] = counts
+    lengths[slots] = starts + counts
+    return Kept(counts, starts, torch.where(columns < counts[:, None], order, columns))
+
+
+def move_rows(planes: Sequence[Tensor], kept: Kept, slots: Tensor, page_table: Tensor) -> None:
+    """Brings accepted rows together, from place starts + source to starts + 0, 1, ...
+
+    planes: [layers, pages, KV, page, row] each; page_table [slots, pages a slot].
+    """
+    columns = torch.arange(kept.source.shape[1], device=slots.device)
+    if bool((kept.source == columns).all()):
+        return
+    page, table = planes[0].shape[3], page_table[slots]
+    (old_pages, old_offsets), (pages, offsets) = (
+        (table.gather(1, index // page).flatten(), (index % page).flatten())
+        for index in (kept.starts[:, None] + kept.source, kept.starts[:, None] + columns)
+    )
+    for plane in planes:
+        plane[:, pages, :, offsets] = plane[:, old_pages, :, old_offsets]

@@ -1,0 +1,54 @@
+"""The commit's kernels against their references, in Triton's interpreter; run by test_commit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeflash.kernels.commit import kernel, reference
+from treeflash.models.step import Step
+
+torch.set_num_threads(1)
+SLOTS, SAVED = 3, 64
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_path_that_stays(data: st.DataObject) -> None:
+    rows = data.draw(st.sampled_from([1, 2, 5, 8, 33, 64]))
+    parents = [[-1] + [data.draw(st.integers(-1, row - 1)) for row in range(1, rows)] for _ in range(2)]
+    last = torch.tensor([data.draw(st.integers(-1, rows - 1)) for _ in range(2)])
+    slots, zeros = torch.tensor([2, 0]), torch.zeros(2, dtype=torch.int64)
+    step = Step.tree(slots, torch.zeros(2, rows, dtype=torch.int64), torch.tensor(parents), zeros)
+    assert step.ancestors is not None
+    before = (
+        torch.randint(0, 64, (SLOTS, SAVED)),
+        torch.randint(0, 9, (SLOTS,)),
+        torch.randint(0, 99, (SLOTS,)),
+    )
+    results = []
+    for implementation in (kernel, reference):
+        path, count, lengths = (part.clone() for part in before)
+        kept = implementation.keep_path(step.ancestors, last, slots, path=path, count=count, lengths=lengths)
+        results.append((kept.counts, kept.starts, kept.source, path, count, lengths))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(24, torch.float32), (6, torch.float16), (16, torch.bfloat16), (20, torch.uint8), (1, torch.float16)],
+)
+def test_rows_move_across_pages(width: int, dtype: torch.dtype) -> None:
+    layers, heads, page = 2, 2, 4
+    plane = torch.randint(0, 99, (layers, 40, heads, page, width)).to(dtype)
+    table = torch.randperm(39)[:36].view(SLOTS, 12) + 1
+    slots = torch.tensor([1, 2])
+    source = torch.arange(9).repeat(2, 1)
+    source[0, :4], source[1, :6] = torch.tensor([0, 2, 5, 8]), torch.tensor([0, 1, 3, 4, 6, 7])
+    kept = reference.Kept(torch.tensor([4, 6]), torch.tensor([7, 2]), source)
+    planes = plane.clone(), plane.clone()
+    kernel.move_rows([planes[0]], kept, slots, table)
+    reference.move_rows([planes[1]], kept, slots, table)
+    assert torch.equal(*planes)
+    assert not torch.equal(planes[0], plane)
