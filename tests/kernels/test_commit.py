@@ -1,4 +1,4 @@
-"""What a commit leaves; its kernels run in a process of their own: Triton chooses the interpreter at import."""
+"""What a commit leaves; its kernels run in their own process: Triton chooses the interpreter at import."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A tree's accepted path: which rows it is, and their cached keys and values moved behind the committed ones."""
+"""A tree's accepted path: which rows it is, and their keys and values moved behind the committed ones."""
 
 from collections.abc import Sequence
 

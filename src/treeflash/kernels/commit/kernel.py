@@ -44,7 +44,7 @@ def _move_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """All of a head's rows are read before the first is overwritten; a root that stays alone moves nothing."""
+    """All of a head's rows are read before the first is overwritten; a root alone moves nothing."""
     layer, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     item = tl.program_id(1).to(tl.int64)
     row, word = tl.arange(0, BLOCK), tl.arange(0, BLOCK_WIDTH)

@@ -19,8 +19,8 @@ def keep_path(
 ) -> Kept:
     """Row `last` [B] of each tree and its ancestors are accepted, -1: none; ancestors [B, T] are bits.
 
-    path [slots, R >= T], count and lengths [slots] become: the accepted rows in their order and then the others,
-    how many are accepted, and as many more.
+    path [slots, R >= T], count and lengths [slots] become: the accepted rows in their order, then the others; how
+    many are accepted; as many more.
     """
     rows = ancestors.shape[1]
     bits = ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0].masked_fill(last < 0, 0)

@@ -1,7 +1,7 @@
 """Norms, rotary embedding, gates: each with what stands beside it in a layer, so that it is one kernel.
 
-With `pack` the result comes as the rows that a product with tiles reads; on a GPU only, where up to 64 rows have
-CUDA kernels of their own and more, or other cards, Triton's.
+With `pack` the result comes as the rows that a product with tiles reads; on a GPU only, where up to 64
+rows have CUDA kernels of their own and more, or other cards, Triton's.
 """
 
 from typing import Literal, overload

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of rows.cu, for few rows before a product: which sizes they take, how they are launched."""
+"""The CUDA C++ kernels of rows.cu, for few rows before a product: what they take, how they are launched."""
 
 from ctypes import c_float, c_longlong, c_void_p
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ from treeflash.kernels.norm_rope.kernel import _heads, _turned
 
 @triton.jit
 def _ring_kernel(
-    k, v, norm, cos, sin, keys, values, slots, lengths, count, k_stride, k_head_stride, v_stride, v_head_stride,
-    T, ring, eps,
+    k, v, norm, cos, sin, keys, values, slots, lengths, count, k_stride, k_head_stride, v_stride,
+    v_head_stride, T, ring, eps,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row a program: its key, normed and rotated, and its value, if the row is committed."""

@@ -1,0 +1,273 @@
+"""The small kernels of a step on a GPU: checked against references, then timed alone and between products.
+
+PYTHONPATH=src python benchmarks/gpu/rows.py --out rows.jsonl
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from layer_checks import (
+    BUCKETS,
+    EPS,
+    FAILED,
+    HEAD,
+    INNER,
+    KV_HEADS,
+    LINES,
+    PAGE,
+    WIDTH,
+    Poison,
+    check,
+    check_packed,
+    say,
+    summary,
+    tree_of,
+)
+from layers import milliseconds, report
+from matmul import model_steps
+from torch import Tensor
+
+from treeflash.kernels.commit import kernel as commit_kernel
+from treeflash.kernels.commit import reference as commit
+from treeflash.kernels.norm_rope import cuda as norm_cuda
+from treeflash.kernels.norm_rope import kernel as norm_kernel
+from treeflash.kernels.norm_rope import reference as norm
+from treeflash.kernels.norm_rope import ring
+from treeflash.kernels.quant_matmul import PackedRows, cuda, pack_rows
+
+SECONDS = 75  # behind which no further part begins
+HEADS_INNER = (48, 128)  # heads of a delta layer's output
+
+
+def equal(name: str, found: Tensor, wanted: Tensor) -> None:
+    passed = torch.equal(found, wanted)
+    if not passed:
+        FAILED.append(name)
+        say("FAIL", name, "differs in its bits")
+    LINES.append({"check": name, "error": 0.0 if passed else 1.0, "passed": passed})
+
+
+def check_rows() -> None:
+    """The CUDA kernels before a product: against the reference's floats, for other cards and Hopper; row 0
+    bit-equal in every number of rows."""
+    chosen = dict(norm_cuda.CLUSTERS)
+    first: dict[str, PackedRows] = {}
+    try:
+        for cluster in (1, 2, 4, 8):
+            norm_cuda.CLUSTERS.update(dict.fromkeys(chosen, cluster))
+            for rows, width in ((1, WIDTH), (8, WIDTH), (24, 1000), (64, WIDTH), (3, 100), (2, INNER)):
+                _check_rows(f"{rows} x {width}, {cluster} blocks a row", rows, width)
+        norm_cuda.CLUSTERS.update(chosen)
+        wide = torch.randn(64, 2 * INNER, device="cuda")
+        weight = torch.randn(INNER, device="cuda")
+        for rows in BUCKETS:
+            x, y = wide[None, :rows, :INNER], wide[None, :rows, INNER:]
+            found = {
+                "norm": norm_cuda.add_rms_norm(x, y, weight, EPS)[1],
+                "silu": norm_cuda.silu_mul(x, y),
+                "gated": norm_cuda.gated_rms_norm(
+                    x[..., :6144].contiguous().unflatten(-1, HEADS_INNER), y[..., :6144], weight[:128], EPS
+                ),
+            }
+            for name, packed in found.items():
+                one = first.setdefault(name, packed)
+                equal(f"{name} of row 0, {rows} rows", packed.data[:, 0], one.data[:, 0])
+                equal(f"{name} scale of row 0, {rows} rows", packed.scale[:1], one.scale[:1])
+    finally:
+        norm_cuda.CLUSTERS.update(chosen)
+
+
+def _check_rows(name: str, rows: int, width: int) -> None:
+    wide = torch.randn(1, rows, 2 * width + 8, device="cuda")
+    wide *= 10.0 ** torch.randint(-6, 6, (1, rows, 1), device="cuda")
+    x, y, weight = wide[..., :width], wide[..., width + 4 : 2 * width + 4], torch.randn(width, device="cuda")
+    assert norm_cuda.takes(x, y), "made for such rows"
+    with Poison():
+        total, packed = norm_cuda.add_rms_norm(x, y, weight, EPS)
+        alone = norm_cuda.add_rms_norm(x, None, weight, EPS)[1]
+        product = norm_cuda.silu_mul(x.clamp(-30, 30), y)
+    check(f"rows: total {name}", total, x + y, 1e-6)
+    check_packed(f"rows: norm {name}", packed, norm.add_rms_norm(x, y, weight, EPS)[1])
+    check_packed(f"rows: norm alone {name}", alone, norm.rms_norm(x, weight, EPS))
+    check_packed(f"rows: silu {name}", product, norm.silu_mul(x.clamp(-30, 30), y))
+    for dim in (128, 32):
+        count = 4 * (width // 512) + 1
+        heads = torch.randn(1, rows, count, dim, device="cuda")
+        gate = torch.randn(1, rows, count * dim + 4, device="cuda")[..., 4:]
+        with Poison():
+            packed = norm_cuda.gated_rms_norm(heads, gate, weight[:dim].contiguous(), EPS)
+        check_packed(
+            f"rows: gated {count} heads of {dim}, {name}",
+            packed,
+            norm.gated_rms_norm(heads, gate, weight[:dim], EPS),
+        )
+
+
+def check_commit() -> None:
+    """The path that stays and the rows that move, against the reference; pages in any order, odd widths."""
+    for rows in (1, 8, 24, 64):
+        step = tree_of(rows, 2)
+        slots = torch.tensor([2, 0], device="cuda")
+        for last in ([rows - 1, -1], [0, rows // 2]):
+            state = [
+                torch.randint(0, 64, (3, 64), device="cuda"),
+                *torch.randint(0, 9, (2, 3), device="cuda"),
+            ]
+            results = []
+            for implementation in (commit_kernel, commit):
+                path, count, lengths = (part.clone() for part in state)
+                kept = implementation.keep_path(
+                    step.ancestors, torch.tensor(last, device="cuda"), slots, path=path, count=count,
+                    lengths=lengths,
+                )  # fmt: skip
+                planes = [
+                    torch.arange(2 * 40 * KV_HEADS * PAGE * width, device="cuda")
+                    .view(2, 40, KV_HEADS, PAGE, width)
+                    .to(dtype)
+                    for width, dtype in ((HEAD, torch.float16), (6, torch.float16), (21, torch.uint8))
+                ]
+                table = torch.randperm(39, generator=torch.Generator().manual_seed(1)).view(3, 13).cuda()
+                implementation.move_rows(planes, kept, slots, table)
+                results.append((kept.counts, kept.starts, kept.source, path, count, lengths, *planes))
+            for number, (found, wanted) in enumerate(zip(*results, strict=True)):
+                name = f"commit {rows} rows, last {last}, tensor {number}"
+                equal(name, found, wanted)
+
+
+def check_ring() -> None:
+    rows, heads, dim, size = 16, 8, 128, 40
+    cos, sin = norm.rope_angles(
+        torch.randint(0, 9000, (2, rows), device="cuda"), torch.rand(dim // 2, device="cuda")
+    )
+    k, v = torch.randn(2, 2, rows, heads, dim + 4, device="cuda")[..., :dim]
+    weight = torch.randn(dim, device="cuda")
+    rings = torch.randn(2, 3, size, heads, dim, device="cuda").half()
+    for counts in ((0, 16), (1, 5)):
+        places = {
+            "slots": torch.tensor([2, 0], device="cuda"),
+            "lengths": torch.tensor([33, 99, 30], device="cuda"),
+            "count": torch.tensor(counts, device="cuda"),
+        }
+        found = []
+        for implementation in (ring, norm):
+            pools = [part.clone() for part in rings]
+            implementation.ring_heads(k, v, weight, EPS, cos, sin, keys=pools[0], values=pools[1], **places)
+            found.append(torch.stack(pools))
+        check(f"rings, {counts}", found[0], found[1], 1e-4)
+        equal(f"rings, {counts}: what is touched", found[0] == rings, found[1] == rings)
+
+
+class Rows:
+    """Inputs of a layer's small kernels, in as many buffers as keep them out of the first-level cache."""
+
+    def __init__(self, rows: int, sets: int = 16):
+        self.x, self.add = torch.randn(2, sets, 1, rows, WIDTH, device="cuda")
+        self.weight, self.head_weight = torch.randn(WIDTH, device="cuda"), torch.randn(128, device="cuda")
+        self.wide = torch.randn(sets, 1, rows, 2 * INNER, device="cuda")
+        self.heads = torch.randn(sets, 1, rows, *HEADS_INNER, device="cuda")
+        self.gate = torch.randn(sets, 1, rows, 6144, device="cuda")
+        self.sets = sets
+
+    def norm(self, i: int, by: object) -> PackedRows:
+        arguments = (self.x[i % self.sets], self.add[i % self.sets], self.weight, EPS)
+        return (
+            norm_cuda.add_rms_norm(*arguments)
+            if by is norm_cuda
+            else norm_kernel.add_rms_norm(*arguments, pack=True)
+        )[1]
+
+    def silu(self, i: int, by: object) -> PackedRows:
+        gate, up = self.wide[i % self.sets].chunk(2, -1)
+        return norm_cuda.silu_mul(gate, up) if by is norm_cuda else norm_kernel.silu_mul(gate, up, pack=True)
+
+    def gated(self, i: int, by: object) -> PackedRows:
+        arguments = (self.heads[i % self.sets], self.gate[i % self.sets], self.head_weight, EPS)
+        if by is norm_cuda:
+            return norm_cuda.gated_rms_norm(*arguments)
+        return norm_kernel.gated_rms_norm(*arguments, pack=True)
+
+
+def time_rows() -> None:
+    """A kernel behind itself, 48 times: Triton's, and CUDA's with 1 to 8 blocks a row."""
+    chosen = dict(norm_cuda.CLUSTERS)
+    for rows in (8, 24, 64):
+        work = Rows(rows)
+        for name, kind in (("norm", norm_cuda.NORM), ("silu", norm_cuda.SILU), ("gated", norm_cuda.GATED)):
+            run = getattr(work, name)
+
+            def chain(by: object, run: Callable = run) -> None:
+                for i in range(48):
+                    run(i, by)
+
+            found = {"triton": round(milliseconds(partial(chain, norm_kernel)) * 1e3 / 48, 2)}
+            for cluster in (1, 2, 4, 8):
+                try:
+                    norm_cuda.CLUSTERS[kind] = cluster
+                    found[f"cuda_{cluster}"] = round(milliseconds(partial(chain, norm_cuda)) * 1e3 / 48, 2)
+                finally:
+                    norm_cuda.CLUSTERS.update(chosen)
+            report(f"rows: {name}", rows, found[f"cuda_{chosen[kind]}"], **found)
+
+
+def time_between() -> None:
+    """All products of a 27B step in one graph with a small kernel before each, as in the step: what the small
+    kernels add, Triton's and CUDA's."""
+    steps = model_steps()
+    for rows in (8, 24):
+        work, out = Rows(rows), torch.empty(rows, 248320, device="cuda")
+        packed = {k: pack_rows(torch.randn(rows, k, device="cuda")) for k in (5120, 6144, 17408)}
+        makers = {5120: work.norm, 6144: work.gated, 17408: work.silu}
+
+        def run(by: object | None) -> None:
+            for i, (weights, columns) in enumerate(steps):
+                sizes = [weight.rows for weight in weights]
+                x = packed[columns] if by is None else makers[columns](i, by)  # noqa: B023
+                cuda.products(x, weights, out[:, : sum(sizes)].split(sizes, 1))  # noqa: B023
+
+        bare, triton, ours = (
+            milliseconds(partial(run, by), repeats=15) for by in (None, norm_kernel, norm_cuda)
+        )
+        say(
+            f"{rows} rows: {len(steps)} groups of products {bare:.3f} ms; a small kernel before each: "
+            f"Triton {triton:.3f} ms, CUDA {ours:.3f} ms"
+        )
+        LINES.append({"time": "between products", "rows": rows, "bare": bare, "triton": triton, "cuda": ours})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    say(torch.cuda.get_device_name(), "torch", torch.__version__)
+    begin = time.monotonic()
+    for part in (check_rows, check_commit, check_ring, time_rows, time_between):
+        if time.monotonic() - begin > SECONDS:
+            say("no time left for", part.__name__)
+            continue
+        try:
+            with torch.inference_mode():
+                part()
+        except Exception:
+            FAILED.append(part.__name__)
+            say("FAIL", part.__name__)
+            traceback.print_exc()
+            sys.stderr.flush()
+        summary(part.__name__, LINES)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in LINES)
+        LINES.clear()
+    say("FAILED: " + "; ".join(FAILED) if FAILED else "all checks passed")
+    return 1 if FAILED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
