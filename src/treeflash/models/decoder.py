@@ -10,6 +10,7 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
+from treeflash.kernels.quant_matmul import OpenSums, PackedRows
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
@@ -28,24 +29,39 @@ class Block:
         self._eps = spec.eps
         self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
         mixer = (Attention if spec.layers[index] == "attention" else GatedDelta)(spec, loader, block)
-        self._mixer: Callable[..., Tensor] = mixer
+        self._mixer: Callable[..., Tensor | OpenSums] = mixer
         self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         if spec.experts is not None:
             ffn = Experts(spec, loader, block)
         else:
             ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
         self._ffn: Callable[..., Tensor] = ffn
-        self._packs = mixer.packs, ffn.packs
+        self._open_ffn = ffn.left_open if isinstance(ffn, FeedForward) else None
+        self.packs, self._packs_ffn = mixer.packs, ffn.packs  # whether these rows come packed
 
     def __call__(
-        self, x: Tensor, add: Tensor | None, frame: Frame, buffers: AttentionBuffers | DeltaBuffers
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream x and what is yet to be added to it, in and out."""
-        pack_mixer, pack_ffn = (packs(x.shape[0] * x.shape[1]) for packs in self._packs)
-        x, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=pack_mixer)
-        mixed = self._mixer(h, frame, buffers)
+        self,
+        x: Tensor,
+        add: Tensor | OpenSums | None,
+        frame: Frame,
+        buffers: AttentionBuffers | DeltaBuffers,
+        *,
+        leave_open: bool,
+    ) -> tuple[Tensor, Tensor | OpenSums]:
+        """The residual stream x and what is yet to be added to it, in and out.
+
+        `leave_open`: the next block, which packs its rows, adds up open sums.
+        """
+        rows = x.shape[0] * x.shape[1]
+        pack_ffn = self._packs_ffn(rows)
+        x, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=self.packs(rows))
+        mixed = self._mixer(h, frame, buffers, leave_open=pack_ffn)
         x, h = add_rms_norm(x, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
-        return x, self._ffn(h).view_as(x)
+        if leave_open and self._open_ffn is not None and isinstance(h, PackedRows):
+            added = self._open_ffn(h)
+        else:
+            added = self._ffn(h)
+        return x, added if isinstance(added, OpenSums) else added.view_as(x)
 
 
 class Decoder:
@@ -94,12 +110,17 @@ class Decoder:
         frame = self._frame(step, buffers)
         x, add = self.embed(step.tokens), None
         features: dict[int, Tensor] = {}
+        rows = step.tokens.numel()
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
-            x, add = block(x, add, frame, layer)
+            behind = self._blocks[index + 1 : index + 2]
+            leave_open = index not in taps and any(block.packs(rows) for block in behind)
+            x, add = block(x, add, frame, layer, leave_open=leave_open)
             if index in taps:
+                assert isinstance(add, Tensor)
                 features[index], add = x + add, None
                 x = features[index]
         buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
+        assert not isinstance(add, OpenSums)
         tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
         return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], tapped)
 

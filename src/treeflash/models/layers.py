@@ -11,7 +11,7 @@ from treeflash.kernels.attention import paged_attention
 from treeflash.kernels.causal_conv import chunk_conv, delta_gates, split_heads, tree_conv
 from treeflash.kernels.gated_delta import advance, chunk_delta, tree_delta
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, head_rope, silu_mul
-from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, max_rows
+from treeflash.kernels.quant_matmul import BUCKETS, OpenSums, PackedRows, PackedWeight, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
 from treeflash.models.weights import Matrix, Projections, WeightLoader
@@ -65,13 +65,15 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
-        self.packs = PackedInput(self._qkv)
+        self.packs, self._packs_out = PackedInput(self._qkv), PackedInput(self._out)
         self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
 
-    def __call__(self, x: Tensor | PackedRows, frame: Frame, buffers: AttentionBuffers) -> Tensor:
-        """x [B, T, width], normalised, to [B, T, width]."""
+    def __call__(
+        self, x: Tensor | PackedRows, frame: Frame, buffers: AttentionBuffers, *, leave_open: bool = False
+    ) -> Tensor | OpenSums:
+        """x [B, T, width], normalised, to [B, T, width]; or for a kernel that adds up open sums."""
         spec = self._spec
         q, k, v = by_item(self._qkv(x), len(frame.slots))
         gate = None
@@ -88,7 +90,11 @@ class Attention:
         cache_heads(k, v, self._norms[1], spec.eps, **options, **places)
         seen = (frame.page_table, frame.lengths, frame.ancestors, frame.positions)
         out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
-        return self._out(out.flatten(-2))[0]
+        out = out.flatten(-2)
+        if not (leave_open and self._packs_out(out.shape[0] * out.shape[1])):
+            return self._out(out)[0]
+        sums = self._out.left_open(pack_rows(out.flatten(0, 1)))[0]
+        return sums if isinstance(sums, OpenSums) else by_item((sums,), len(frame.slots))[0]
 
 
 class GatedDelta:
@@ -108,14 +114,17 @@ class GatedDelta:
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
         self.packs, self._packs_out = PackedInput(self._in), PackedInput(self._out)
 
-    def __call__(self, x: Tensor | PackedRows, frame: Frame, buffers: DeltaBuffers) -> Tensor:
-        """x [B, T, width], normalised, to [B, T, width]."""
+    def __call__(
+        self, x: Tensor | PackedRows, frame: Frame, buffers: DeltaBuffers, *, leave_open: bool = False
+    ) -> Tensor | OpenSums:
+        """x [B, T, width], normalised, to [B, T, width]; or for a kernel that adds up open sums."""
         batch = len(frame.slots)
         inputs, gate, beta, alpha = by_item(self._in(x), batch)
         out = (self._chunk if frame.ancestors is None else self._tree)(inputs, alpha, beta, frame, buffers)
         pack = self._packs_out(batch * gate.shape[1])
-        out = self._out(gated_rms_norm(out, gate, self._norm, self._eps, pack=pack))
-        return by_item((out,), batch)[0]
+        h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
+        sums = self._out.left_open(h) if leave_open else self._out(h)
+        return sums if isinstance(sums, OpenSums) else by_item((sums,), batch)[0]
 
     def _tree(
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
@@ -179,10 +188,17 @@ class FeedForward:
 
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
         """x [..., width] to the same; packed rows [M, width] to [M, width]."""
-        gate, up = self._in(x)
-        shape = gate.shape[:-1]
-        pack = self._packs_out(prod(shape))
-        return self._out(silu_mul(gate, up, pack=pack)).view(*shape, -1)
+        shape = (x.rows,) if isinstance(x, PackedRows) else x.shape[:-1]
+        return self._out(self._activated(x, prod(shape))).view(*shape, -1)
+
+    def left_open(self, x: PackedRows) -> Tensor | OpenSums:
+        """The same for a kernel that adds up open sums."""
+        return self._out.left_open(self._activated(x, x.rows))
+
+    def _activated(self, x: Tensor | PackedRows, rows: int) -> Tensor | PackedRows:
+        pack = self._packs_out(rows)
+        gate, up = self._in.left_open(x) if pack else self._in(x)
+        return silu_mul(gate, up, pack=pack)
 
 
 class Experts:

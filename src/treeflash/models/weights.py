@@ -15,10 +15,13 @@ from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import (
     Layout,
+    OpenSums,
     PackedRows,
     PackedWeight,
+    can_stay_open,
     dense_matmul,
     has_layout,
+    open_product,
     pack,
     packed_products,
     quant_matmul,
@@ -46,6 +49,13 @@ class Matrix:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
 
+    def left_open(self, x: Tensor | PackedRows) -> Tensor | OpenSums:
+        """The same for a kernel that adds up open sums, which are left where there is such a kernel."""
+        data = self.data
+        if isinstance(x, PackedRows) and isinstance(data, PackedWeight) and can_stay_open(x, data):
+            return open_product(x, data)
+        return self(x)
+
 
 @dataclass(frozen=True, slots=True)
 class Projections:
@@ -66,6 +76,13 @@ class Projections:
         if self.bias is not None:
             out = out + self.bias
         return out.split(self.sizes, -1)
+
+    def left_open(self, x: Tensor | PackedRows) -> Sequence[Tensor | OpenSums]:
+        """As `Matrix.left_open`, where all of them are one matrix."""
+        if len(self.matrices) > 1 or self.bias is not None or any(size % 4 for size in self.sizes):
+            return self(x)
+        out = self.matrices[0].left_open(x)
+        return out.split(self.sizes) if isinstance(out, OpenSums) else out.split(self.sizes, -1)
 
 
 def _products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:

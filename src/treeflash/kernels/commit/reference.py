@@ -19,7 +19,7 @@ def keep_path(
 ) -> Kept:
     """Row `last` [B] of each tree and its ancestors are accepted, -1: none; ancestors [B, T] are bits.
 
-    path [slots, R >= T], count and lengths [slots] become: the accepted rows in their order, then the others; how
+    path [slots, R >= T], count and lengths [slots] become: the accepted rows in order, then the others; how
     many are accepted; as many more.
     """
     rows = ancestors.shape[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 from treeflash.kernels.norm_rope import reference
 from treeflash.kernels.norm_rope.reference import l2_norm, rope, rope_angles
 from treeflash.kernels.quant_matmul.rows import PackedRows
+from treeflash.kernels.quant_matmul.sums import OpenSums
 
 __all__ = [
     "add_rms_norm",
@@ -45,17 +46,18 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def add_rms_norm(
-    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: bool
+    x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float, *, pack: bool
 ) -> tuple[Tensor, Tensor | PackedRows]: ...
 def add_rms_norm(
-    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: bool = False
+    x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
     if pack:
         from treeflash.kernels.norm_rope import cuda, kernel
 
-        if cuda.takes(x, add):
+        if isinstance(add, OpenSums) or cuda.takes(x, add):
             return cuda.add_rms_norm(x, add, weight, eps)
         return kernel.add_rms_norm(x, add, weight, eps, pack=True)
+    assert not isinstance(add, OpenSums), "open sums are for rows that are packed"
     return _of(x).add_rms_norm(x, add, weight, eps)
 
 
@@ -71,7 +73,12 @@ def gated_rms_norm(
     return _of(x).gated_rms_norm(x, gate, weight, eps)
 
 
-def silu_mul(gate: Tensor, up: Tensor, *, pack: bool = False) -> Tensor | PackedRows:
+def silu_mul(gate: Tensor | OpenSums, up: Tensor | OpenSums, *, pack: bool = False) -> Tensor | PackedRows:
+    if isinstance(gate, OpenSums) or isinstance(up, OpenSums):
+        from treeflash.kernels.norm_rope import cuda
+
+        assert pack, "open sums are for rows that are packed"
+        return cuda.silu_mul(gate, up)
     if pack:
         from treeflash.kernels.norm_rope import cuda, kernel
 

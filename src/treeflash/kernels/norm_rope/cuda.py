@@ -1,6 +1,6 @@
 """The CUDA C++ kernels of rows.cu, for few rows before a product: what they take, how they are launched."""
 
-from ctypes import c_float, c_longlong, c_void_p
+from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,11 +12,14 @@ from treeflash.kernels.quant_matmul.cuda import card_of, usable
 from treeflash.kernels.quant_matmul.driver import Kernel, Module
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from treeflash.kernels.quant_matmul.sums import OpenSums
 
 NORM, SILU, GATED = range(3)
-# Blocks of a row on Hopper. Exponentials of 17408 columns would take one SM 1.1 us, and their bytes as long.
-CLUSTERS = {NORM: 1, SILU: 8, GATED: 4}
-_AT_ONCE = 576  # threads that a block has at most before each takes more columns
+# Blocks of a row on Hopper. One SM would take 1.1 us for the exponentials of 17408 columns and as long for
+# their bytes, and 1.4 us to read the eight parts of a norm's open sums.
+CLUSTERS = {NORM: 8, SILU: 8, GATED: 4}
+# Parts of four columns that a thread takes, and how many of them a block may have then.
+_ITEMS = ((1, 192), (2, 1152), (4, 2304), (8, 3072), (16, 16384))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Shape:
     @property
     def threads(self) -> int:
         parts = -(-self.width // 256) * 64 // self.cluster  # of four columns
-        items = next(items for items in (2, 4, 8, 16) if parts <= _AT_ONCE * items or items == 16)
+        items = next(items for items, most in _ITEMS if parts <= most)
         return -(-parts // (items * 32)) * 32
 
     def defines(self, overlap: bool) -> dict[str, int]:
@@ -52,12 +55,12 @@ def shape_of(kind: int, width: int, head: int = 4, *, clusters: bool) -> Shape:
     return Shape(kind, width, head, cluster)
 
 
-def takes(*tensors: Tensor | None, head: int = 4) -> bool:
+def takes(*operands: Tensor | OpenSums | None, head: int = 4) -> bool:
     """Whether the kernels are made for such rows and this card; all have the same number of columns."""
-    given = [x for x in tensors if x is not None]
+    given = [x.out if isinstance(x, OpenSums) else x for x in operands if x is not None]
     width = given[0].shape[-1]
     few = given[0].numel() // width <= BUCKETS[-1]
-    if not few or width % 4 or head > 128 or head & (head - 1) or width > 16 * 4 * 1024:
+    if not few or width % 4 or head > 128 or head & (head - 1) or width > 4 * _ITEMS[-1][1]:
         return False
     return all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given) and usable(given[0].device)
 
@@ -77,15 +80,43 @@ def kernel_of(shape: Shape, device: torch.device) -> Kernel:
     return Module(cubin, device).kernel("rows", threads=shape.threads, overlap=card.bulk)
 
 
+class Operand(Structure):
+    """Rows as rows.cu reads them."""
+
+    _fields_ = [
+        ("at", c_void_p),
+        ("stride", c_longlong),
+        ("parts", c_void_p),
+        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot")),
+    ]
+
+    @classmethod
+    def of(cls, x: Tensor | OpenSums | None) -> "Operand":
+        if x is None:
+            return cls()
+        if isinstance(x, Tensor):
+            rows = _rows(x)
+            return cls(rows.data_ptr(), rows.stride(0))
+        slot = x.parts[0, 0].numel()
+        numbers = (x.depth, x.share, x.extra, x.first, slot)
+        return cls(x.out.data_ptr(), x.out.stride(0), x.parts.data_ptr(), *numbers)
+
+
 def _launch(
-    shape: Shape, x: Tensor, y: Tensor | None, weight: Tensor | None, total: Tensor | None, eps: float
+    shape: Shape,
+    x: Tensor | OpenSums,
+    y: Tensor | OpenSums | None,
+    *,
+    weight: Tensor | None = None,
+    total: Tensor | None = None,
+    eps: float = 0.0,
 ) -> PackedRows:
-    packed = empty_rows(len(x), shape.width, x.device)
-    group_stride, row_stride = packed.strides
-    strides = (x.stride(0), 0 if y is None else y.stride(0), group_stride, row_stride)
-    pointers = [part if part is not None else c_void_p(None) for part in (y, weight, total)]
-    arguments = [x, *pointers, packed.data, packed.scale, *map(c_longlong, strides), c_float(eps)]
-    kernel_of(shape, x.device)((shape.cluster, len(x)), arguments)
+    like = x if isinstance(x, Tensor) else x.out
+    packed = empty_rows(like.numel() // shape.width, shape.width, like.device)
+    pointers = [part if part is not None else c_void_p(None) for part in (weight, total)]
+    rest = (*pointers, packed.data, packed.scale, *map(c_longlong, packed.strides), c_float(eps))
+    launched = kernel_of(shape, like.device)
+    launched((shape.cluster, packed.rows), [Operand.of(x), Operand.of(y), *rest])
     return packed
 
 
@@ -93,22 +124,25 @@ def _clusters(device: torch.device) -> bool:
     return card_of(device).arch == "sm_90"
 
 
-def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, PackedRows]:
+def add_rms_norm(
+    x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float
+) -> tuple[Tensor, PackedRows]:
     """See reference.add_rms_norm."""
-    total = x if add is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
     shape = shape_of(NORM, x.shape[-1], clusters=_clusters(x.device))
-    more = None if add is None else _rows(add)
-    return total, _launch(shape, _rows(x), more, weight, None if add is None else total, eps)
+    if add is None:
+        return x, _launch(shape, x, None, weight=weight, eps=eps)
+    total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return total, _launch(shape, x, add, weight=weight, total=total, eps=eps)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> PackedRows:
+def silu_mul(gate: Tensor | OpenSums, up: Tensor | OpenSums) -> PackedRows:
     """See reference.silu_mul."""
-    shape = shape_of(SILU, gate.shape[-1], clusters=_clusters(gate.device))
-    return _launch(shape, _rows(gate), _rows(up), None, None, 0.0)
+    like = gate.out if isinstance(gate, OpenSums) else gate
+    return _launch(shape_of(SILU, like.shape[-1], clusters=_clusters(like.device)), gate, up)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> PackedRows:
     """See reference.gated_rms_norm."""
-    heads = _rows(x.flatten(-2))
+    heads = x.flatten(-2)
     shape = shape_of(GATED, heads.shape[-1], x.shape[-1], clusters=_clusters(x.device))
-    return _launch(shape, heads, _rows(gate), weight, None, eps)
+    return _launch(shape, heads, gate, weight=weight, eps=eps)

@@ -10,7 +10,8 @@
 // Everything here waits for something, so all loads of a thread are on their way at once, values stay in registers,
 // and a row is summed and searched for its largest magnitude together: the factor that a norm puts on a whole row
 // goes into the row's scale. The next kernel, a product, may start at once: it fills its ring with weights meanwhile.
-// Loads of what the step computed go past L1, which may be older: this kernel began early.
+// Loads of what the step computed go past L1, which may be older: this kernel began early. Sums that a product left open
+// (quant_matmul/sums.py) are added here.
 
 typedef unsigned u32;
 #define DEVICE __device__ __forceinline__
@@ -20,6 +21,10 @@ constexpr int PADDED = (WIDTH + 255) / 256 * 256;
 constexpr int SHARE = PADDED / 4 / CLUSTER;  // parts of four columns that a block has
 constexpr int ITEMS = (SHARE + THREADS - 1) / THREADS;
 constexpr int WARPS = THREADS / 32;
+// Parts of an open sum that are fetched at once, 0: never open. Of the 27B's matrices there are no more on Hopper; where
+// one block has a whole row, registers hold fewer.
+constexpr int X_AHEAD = KIND != 1 ? 0 : ITEMS <= 4 ? 2 : 1;
+constexpr int Y_AHEAD = KIND == 2 ? 0 : KIND == 0 && ITEMS <= 2 ? 9 : ITEMS <= 4 ? 2 : 1;
 static_assert(WIDTH % 4 == 0 && THREADS % 32 == 0 && PADDED % (4 * CLUSTER) == 0, "parts of four columns");
 #if KIND == 2
 static_assert(HEAD <= 128 && (HEAD & (HEAD - 1)) == 0 && SHARE % (HEAD / 4) == 0, "a head lies in one warp");
@@ -35,6 +40,55 @@ DEVICE u32 to_half2(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+
+// Rows [.., stride] of floats; of sums left open, whole columns are there and `parts` [CTAs][2][slot / 128 rows][128] has
+// the others.
+struct Operand {
+  const float* at;
+  long long stride;
+  const float* parts;  // null: nothing is open
+  int depth, share, extra, first, slot;
+};
+// The CTAs that have sums of the same 128 columns.
+struct Owners {
+  int begin, end;
+};
+DEVICE int cta_of(int unit, const Operand& from) {
+  const int cut = from.extra * (from.share + 1);
+  return unit < cut ? unit / (from.share + 1) : from.extra + (unit - cut) / from.share;
+}
+DEVICE Owners owners_of(const Operand& from, int k) {
+  if (!from.parts) return Owners{0, 0};
+  const int unit = (from.first + k) / 128 * from.depth;
+  return Owners{cta_of(unit, from), cta_of(unit + from.depth - 1, from)};
+}
+DEVICE const float* part(const Operand& from, int row, int k, int cta, int segment) {
+  return from.parts + (long long)(2 * cta + segment) * from.slot + row * 128 + ((from.first + k) & 127);
+}
+DEVICE float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+// Four columns of a row: the first AHEAD parts on their way at once; `sum` adds them and what more there are, in order.
+template <int AHEAD>
+struct Coming {
+  static constexpr int COUNT = AHEAD > 1 ? AHEAD : 1;
+  Owners of;
+  float4 v[COUNT];
+  DEVICE void find(const Operand& from, int k) {
+    if (AHEAD) of = owners_of(from, k);
+  }
+  DEVICE void fetch(const Operand& from, int row, int k) {
+    v[0] = load(!AHEAD || of.begin == of.end ? from.at + row * from.stride + k : part(from, row, k, of.begin, 1));
+    UNROLL for (int j = 1; j < COUNT; j++)
+      v[j] = of.begin + j <= of.end ? load(part(from, row, k, of.begin + j, 0)) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  DEVICE float4 sum(const Operand& from, int row, int k) const {
+    float4 total = v[0];
+    UNROLL for (int j = 1; j < COUNT; j++) total = plus(total, v[j]);
+    if (AHEAD)
+      _Pragma("unroll 1") for (int cta = of.begin + COUNT; cta <= of.end; cta++)
+        total = plus(total, load(part(from, row, k, cta, 0)));
+    return total;
+  }
+};
 
 // The sum and the largest magnitude of a row.
 struct Found {
@@ -77,11 +131,11 @@ DEVICE Found of_row(Found own) {
   return all;
 }
 
-// x, y [rows]: stride floats apart, aligned to 16 bytes. KIND 0: without y, x itself is normed and total not written.
+// x, y: aligned to 16 bytes. KIND 0: without y, x itself is normed and total not written.
 // Column k of row m of out is at (k / 32) * group_stride + m * row_stride + k % 32.
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1)
-rows(const float* x, const float* y, const float* __restrict__ weight, float* total, unsigned short* out, float* scale,
-     long long x_stride, long long y_stride, long long group_stride, long long row_stride, float eps) {
+rows(const Operand x, const Operand y, const float* __restrict__ weight, float* total, unsigned short* out, float* scale,
+     long long group_stride, long long row_stride, float eps) {
 #if OVERLAP
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -96,19 +150,24 @@ rows(const float* x, const float* y, const float* __restrict__ weight, float* to
 #elif KIND == 2
   const float4 factor = __ldg((const float4*)weight + threadIdx.x % (HEAD / 4));
 #endif
+  Coming<X_AHEAD> of_x[ITEMS];
+  Coming<Y_AHEAD> of_y[ITEMS];
+  UNROLL for (int i = 0; i < ITEMS; i++) of_x[i].find(x, column(i)), of_y[i].find(y, column(i));
 #if OVERLAP
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  float4 value[ITEMS], other[ITEMS];
-  UNROLL for (int i = 0; i < ITEMS; i++) value[i] = inside(i) ? load(x + row * x_stride + column(i)) : nothing;
-  UNROLL for (int i = 0; i < ITEMS; i++) other[i] = y && inside(i) ? load(y + row * y_stride + column(i)) : nothing;
+  UNROLL for (int i = 0; i < ITEMS; i++) {
+    if (inside(i)) of_x[i].fetch(x, row, column(i));
+    if (inside(i) && y.at) of_y[i].fetch(y, row, column(i));
+  }
+  float4 value[ITEMS];
   Found own = {0.f, 0.f};
   UNROLL for (int i = 0; i < ITEMS; i++) {
-    float4 v = value[i];
-    const float4 o = other[i];
+    float4 v = inside(i) ? of_x[i].sum(x, row, column(i)) : nothing;
+    const float4 o = inside(i) && y.at ? of_y[i].sum(y, row, column(i)) : nothing;
 #if KIND == 0
-    v = make_float4(v.x + o.x, v.y + o.y, v.z + o.z, v.w + o.w);
-    if (y && inside(i)) *(float4*)(total + row * (long long)WIDTH + column(i)) = v;
+    v = plus(v, o);
+    if (y.at && inside(i)) *(float4*)(total + row * (long long)WIDTH + column(i)) = v;
     own.sum += squares(v);
     v = make_float4(v.x * factor[i].x, v.y * factor[i].y, v.z * factor[i].z, v.w * factor[i].w);
 #elif KIND == 1

@@ -11,8 +11,10 @@ from treeflash.kernels.quant_matmul.layout import (
 )
 from treeflash.kernels.quant_matmul.packed import (
     backend,
+    can_stay_open,
     expand_weight,
     max_rows,
+    open_product,
     pack_rows,
     packed_matmul,
     packed_products,
@@ -20,19 +22,23 @@ from treeflash.kernels.quant_matmul.packed import (
 )
 from treeflash.kernels.quant_matmul.reference import dense_matmul, quant_matmul
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from treeflash.kernels.quant_matmul.sums import OpenSums
 
 __all__ = [
     "BUCKETS",
     "Layout",
+    "OpenSums",
     "PackedRows",
     "PackedWeight",
     "backend",
+    "can_stay_open",
     "dense_matmul",
     "empty_rows",
     "expand_weight",
     "has_layout",
     "layout_of",
     "max_rows",
+    "open_product",
     "pack",
     "pack_rows",
     "packed_matmul",

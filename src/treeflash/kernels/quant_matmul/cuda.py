@@ -14,6 +14,7 @@ from treeflash.kernels.quant_matmul.driver import Kernel, Module
 from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin, nvrtc
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
+from treeflash.kernels.quant_matmul.sums import OpenSums
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _BLOCK_TILES = ROW_BLOCK // 16
@@ -113,8 +114,10 @@ def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
 
 
 @cache
-def source(name: str = "tiles.cu") -> str:
-    return files("treeflash.kernels.quant_matmul").joinpath(name).read_text()
+def source(*names: str) -> str:
+    """Files of CUDA C++, one behind the other; those of the products if none is named."""
+    folder = files("treeflash.kernels.quant_matmul")
+    return "\n".join(folder.joinpath(name).read_text() for name in names or ("weights.cu", "tiles.cu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,17 @@ def pack_rows(x: Tensor) -> PackedRows:
 
 
 def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
-    _launch(x, weight, out, number=0, count=1)
+    _launch(x, weight, out, parts=_workspace(out.device)[0], place=0)
+
+
+def open_product(x: PackedRows, weight: PackedWeight) -> OpenSums:
+    """The product, its sums left open where several blocks of the grid have parts of them."""
+    assert x.bucket is not None
+    grid, share, extra = partition(card_of(weight.data.device), weight)
+    out = torch.empty(x.rows, weight.rows, device=weight.data.device)
+    parts = torch.empty(grid, 2, x.bucket, ROW_BLOCK, device=weight.data.device)
+    _launch(x, weight, out, parts=parts, place=0, left_open=True)
+    return OpenSums(out, parts, weight.data.shape[0], share, extra)
 
 
 def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor]) -> None:
@@ -214,18 +227,20 @@ def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tens
     for start in range(0, len(pairs), _TOGETHER):
         group = pairs[start : start + _TOGETHER]
         for number, (weight, out) in enumerate(group):
-            _launch(x, weight, out, number=number, count=len(group))
+            place = 0 if len(group) == 1 else 1 if number == 0 else 2
+            _launch(x, weight, out, parts=_workspace(out.device)[number], place=place)
 
 
-def _launch(x: PackedRows, weight: PackedWeight, out: Tensor, *, number: int, count: int) -> None:
-    """Launch `number` of `count` that go together."""
+def _launch(
+    x: PackedRows, weight: PackedWeight, out: Tensor, *, parts: Tensor, place: int, left_open: bool = False
+) -> None:
+    """`place`: 0 alone, of several that go together 1 the first and 2 any other."""
     assert x.bucket is not None
     card = card_of(out.device)
     blocks = weight.padded_rows // ROW_BLOCK
     grid, share, extra = partition(card, weight)
-    parts = _workspace(out.device)[number]
-    place = 0 if count == 1 else 1 if number == 0 else 2
-    numbers = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows, share, extra, place)
+    sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
+    numbers = (*sizes, share, extra, place, int(left_open))
     variant(weight.layout, x.bucket, out.device).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],

@@ -76,7 +76,11 @@ class Kernel:
         if shared > 48 * 1024:
             _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared)))
 
-    def __call__(self, grid: tuple[int, int], arguments: Sequence[Tensor | ctypes._SimpleCData]) -> None:
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        arguments: Sequence[Tensor | ctypes._SimpleCData | ctypes.Structure],
+    ) -> None:
         values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         config = _Config(

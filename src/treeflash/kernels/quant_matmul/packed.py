@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight, unpack
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows
+from treeflash.kernels.quant_matmul.sums import OpenSums
 
 _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
 
@@ -120,6 +121,20 @@ def packed_products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> 
     for weight, part in zip(weights, outs, strict=True):
         packed_matmul(x, weight, part)
     return out
+
+
+def can_stay_open(x: PackedRows, weight: PackedWeight) -> bool:
+    """Whether `open_product` takes them: few rows on a card with the CUDA kernels, columns in fours."""
+    return x.bucket is not None and weight.rows % 4 == 0 and backend(weight.data.device) == "cuda"
+
+
+def open_product(x: PackedRows, weight: PackedWeight) -> OpenSums:
+    """The product for a kernel that adds up what its blocks have left."""
+    assert x.columns == weight.columns, (x.columns, weight.columns)
+    assert can_stay_open(x, weight), (x.rows, weight.rows)
+    from treeflash.kernels.quant_matmul import cuda
+
+    return cuda.open_product(x, weight)
 
 
 def expand_weight(weight: PackedWeight, first: int, out: Tensor) -> None:
