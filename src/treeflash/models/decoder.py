@@ -47,21 +47,21 @@ class Block:
         buffers: AttentionBuffers | DeltaBuffers,
         *,
         leave_open: bool,
-    ) -> tuple[Tensor, Tensor | OpenSums]:
-        """The residual stream x and what is yet to be added to it, in and out.
+    ) -> tuple[Tensor, Tensor, Tensor | OpenSums]:
+        """The residual stream x and what is yet to be added to it, in and out; first, what came in as one.
 
         `leave_open`: the next block, which packs its rows, adds up open sums.
         """
         rows = x.shape[0] * x.shape[1]
         pack_ffn = self._packs_ffn(rows)
-        x, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=self.packs(rows))
+        entered, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=self.packs(rows))
         mixed = self._mixer(h, frame, buffers, leave_open=pack_ffn)
-        x, h = add_rms_norm(x, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
+        x, h = add_rms_norm(entered, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
         if leave_open and self._open_ffn is not None and isinstance(h, PackedRows):
             added = self._open_ffn(h)
         else:
             added = self._ffn(h)
-        return x, added if isinstance(added, OpenSums) else added.view_as(x)
+        return entered, x, added if isinstance(added, OpenSums) else added.view_as(x)
 
 
 class Decoder:
@@ -112,17 +112,16 @@ class Decoder:
         features: dict[int, Tensor] = {}
         rows = step.tokens.numel()
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
-            behind = self._blocks[index + 1 : index + 2]
-            leave_open = index not in taps and any(block.packs(rows) for block in behind)
-            x, add = block(x, add, frame, layer, leave_open=leave_open)
-            if index in taps:
-                assert isinstance(add, Tensor)
-                features[index], add = x + add, None
-                x = features[index]
+            leave_open = any(following.packs(rows) for following in self._blocks[index + 1 : index + 2])
+            entered, x, add = block(x, add, frame, layer, leave_open=leave_open)
+            if index - 1 in taps:
+                features[index - 1] = entered
         buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
         assert not isinstance(add, OpenSums)
+        total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps)
+        features[len(self._blocks) - 1] = total
         tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
-        return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], tapped)
+        return Output(hidden, tapped)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] to [..., vocabulary]."""
