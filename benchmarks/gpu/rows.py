@@ -32,6 +32,7 @@ from layer_checks import (
 )
 from layers import milliseconds, report
 from matmul import model_steps
+from matmul_checks import TUNED, blocks
 from torch import Tensor
 
 from treeflash.kernels.commit import kernel as commit_kernel
@@ -40,7 +41,15 @@ from treeflash.kernels.norm_rope import cuda as norm_cuda
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.norm_rope import ring
-from treeflash.kernels.quant_matmul import PackedRows, cuda, pack_rows
+from treeflash.kernels.quant_matmul import (
+    OpenSums,
+    PackedRows,
+    cuda,
+    open_product,
+    pack,
+    pack_rows,
+    packed_matmul,
+)
 
 SECONDS = 75  # behind which no further part begins
 HEADS_INNER = (48, 128)  # heads of a delta layer's output
@@ -108,6 +117,38 @@ def _check_rows(name: str, rows: int, width: int) -> None:
             packed,
             norm.gated_rms_norm(heads, gate, weight[:dim], EPS),
         )
+
+
+def check_open() -> None:
+    """Sums left open are those of the closed product, bit by bit, and norm and silu of them likewise."""
+    generator = torch.Generator("cuda").manual_seed(6)
+    for type in TUNED:
+        for n, k in ((5120, 6144), (5120, INNER), (2 * INNER, 5120), (300, 512), (128, 5120)):
+            weight = pack(blocks(type, n, k, generator), type)
+            for rows in (1, 8, 24, 61):
+                name = f"{type.name} {n}x{k}, {rows} rows"
+                x = pack_rows(torch.randn(rows, k, device="cuda"))
+                with Poison():
+                    wanted = packed_matmul(x, weight)
+                    sums = open_product(x, weight)
+                closed = sums.closed()
+                equal(f"open {name}", closed, wanted)
+                if n == WIDTH:
+                    stream, factor = torch.randn(1, rows, n, device="cuda"), torch.randn(n, device="cuda")
+                    results = [
+                        norm_cuda.add_rms_norm(stream, add, factor, EPS) for add in (sums, closed[None])
+                    ]
+                    equal(f"norm of open {name}: total", results[0][0], results[1][0])
+                    packed = [result[1] for result in results]
+                elif n == 2 * INNER:
+                    packed = [
+                        norm_cuda.silu_mul(*sums.split([INNER, INNER])),
+                        norm_cuda.silu_mul(*closed[None].chunk(2, -1)),
+                    ]
+                else:
+                    continue
+                equal(f"rows of open {name}", packed[0].data[:, :rows], packed[1].data[:, :rows])
+                equal(f"rows of open {name}: scales", packed[0].scale, packed[1].scale)
 
 
 def check_commit() -> None:
@@ -216,29 +257,62 @@ def time_rows() -> None:
             report(f"rows: {name}", rows, found[f"cuda_{chosen[kind]}"], **found)
 
 
+class Steps:
+    """All products of a 27B step with the small kernel that stands before each of them."""
+
+    def __init__(self, rows: int):
+        self.steps, self.work = model_steps(), Rows(rows)
+        self.out = torch.empty(rows, 248320, device="cuda")
+        self.packed = {k: pack_rows(torch.randn(rows, k, device="cuda")) for k in (5120, 6144, INNER)}
+
+    def run(self, by: object, kinds: tuple[str, ...]) -> None:
+        """With the small kernels of these kinds only; what they give is what the products read."""
+        makers = {5120: "norm", 6144: "gated", INNER: "silu"}
+        for i, (weights, columns) in enumerate(self.steps):
+            sizes = [weight.rows for weight in weights]
+            kind = makers[columns]
+            x = getattr(self.work, kind)(i, by) if kind in kinds else self.packed[columns]
+            cuda.products(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
+
+    def run_open(self) -> None:
+        """As the step does it: sums before a norm or silu stay open."""
+        left: OpenSums | None = None
+        for i, (weights, columns) in enumerate(self.steps):
+            if columns == 6144:
+                x = self.work.gated(i, norm_cuda)
+            elif columns == INNER and left is not None:
+                x = norm_cuda.silu_mul(*left.split([INNER, INNER]))
+            elif columns == INNER:
+                x = self.work.silu(i, norm_cuda)
+            else:
+                stream, add = self.work.x[i % self.work.sets], self.work.add[i % self.work.sets]
+                x = norm_cuda.add_rms_norm(stream, add if left is None else left, self.work.weight, EPS)[1]
+            following = self.steps[i + 1][1] if i + 1 < len(self.steps) else 6144
+            if len(weights) == 1 and following != 6144:
+                left = cuda.open_product(x, weights[0])
+            else:
+                left, sizes = None, [weight.rows for weight in weights]
+                cuda.products(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
+
+
 def time_between() -> None:
-    """All products of a 27B step in one graph with a small kernel before each, as in the step: what the small
-    kernels add, Triton's and CUDA's."""
-    steps = model_steps()
+    """What the small kernels add to the products: none, each kind, all of them, and with sums left open."""
+    every = ("norm", "silu", "gated")
     for rows in (8, 24):
-        work, out = Rows(rows), torch.empty(rows, 248320, device="cuda")
-        packed = {k: pack_rows(torch.randn(rows, k, device="cuda")) for k in (5120, 6144, 17408)}
-        makers = {5120: work.norm, 6144: work.gated, 17408: work.silu}
-
-        def run(by: object | None) -> None:
-            for i, (weights, columns) in enumerate(steps):
-                sizes = [weight.rows for weight in weights]
-                x = packed[columns] if by is None else makers[columns](i, by)  # noqa: B023
-                cuda.products(x, weights, out[:, : sum(sizes)].split(sizes, 1))  # noqa: B023
-
-        bare, triton, ours = (
-            milliseconds(partial(run, by), repeats=15) for by in (None, norm_kernel, norm_cuda)
-        )
-        say(
-            f"{rows} rows: {len(steps)} groups of products {bare:.3f} ms; a small kernel before each: "
-            f"Triton {triton:.3f} ms, CUDA {ours:.3f} ms"
-        )
-        LINES.append({"time": "between products", "rows": rows, "bare": bare, "triton": triton, "cuda": ours})
+        steps, found = Steps(rows), {}
+        for name, by, kinds in (
+            ("products alone", norm_cuda, ()),
+            *((f"with {kind}", norm_cuda, (kind,)) for kind in every),
+            ("with all, Triton", norm_kernel, every),
+            ("with all, CUDA", norm_cuda, every),
+        ):
+            found[name] = milliseconds(partial(steps.run, by, kinds), repeats=15)
+        found["with all, sums open"] = milliseconds(steps.run_open, repeats=15)
+        for name, ms in found.items():
+            say(f"{rows} rows, {len(steps.steps)} groups of products, {name}: {ms:.3f} ms")
+        LINES.append({"time": "between products", "rows": rows, "ms": found})
+        del steps
+        torch.cuda.empty_cache()
 
 
 def main() -> int:
@@ -248,7 +322,7 @@ def main() -> int:
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), "torch", torch.__version__)
     begin = time.monotonic()
-    for part in (check_rows, check_commit, check_ring, time_rows, time_between):
+    for part in (check_rows, check_open, check_commit, check_ring, time_between, time_rows):
         if time.monotonic() - begin > SECONDS:
             say("no time left for", part.__name__)
             continue

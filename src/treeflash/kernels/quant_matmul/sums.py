@@ -8,7 +8,6 @@ of the product; the kernel behind it, which has to read the sums anyway, does it
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 BLOCK = 128  # columns of a unit
@@ -45,13 +44,14 @@ class OpenSums:
 
     def closed(self) -> Tensor:
         """[rows, columns]: what the open sums mean."""
-        result = self.out.clone()
-        for column in range(self.columns):
-            place = self.first + column
-            unit = place // BLOCK * self.depth
-            begin, end = self.cta_of(unit), self.cta_of(unit + self.depth - 1)
+        result, last = self.out.clone(), self.first + self.columns
+        for block in range(self.first // BLOCK, -(-last // BLOCK)):
+            begin, end = (self.cta_of(block * self.depth + step) for step in (0, self.depth - 1))
             if begin < end:
-                own = self.parts[:, :, : self.rows, place % BLOCK]
-                sums = [own[begin, 1], *own[begin + 1 : end + 1, 0]]
-                result[:, column] = torch.stack(sums).cumsum(0)[-1]
+                low, high = max(self.first, block * BLOCK), min(last, (block + 1) * BLOCK)
+                own = self.parts[:, :, : self.rows, low - block * BLOCK : high - block * BLOCK]
+                total = own[begin, 1]
+                for cta in range(begin + 1, end + 1):
+                    total = total + own[cta, 0]
+                result[:, low - self.first : high - self.first] = total
         return result
