@@ -252,52 +252,60 @@ def check_triton(log: Log) -> None:
         log.record(time="triton", type=type.name, n=rows, k=columns, gbps=found)
 
 
-SETTINGS = {
-    "narrow": {"_WIDE_WARPS_FROM": 100, "_HALFWAY_FROM": 3},
-    "wide": {"_WIDE_WARPS_FROM": 8, "_HALFWAY_FROM": 3},
-    "narrow, filled at the start": {"_WIDE_WARPS_FROM": 100, "_HALFWAY_FROM": 100},
-    "narrow, shallow": {"_WIDE_WARPS_FROM": 100, "_MAX_STAGES": {256: 3, 128: 4}},
+SETTINGS: dict[str, dict[str, object]] = {
+    "as it is": {},
+    "narrow": {"_WIDE_WARPS_FROM": 100},
+    "wide from 16": {"_WIDE_WARPS_FROM": 16},
+    "wide": {"_WIDE_WARPS_FROM": 8},
+    "2 stages": {"_MAX_STAGES": {256: 2, 128: 3}},
+    "3 stages": {"_MAX_STAGES": {256: 3, 128: 4}},
+    "5 stages": {"_MAX_STAGES": {256: 5, 128: 8}},
+    "filled at the start": {"_HALFWAY_FROM": 100},
+    "3 stages, filled at the start": {"_MAX_STAGES": {256: 3, 128: 4}, "_HALFWAY_FROM": 100},
 }
+TUNE_SECONDS = 55  # behind which no further setting begins
 
 
 def tune(log: Log) -> None:
-    """Settings of the CUDA kernels against each other, for single products and for all of a model; all must
-    give equal sums."""
-    generator = torch.Generator(DEVICE).manual_seed(5)
-    shapes = ((Q.Q4_K, 17408, 5120), (Q.Q5_K, 5120, 6144), (Q.Q6_K, 5120, 17408))
-    counts = (1, 16, 24, 32, 48, 64)
-    weights = [copies(pack(blocks(t, n, k, generator), t), 3e8)[:32] for t, n, k in shapes]
-    inputs = {k: spread_rows(64, k, generator) for _, _, k in shapes}
+    """Settings of the CUDA kernels against each other on all products of a model; all must give equal sums.
+
+    Last comes a table: the best setting for each number of rows, with the constants of cuda.py that make it.
+    """
+    generator, begin = torch.Generator(DEVICE).manual_seed(5), time.time()
+    counts, steps = (8, 16, 24, 32, 48, 64), model_steps()
+    inputs = {columns: spread_rows(64, columns, generator) for columns in (5120, 6144, 17408)}
+    checked = [steps[i] for i in (0, 1, 2, 3, 12, 14)]
     first: dict[tuple[int, int], Tensor] = {}
-    steps = model_steps()
     default = {name: getattr(cuda, name) for name in ("_WIDE_WARPS_FROM", "_HALFWAY_FROM", "_MAX_STAGES")}
+    found: dict[str, dict[int, float]] = {}
     try:
-        for setting, values in {"default": {}, **SETTINGS}.items():
+        for setting, values in SETTINGS.items():
+            if time.time() - begin > TUNE_SECONDS:
+                log.say(f"no time left for {setting}")
+                continue
             for name, value in {**default, **values}.items():
                 setattr(cuda, name, value)
             cuda.variant.cache_clear()
             prepare([layout_of(t) for t in TUNED], DEVICE)
-            found = [f"{n}: {timed(products_together(steps, n), repeats=3) * 1e3:.2f}" for n in counts]
-            log.say(f"ms model {setting}  {'  '.join(found)}")
-            log.record(tune=setting, model=found)
-            for index, (type, rows, columns) in enumerate(shapes):
-                found = []
-                for count in counts:
-                    out = torch.full((count, rows), float("nan"), device=DEVICE)
-                    x = pack_rows(inputs[columns][:count])
-                    packed_matmul(x, weights[index][0], out)
-                    expected = first.setdefault((index, count), out.clone())
-                    name = f"{setting}: {type.name} {rows}x{columns} {count} rows equal"
-                    log.check(name, torch.equal(out, expected))
-                    each = weights[index]
-                    seconds = timed(lambda: [packed_matmul(x, w, out) for w in each])  # noqa: B023
-                    found.append(f"{count}: {seconds / len(each) * 1e6:.2f}")
-                log.say(f"us {type.name} {rows}x{columns} {setting}  {'  '.join(found)}")
-                log.record(tune=setting, type=type.name, n=rows, k=columns, microseconds=found)
+            found[setting] = {}
+            for count in counts:
+                for index, (weights, columns) in enumerate(checked):
+                    out = torch.cat([packed_matmul(inputs[columns][:count], w) for w in weights], 1)
+                    expected = first.setdefault((index, count), out)
+                    log.check(f"{setting}: product {index}, {count} rows equal", torch.equal(out, expected))
+                found[setting][count] = timed(products_together(steps, count), groups=3, repeats=3) * 1e3
+            log.say(
+                f"ms model {setting:30s} {'  '.join(f'{n}: {ms:.3f}' for n, ms in found[setting].items())}"
+            )
+            log.record(tune=setting, ms=found[setting])
     finally:
         for name, value in default.items():
             setattr(cuda, name, value)
         cuda.variant.cache_clear()
+    for count in counts:
+        best = min(found, key=lambda setting: found[setting][count])  # noqa: B023
+        ms, today = found[best][count], found["as it is"][count]
+        log.say(f"best for {count:2d} rows: {best:30s} {ms:.3f} ms, as it is {today:.3f}  {SETTINGS[best]}")
 
 
 def main() -> int:
