@@ -303,7 +303,7 @@ def tune(log: Log) -> None:
             setattr(cuda, name, value)
         cuda.variant.cache_clear()
     for count in counts:
-        best = min(found, key=lambda setting: found[setting][count])  # noqa: B023
+        best = min(found, key=lambda setting: found[setting][count])
         ms, today = found[best][count], found["as it is"][count]
         log.say(f"best for {count:2d} rows: {best:30s} {ms:.3f} ms, as it is {today:.3f}  {SETTINGS[best]}")
 
