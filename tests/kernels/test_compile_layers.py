@@ -9,6 +9,7 @@ from treeflash.kernels.attention import kernel as attention
 from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import kernel as conv
 from treeflash.kernels.commit import kernel as commit
+from treeflash.kernels.embedding import kernel as embedding
 from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta
 from treeflash.kernels.norm_rope import cuda as rows_cuda
@@ -39,6 +40,8 @@ POINTERS = {
     "starts": "*i64",
     "positions": "*i64",
     "rows": "*i64",
+    "tokens": "*i64",
+    "data": "*u8",
     "last": "*i64",
     "counts": "*i64",
     "source": "*i64",
@@ -50,7 +53,7 @@ POINTERS = {
     "window": "*fp16",
     "stash": "*fp16",
 }
-NUMBERS = {"T", "PATH", "SAVED", "padded", "elements", "units", "width", "ring"}
+NUMBERS = {"row_bytes", "T", "PATH", "SAVED", "padded", "elements", "units", "width", "ring"}
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": 32}
 NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": True}
@@ -70,6 +73,10 @@ SIMPLE = {
         ring._ring_kernel,
         {"HEADS": 8, "D": 128, "HALF": 64, "BLOCK": 128, "INTERLEAVED": False},
     ),
+    **{
+        f"embedding {bits}": (embedding._embed_kernel, {"WIDTH": 5120, "BITS": bits, "COLUMNS": 256})
+        for bits in embedding.TYPES.values()
+    },
     "path": (commit._keep_kernel, {"ROWS": 64, "BLOCK": 64}),
     "move": (
         commit._move_kernel,

@@ -13,6 +13,7 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
+from treeflash.kernels.embedding import embed
 from treeflash.kernels.quant_matmul import (
     Layout,
     OpenSums,
@@ -101,7 +102,7 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [...] to [..., K] float32."""
-        return dequantise(self.data[tokens], self.type)
+        return embed(self.data, self.type, tokens)
 
 
 class TensorSource(Protocol):
