@@ -1,4 +1,4 @@
-"""The commit's kernels against their references, in Triton's interpreter; run by test_commit."""
+"""The kernels of places and commits against their references, in Triton's interpreter; run by test_commit."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash.kernels.commit import kernel, reference
+from treeflash.kernels.places import kernel as places_kernel
+from treeflash.kernels.places import reference as places
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)
@@ -52,3 +54,22 @@ def test_rows_move_across_pages(width: int, dtype: torch.dtype) -> None:
     reference.move_rows([planes[1]], kept, slots, table)
     assert torch.equal(*planes)
     assert not torch.equal(planes[0], plane)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 8), (5, 8), (24, 24), (64, 64), (17, 48)])
+def test_trees_filled_up(count: int, size: int) -> None:
+    tree, lengths = torch.randint(-(2**40), 2**40, (4, 64)), torch.tensor([5, 2**33])
+    arguments = (tree, torch.tensor([count]), torch.tensor([1]), lengths)
+    found = places_kernel.padded_tree(*arguments, size=size)
+    assert torch.equal(found, places.padded_tree(*arguments, size=size))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_where_rows_stand(rows: int) -> None:
+    slots, lengths, count = torch.tensor([2, 0]), torch.tensor([5, 0, 37]), torch.tensor([3, 0, 7])
+    table, path = torch.randperm(1200).view(3, 400), torch.randint(0, 64, (3, 64))
+    options = {"rows": rows, "page": 4}
+    found = places_kernel.row_places(slots, lengths, table, path, count, **options)
+    wanted = places.row_places(slots, lengths, table, path, count, **options)
+    for name in ("lengths", "page_table", "pages", "offsets", "path", "count"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name

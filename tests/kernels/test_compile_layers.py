@@ -15,6 +15,7 @@ from treeflash.kernels.gated_delta import kernel as delta
 from treeflash.kernels.norm_rope import cuda as rows_cuda
 from treeflash.kernels.norm_rope import kernel as norm
 from treeflash.kernels.norm_rope import ring
+from treeflash.kernels.places import kernel as places
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
 # Shared memory of one program, bytes.
@@ -41,6 +42,8 @@ POINTERS = {
     "positions": "*i64",
     "rows": "*i64",
     "tokens": "*i64",
+    "tree": "*i64",
+    **dict.fromkeys(("own_lengths", "own_table", "pages", "offsets", "own_path", "own_count"), "*i64"),
     "data": "*u8",
     "last": "*i64",
     "counts": "*i64",
@@ -77,6 +80,8 @@ SIMPLE = {
         f"embedding {bits}": (embedding._embed_kernel, {"WIDTH": 5120, "BITS": bits, "COLUMNS": 256})
         for bits in embedding.TYPES.values()
     },
+    "tree": (places._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
+    "places": (places._places_kernel, {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256}),
     "path": (commit._keep_kernel, {"ROWS": 64, "BLOCK": 64}),
     "move": (
         commit._move_kernel,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treeflash.engine.sampler import FixedDraws, Sampler
+from treeflash.kernels.places import padded_tree
 from treeflash.kernels.quant_matmul import BUCKETS
 from treeflash.kernels.tree import ROWS, Walked, walk_tree
 from treeflash.models.decoder import Decoder
@@ -74,7 +75,6 @@ class StepParts:
         device = target.device
         self._target, self._states, self._drafter = target, states, drafter
         self._slots = torch.zeros(1, dtype=torch.int64, device=device)
-        self._columns = torch.arange(ROWS, device=device)
         self._tree = torch.zeros(4, ROWS, dtype=torch.int64, device=device)
         self._limits = torch.ones(2, dtype=torch.int64, device=device)  # rows of the tree, rows of its walk
         self._stops = torch.full((_STOPS,), -1, dtype=torch.int64, device=device)
@@ -198,14 +198,10 @@ class StepParts:
         return looked
 
     def _look(self, size: int) -> Looked:
-        columns = self._columns[:size]
-        spare = columns >= self._limits[:1]
-        tokens, parents, ancestors, depths = self._tree[:, :size].unbind()
-        tokens = torch.where(spare, tokens[:1], tokens)
-        ancestors = torch.where(spare, torch.ones_like(columns) << columns, ancestors)
-        parents, depths = parents.masked_fill(spare, -1), depths.masked_fill(spare, 0)
-        positions = self._states.buffers.lengths[self._slots][:, None] + depths
-        step = Step(self._slots, tokens[None], positions, parents[None], ancestors[None])
+        lengths = self._states.buffers.lengths
+        rows = padded_tree(self._tree, self._limits[:1], self._slots, lengths, size=size)
+        tokens, parents, ancestors, positions = rows.unsqueeze(1).unbind()
+        step = Step(self._slots, tokens, positions, parents, ancestors)
         output = self._target.forward(step, self._states.buffers, taps=self._drafter.taps)
         return Looked(step, output.features[0], self._target.logits(output.hidden[0]))
 

@@ -10,6 +10,7 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
+from treeflash.kernels.places import Places, row_places
 from treeflash.kernels.quant_matmul import OpenSums, PackedRows
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
 from treeflash.models.spec import ModelSpec
@@ -128,11 +129,11 @@ class Decoder:
         return self._head(hidden, exact=True)
 
     def _frame(self, step: Step, buffers: Buffers) -> Frame:
-        lengths, page_table = buffers.lengths[step.slots], buffers.page_table[step.slots]
         cos, sin = rope_angles(step.positions, self._frequencies)
-        behind = lengths[:, None] + torch.arange(step.rows, device=lengths.device)
         page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
-        pending, index = _pending(buffers, step.slots), None
+        tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
+        places = row_places(step.slots, *tables, rows=step.rows, page=page)
+        pending, index = _pending(places), None
         if step.parents is not None and self.spec.delta is not None:
             width = self.spec.delta.conv_width
             index = conv_index(step.parents, width, pending.count, pending.path.shape[1])
@@ -142,10 +143,10 @@ class Decoder:
             sin=sin,
             ancestors=step.ancestors,
             conv_index=index,
-            page_table=page_table,
-            lengths=lengths,
-            pages=page_table.gather(1, behind // page).flatten(),
-            offsets=(behind % page).flatten(),
+            page_table=places.page_table,
+            lengths=places.lengths,
+            pages=places.pages,
+            offsets=places.offsets,
             positions=step.positions,
             window=None if step.is_chunk else buffers.window,
             pending=pending,
@@ -170,10 +171,9 @@ def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
         )
 
 
-def _pending(buffers: Buffers, slots: Tensor) -> Pending:
+def _pending(places: Places) -> Pending:
     """By what the delta layers of these slots have to advance first."""
-    path, count = buffers.pending.path[slots], buffers.pending.count[slots]
-    if count.is_cuda:
+    if places.count.is_cuda:
         # No look at the device: its kernels read the counts themselves.
-        return Pending(path, count)
-    return Pending(path[:, : int(count.max())], count)
+        return Pending(places.path, places.count)
+    return Pending(places.path[:, : int(places.count.max())], places.count)
