@@ -41,6 +41,11 @@ DEVICE u32 to_half2(float low, float high) {
   return y;
 }
 
+// As one access, which the compiler would not make of it.
+DEVICE void store(unsigned short* to, u32 first, u32 second) {
+  asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(to), "r"(first), "r"(second) : "memory");
+}
+
 // Rows [.., stride] of floats; of sums left open, whole columns are there and `parts` [CTAs][2][slot / 128 rows][128] has
 // the others.
 struct Operand {
@@ -98,21 +103,43 @@ DEVICE Found joined(Found a, Found b) { return Found{a.sum + b.sum, fmaxf(a.peak
 
 #if CLUSTER > 1
 #define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Into the same variable of block `rank`.
-DEVICE void give(Found* to, Found v, int rank) {
-  u32 at;
-  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(at) : "r"((u32)__cvta_generic_to_shared(to)), "r"(rank));
-  asm volatile("st.shared::cluster.v2.f32 [%0],{%1,%2};" ::"r"(at), "f"(v.sum), "f"(v.peak) : "memory");
+// What the blocks of a row tell each other. Copies that report to a barrier in shared memory, because a release by the
+// cluster's own barrier would wait for all that the thread has written to memory.
+struct Meeting {
+  Found of_blocks[CLUSTER];
+  unsigned long long arrived;
+};
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// Says that this block has begun.
+DEVICE void enter(Meeting& m) {
+  if (threadIdx.x == 0) {
+    const u32 barrier = shared_address(&m.arrived);
+    asm volatile("mbarrier.init.shared.b64 [%0],1;" ::"r"(barrier) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(barrier), "r"((u32)sizeof(m.of_blocks)) : "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+// Gives what this block has found to all of the row, and waits for theirs.
+DEVICE void meet(Meeting& m, Found own) {
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (threadIdx.x < CLUSTER) {
+    u32 to, barrier;
+    asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(to) : "r"(shared_address(m.of_blocks + blockIdx.x)), "r"(threadIdx.x));
+    asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(barrier) : "r"(shared_address(&m.arrived)), "r"(threadIdx.x));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0],{%1,%2},[%3];" ::"r"(to), "f"(own.sum), "f"(own.peak), "r"(barrier) : "memory");
+  }
+  asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],0; @p bra done; bra again; done: }" ::"r"(shared_address(&m.arrived)) : "memory");
 }
 #else
 #define OF_CLUSTER
-DEVICE void cluster_arrive() {}
+struct Meeting {};
+DEVICE void enter(Meeting&) {}
 #endif
 
 // Of the whole row, to all its threads; in the same order for any number of rows.
-DEVICE Found of_row(Found own) {
+DEVICE Found of_row(Found own, Meeting& meeting) {
   __shared__ Found of_warps[WARPS];
   UNROLL for (int mask = 16; mask; mask >>= 1) own = joined(own, Found{across(own.sum, mask), across(own.peak, mask)});
   if ((threadIdx.x & 31) == 0) of_warps[threadIdx.x >> 5] = own;
@@ -120,13 +147,9 @@ DEVICE Found of_row(Found own) {
   Found all = of_warps[0];
   UNROLL for (int warp = 1; warp < WARPS; warp++) all = joined(all, of_warps[warp]);
 #if CLUSTER > 1
-  __shared__ Found of_blocks[CLUSTER];
-  cluster_wait();  // all blocks of the row have begun
-  if (threadIdx.x < CLUSTER) give(of_blocks + blockIdx.x, all, threadIdx.x);
-  cluster_arrive();
-  cluster_wait();
-  all = of_blocks[0];
-  UNROLL for (int block = 1; block < CLUSTER; block++) all = joined(all, of_blocks[block]);
+  meet(meeting, all);
+  all = meeting.of_blocks[0];
+  UNROLL for (int block = 1; block < CLUSTER; block++) all = joined(all, meeting.of_blocks[block]);
 #endif
   return all;
 }
@@ -139,7 +162,8 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
 #if OVERLAP
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  cluster_arrive();
+  __shared__ __align__(8) Meeting meeting;
+  enter(meeting);
   const int first = blockIdx.x * SHARE, row = blockIdx.y;
   auto column = [&](int item) { return 4 * (first + item * THREADS + (int)threadIdx.x); };
   auto inside = [&](int item) { return item * THREADS + (int)threadIdx.x < SHARE && column(item) < WIDTH; };
@@ -182,7 +206,7 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
     own.peak = fmaxf(own.peak, largest(v));
     value[i] = v;
   }
-  const Found all = of_row(own);
+  const Found all = of_row(own, meeting);
   const float norm = KIND == 0 ? rsqrtf(all.sum / WIDTH + eps) : 1.f;
   // Exponents of float32; a row of zeroes or subnormals keeps the largest factor, an infinity stays one.
   int exponent = (int)((__float_as_uint(all.peak * norm) >> 23) & 255);
@@ -193,7 +217,7 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
     if (i * THREADS + (int)threadIdx.x >= SHARE) continue;
     const float4 v = value[i];
     const int k = column(i);
-    *(uint2*)(out + (k >> 5) * group_stride + row * row_stride + (k & 31)) =
-        make_uint2(to_half2(v.x * norm * up, v.y * norm * up), to_half2(v.z * norm * up, v.w * norm * up));
+    store(out + (k >> 5) * group_stride + row * row_stride + (k & 31),
+          to_half2(v.x * norm * up, v.y * norm * up), to_half2(v.z * norm * up, v.w * norm * up));
   }
 }
