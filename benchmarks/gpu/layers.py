@@ -42,6 +42,7 @@ from layer_checks import (
 )
 
 from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels import norm_rope
 from treeflash.kernels.attention import kernel as attention_kernel
 from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import kernel as conv_kernel
@@ -185,14 +186,14 @@ class Layers:
         self.angles = norm.rope_angles(positions, torch.rand(ROTATED // 2, device="cuda"))
 
     def delta(self, i: int) -> None:
-        norm_kernel.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
+        norm_rope.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
         out = self.deltas.delta(i, self.deltas.conv(i))
-        norm_kernel.gated_rms_norm(out, self.deltas.parts(i)[1], self.deltas.norm, EPS, pack=True)
-        norm_kernel.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
-        norm_kernel.silu_mul(*self.wide.chunk(2, -1), pack=True)
+        norm_rope.gated_rms_norm(out, self.deltas.parts(i)[1], self.deltas.norm, EPS, pack=True)
+        norm_rope.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
+        norm_rope.silu_mul(*self.wide.chunk(2, -1), pack=True)
 
     def attention(self, i: int) -> None:
-        norm_kernel.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
+        norm_rope.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
         options = {"interleaved": False}
         q = norm_kernel.head_rope(self.q[..., :HEAD], self.head_weight, EPS, *self.angles, **options)
         cache = self.cache
@@ -202,8 +203,8 @@ class Layers:
         )
         places = (cache.keys[i], cache.values[i], cache.table, cache.lengths, cache.step.ancestors)
         attention_kernel.paged_attention(q, *places, gate=self.q[..., HEAD:])
-        norm_kernel.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
-        norm_kernel.silu_mul(*self.wide.chunk(2, -1), pack=True)
+        norm_rope.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
+        norm_rope.silu_mul(*self.wide.chunk(2, -1), pack=True)
 
 
 def time_layers() -> None:
