@@ -37,7 +37,7 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """positions [B, T], frequencies [R/2] to cos and sin [B, T, 1, R/2]."""
-    angles = positions[..., None].float() * frequencies
+    angles = positions[..., None] * frequencies
     return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
 
