@@ -126,6 +126,23 @@ def test_log_probabilities_and_trees_are_those_of_the_exact_steps(
     assert shapes[0] == shapes[1] and any(len(accepted) > 3 for _, _, accepted in shapes[0])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rightly_guessed_end_is_shown_as_accepted(
+    target: Decoder, plain: dict[str, list[int]], padded: bool
+) -> None:
+    answer = plain["greedy"]
+    last = next(place for place in range(30, COUNT) if answer[place] not in answer[:place])
+    oracle = Oracle(len(PROMPT), answer, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
+    engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, padded=padded)
+    options = {"stop_ids": frozenset([answer[last]]), "trees": True}
+    trees = [e for e in events(engine, PROMPT, SAMPLINGS["greedy"], **options) if isinstance(e, Tree)]
+    tree = trees[-1]
+    assert answer[last] in tree.tokens
+    path = [tree.tokens[row] for row in tree.accepted]
+    assert len(path) > 1 and path == answer[last + 1 - len(path) : last + 1]
+    assert tree.parents[tree.accepted[-1]] == tree.accepted[-2]
+
+
 @pytest.mark.parametrize("config", [FIXED, SpecConfig(), SpecConfig(chain=True, budget=15, adaptive=False)])
 def test_the_pair_in_the_package(config: SpecConfig) -> None:
     """The draft over fixed tensors: the same text, and as many of its tokens come true."""
