@@ -369,8 +369,14 @@ class Engine:
     def _shown(self, verified: _Verified, count: int) -> Tree:
         """The step's tree, with the first `count` of the accepted rows."""
         tokens, parents = self.steps.shown(verified.size)
+        accepted = verified.rows[:count]
+        if accepted:
+            # Where the text ends nobody walks on, but a row that guessed its last token guessed right.
+            last = verified.tokens[count - 1]
+            children = (row for row, parent in enumerate(parents) if parent == accepted[-1])
+            accepted += [row for row in children if tokens[row] == last][:1]
         step_s = verified.draft_s + verified.verify_s
-        return Tree(tokens, parents, verified.rows[:count], verified.draft_s, step_s)
+        return Tree(tokens, parents, accepted, verified.draft_s, step_s)
 
 
 @dataclass(frozen=True, slots=True)
