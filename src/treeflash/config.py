@@ -35,11 +35,17 @@ class EngineConfig:
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f16 on a GPU, f32 on a CPU
     kv_k: str = "auto"  # keys
     kv_v: str = "auto"  # values
+    vram_limit: int | None = None  # bytes of a GPU that may be in use, others' included; None: all
     window: int | None = None  # decoding looks back so many tokens, and on the first 64; None: on all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
     draft: DraftConfig | None = None  # None: copies from the text alone
     costs: Path | None = None  # where measured step costs are kept from run to run
     conversations: int = 2  # whose states are remembered for their next turn; 0: none
+
+    @property
+    def max_rows(self) -> int:
+        """Of a step: the root and what is proposed below it."""
+        return self.speculation.budget + 1 if self.speculation else 1
 
 
 @dataclass(frozen=True, slots=True)

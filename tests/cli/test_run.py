@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from treeflash.cli import view
+from treeflash.cli.footprint import on_cpu
 from treeflash.engine import memory
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
@@ -163,7 +164,7 @@ def test_an_empty_name_is_no_model(treeflash):
 def test_weights_that_do_not_fit_expanded(treeflash, monkeypatch, tiny_model):
     model = tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m")
     with GGUFFile.open(model) as file:
-        _, expanded = memory.weight_sizes(file, ModelSpec.from_gguf(file), torch.float32)
+        expanded = on_cpu(file, ModelSpec.from_gguf(file)).weights
     free = int(1.1 * expanded)
     monkeypatch.setattr(memory, "available_memory", lambda device: free)
     result = treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64)

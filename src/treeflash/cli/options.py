@@ -20,6 +20,14 @@ def size(text: str | int) -> int:
     return int(number)
 
 
+def memory(text: str | int) -> int:
+    """24g, 24GiB, 24gb or 24576m; g is 2^30."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg])(?:i?b)?|([0-9]+)b?", str(text).strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{str(text)!r} is not an amount of memory like 24g or 24576m")
+    return int(match[3]) if match[3] else int(float(match[1]) * _SUFFIXES[match[2]])
+
+
 def device(text: str) -> str:
     """auto, cpu, cuda or cuda:N."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treeflash.cli.options import device, size
+from treeflash.cli.options import device, memory, size
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
 
@@ -178,6 +178,16 @@ MaxContext = Annotated[
         metavar="TOKENS",
         help="Most tokens of the prompt, as the template writes it, and the answer together: 8192, 8k, 1m. "
         "Default: what the model was made for, up to 32k on a CPU and 256k on a GPU, as memory allows.",
+    ),
+]
+VramLimit = Annotated[
+    int | None,
+    _engine(
+        "--vram-limit",
+        parser=memory,
+        metavar="SIZE",
+        help="Let no more of the GPU's memory be in use than this, other programs' included: 24g. "
+        "Default: all of it.",
     ),
 ]
 Where = Annotated[
