@@ -82,6 +82,8 @@ class Room:
 def room_on(device: torch.device, limit: int | None = None) -> Room:
     """`limit`: count on no more of a GPU than this, what others and CUDA itself take included."""
     if device.type != "cuda":
+        if limit is not None:
+            raise UsageError(f"--vram-limit is for a GPU, the device is {device}", "leave it out")
         return Room(available_memory(device), 0)
     free, total = torch.cuda.mem_get_info(device)  # makes the context, so that it is among what is taken
     return Room(total if limit is None else min(limit, total), total - free)

@@ -9,7 +9,7 @@ _BLOCK = 512  # words of a program: a packed row of a 27B model is one
 
 
 @triton.jit
-def _gather_kernel(table, rows, out, width, BLOCK: tl.constexpr):
+def gather_kernel(table, rows, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows + row)
@@ -30,5 +30,5 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty(len(flat), table.shape[1], dtype=words, device=rows.device)
     if len(flat):
         grid = (len(flat), triton.cdiv(table.shape[1], _BLOCK))
-        _gather_kernel[grid](table, flat, out, table.shape[1], BLOCK=_BLOCK, num_warps=4)
+        gather_kernel[grid](table, flat, out, table.shape[1], BLOCK=_BLOCK, num_warps=4)
     return out.view(torch.uint8).unflatten(0, rows.shape)
