@@ -35,6 +35,8 @@ EMBEDDING = "token embedding"  # the part that may stay in the host's memory
 ATTENTION_PARTS = 33  # into which attention over the context is cut; each has a result for every row
 ATTENTION_BLOCK = 64  # what rows times query heads of a KV head are filled up to
 _PRODUCTS = 4 * 2 * 148 * 128 * 64 * 4  # partial sums of four launches, two blocks on each of a card's SMs
+# Tokens that are read at a time. More are faster on a GPU, a little beyond the second.
+_CHUNKS = {"cpu": (512,), "cuda": (1024, 2048, 4096, 8192)}
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
 _MIB = 1 << 20
@@ -46,6 +48,7 @@ class Needs:
 
     spec: ModelSpec
     parts: Mapping[str, int]
+    prefill: Mapping[int, int]  # beside them, by the tokens of a chunk
     rows: int  # of a step; they go behind the tokens
     expanded: bool  # weights are used as they are held; else every use unpacks them
     widened: Mapping[str, int]  # bytes added to types that a GPU holds as float16
@@ -115,11 +118,13 @@ def measure(
                 DrawState.empty(ROWS, spec.vocab_size, META), make_workspace(ROWS, spec.vocab_size, META)
             ),
             "steps": _steps(spec, rows, draft_spec),
-            "prefill": prefill_bytes(spec, config.prefill_chunk, len(draft_spec.taps) if draft_spec else 0),
             "products": _PRODUCTS,
         }
     widened = {type.name: size for type, size in loader.widened.items()}
-    return Needs(spec, parts, rows, on_gpu or expand, widened)
+    chunks = _CHUNKS[kind] if config.prefill_chunk is None else (config.prefill_chunk,)
+    taps = len(draft_spec.taps) if draft_spec else 0
+    prefill = {chunk: prefill_bytes(spec, chunk, taps) if on_gpu else 0 for chunk in chunks}
+    return Needs(spec, parts, prefill, rows, on_gpu or expand, widened)
 
 
 def _states(spec: ModelSpec, rows: int, input_dtype: torch.dtype) -> dict[str, int]:

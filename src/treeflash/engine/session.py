@@ -134,7 +134,7 @@ class Session:
         engine = Engine(
             target,
             max_ctx=plan.max_ctx,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=plan.prefill_chunk,
             drafter=drafter,
             max_rows=config.max_rows,
             conversations=config.conversations,
