@@ -99,7 +99,8 @@ def hold_to(room: Room, device: torch.device) -> None:
     total = torch.cuda.mem_get_info(device)[1]
     if room.limit < total:
         share = max(0, room.free - CUDA_LIBRARIES) / total
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 def gib(size: int) -> str:
