@@ -49,7 +49,7 @@ def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: s
         space = tile_space(file, lambda loader: Decoder(spec, loader, CPU))
         loader = WeightLoader(file, device=CPU, tiles=True, space=space)
         decoder = Decoder(spec, loader, CPU)
-        needs = measure(file, spec, EngineConfig(), "cuda", context=256)
+        needs = measure(file, spec, EngineConfig(), "cuda", context=256, memory=GIB)
         assert needs.parts["weights"] == held_bytes(decoder) - held_bytes(decoder.embed)
         assert needs.parts[EMBEDDING] == held_bytes(decoder.embed) == file.tensors["token_embd.weight"].nbytes
         # All tiles lie in one piece, which they fill.
@@ -64,7 +64,7 @@ def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: s
 def test_weights_on_a_cpu_to_the_byte(tiny_model: Callable[..., Path], family: str, expand: bool) -> None:
     with GGUFFile.open(tiny_model(family, mix="q8_0")) as file:
         spec = ModelSpec.from_gguf(file)
-        needs = measure(file, spec, EngineConfig(), "cpu", context=256, expand=expand)
+        needs = measure(file, spec, EngineConfig(), "cpu", context=256, memory=GIB, expand=expand)
         assert sum(needs.parts[part] for part in ("weights", EMBEDDING)) == held_bytes(
             Decoder.load(file, expand=expand)
         )
@@ -76,7 +76,7 @@ def test_the_draft_to_the_byte(tiny_model: Callable[..., Path], tmp_path: Path, 
         spec = ModelSpec.from_gguf(file)
         save_draft(tmp_path, draft_config(spec), dtype=torch.bfloat16)
         draft = DraftConfig(tmp_path, quant)
-        needs = measure(file, spec, EngineConfig(draft=draft), "cuda", context=700)
+        needs = measure(file, spec, EngineConfig(draft=draft), "cuda", context=700, memory=GIB)
         with open_draft(tmp_path, spec, quant=draft_quant(draft, "cuda")) as (draft_spec, source):
             loaded = DFlashDraft(draft_spec, WeightLoader(source, device=CPU, tiles=True), CPU)
         assert needs.parts["draft"] == held_bytes(loaded)
@@ -92,7 +92,7 @@ def test_states_to_the_byte(tiny_model: Callable[..., Path], pair, context: int,
     with GGUFFile.open(tiny_model()) as file:
         spec = ModelSpec.from_gguf(file)
         config = EngineConfig(speculation=SpecConfig(budget=rows - 1))
-        needs = measure(file, spec, config, "cuda", context=context)
+        needs = measure(file, spec, config, "cuda", context=context, memory=GIB)
     states = SequenceStates(spec, max_ctx=context, max_rows=rows, kv=pair, whole=True)
     planned = needs.parts["recurrent states"] + needs.parts["tree rows"] + needs.kv(pair, context)
     assert planned == held_bytes(states.buffers)
@@ -103,7 +103,7 @@ def test_states_to_the_byte(tiny_model: Callable[..., Path], pair, context: int,
 def test_sampling_to_the_byte(tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model()) as file:
         spec = ModelSpec.from_gguf(file)
-        needs = measure(file, spec, EngineConfig(), "cuda", context=256)
+        needs = measure(file, spec, EngineConfig(), "cuda", context=256, memory=GIB)
     state, workspace = DrawState.empty(64, spec.vocab_size, CPU), Workspace(64, spec.vocab_size, CPU)
     assert needs.parts["sampling"] == held_bytes(state, workspace)
     assert ATTENTION_PARTS == SPLITS + 1
@@ -113,7 +113,7 @@ def test_nothing_grows_while_text_is_written(tiny_model: Callable[..., Path]) ->
     with GGUFFile.open(tiny_model(layers=4)) as file:
         engine = Engine(Decoder.load(file), max_ctx=512, max_rows=8, padded=True, conversations=2)
         config = EngineConfig(speculation=SpecConfig(budget=7))
-        needs = measure(file, engine.target.spec, config, "cuda", context=512)
+        needs = measure(file, engine.target.spec, config, "cuda", context=512, memory=GIB)
     pair = (FORMATS["f32"], FORMATS["f32"])
     planned = needs.parts["recurrent states"] + needs.parts["tree rows"] + needs.kv(pair, 512)
     for count in (1, 200, 512):
@@ -149,8 +149,7 @@ def test_the_whole_context_of_a_27b(survey_27b: Survey, gib: int, chosen: str, h
     assert (named(plan.kv), plan.max_ctx, plan.host_embedding) == (chosen, 262144, host)
     assert plan.total <= plan.room.limit == gib * GIB
     assert (EMBEDDING in plan.parts) != host and plan.parts["in use before"] == CUDA_CONTEXT
-    # What is left goes to prefill.
-    assert plan.prefill_chunk == (8192 if gib > 30 else 2048)
+    assert plan.prefill_chunk == (8192 if gib > 60 else 4096 if gib > 30 else 2048)
     assert plan.parts["prefill"] == plan.needs.prefill[plan.prefill_chunk]
     assert chosen in plan.line() and ("host memory" in plan.line()) == host
 

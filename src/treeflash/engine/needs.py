@@ -35,8 +35,7 @@ EMBEDDING = "token embedding"  # the part that may stay in the host's memory
 ATTENTION_PARTS = 33  # into which attention over the context is cut; each has a result for every row
 ATTENTION_BLOCK = 64  # what rows times query heads of a KV head are filled up to
 _PRODUCTS = 4 * 2 * 148 * 128 * 64 * 4  # partial sums of four launches, two blocks on each of a card's SMs
-# Tokens that are read at a time. More are faster on a GPU, a little beyond the second.
-_CHUNKS = {"cpu": (512,), "cuda": (1024, 2048, 4096, 8192)}
+_LEAST_CHUNK = 512  # tokens that a prompt is read in at a time, where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
 _MIB = 1 << 20
@@ -48,7 +47,7 @@ class Needs:
 
     spec: ModelSpec
     parts: Mapping[str, int]
-    prefill: Mapping[int, int]  # beside them, by the tokens of a chunk
+    prefill: Mapping[int, int]  # beside them, by the tokens of a chunk, the usual first
     rows: int  # of a step; they go behind the tokens
     expanded: bool  # weights are used as they are held; else every use unpacks them
     widened: Mapping[str, int]  # bytes added to types that a GPU holds as float16
@@ -91,9 +90,19 @@ def draft_quant(draft: DraftConfig, kind: str) -> QuantType | None:
 
 
 def measure(
-    file: GGUFFile, spec: ModelSpec, config: EngineConfig, kind: Kind, *, context: int, expand: bool = True
+    file: GGUFFile,
+    spec: ModelSpec,
+    config: EngineConfig,
+    kind: Kind,
+    *,
+    context: int,
+    memory: int,
+    expand: bool = True,
 ) -> Needs:
-    """`expand`: weights become floats; a GPU holds them in tiles, whatever it says."""
+    """`memory`: bytes of the device, by which chunks are cut.
+
+    `expand`: weights become floats; a GPU holds them in tiles, whatever it says.
+    """
     on_gpu = kind == "cuda"
     loader = MeasuringLoader(file, tiles=on_gpu, dtype=compute_dtype(kind), expand=expand)
     target = Decoder(spec, loader, _CPU)
@@ -121,7 +130,9 @@ def measure(
             "products": _PRODUCTS,
         }
     widened = {type.name: size for type, size in loader.widened.items()}
-    chunks = _CHUNKS[kind] if config.prefill_chunk is None else (config.prefill_chunk,)
+    chunks = [config.prefill_chunk] if config.prefill_chunk else [chunk_size(kind, memory)]
+    if on_gpu and config.prefill_chunk is None:
+        chunks = [size for size in (chunks[0], chunks[0] // 2, chunks[0] // 4) if size >= _LEAST_CHUNK]
     taps = len(draft_spec.taps) if draft_spec else 0
     prefill = {chunk: prefill_bytes(spec, chunk, taps) if on_gpu else 0 for chunk in chunks}
     return Needs(spec, parts, prefill, rows, on_gpu or expand, widened)
@@ -159,6 +170,15 @@ def attention_parts(rows: int, heads: int, kv_heads: int, dim: int) -> int:
     """Numbers that the parts of a tree's attention leave to be merged."""
     padded = -(-rows * heads // kv_heads // ATTENTION_BLOCK) * ATTENTION_BLOCK
     return ATTENTION_PARTS * kv_heads * padded * (dim + 2)
+
+
+def chunk_size(kind: str, memory: int) -> int:
+    """Tokens of a chunk on a device of this kind (cpu, cuda) with so many bytes that may be used."""
+    if kind == "cpu":
+        return 512
+    return next(
+        tokens for least, tokens in ((60 << 30, 8192), (30 << 30, 4096), (0, 2048)) if memory >= least
+    )
 
 
 def prefill_bytes(spec: ModelSpec, chunk: int, taps: int) -> int:

@@ -1,8 +1,8 @@
 """Which formats of keys and values and how long a context fit on a device; decided before anything is loaded.
 
 Best first: 16 bits if a tenth of the memory stays free, 8 bits, less for values, less for both. What fits
-only with the token embedding in the host's memory comes before a format with fewer bits. What is left then
-goes to prefill, which is faster in larger chunks.
+only with the token embedding in the host's memory, or with smaller chunks of prompts, comes before a format
+with fewer bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +43,14 @@ class Choice:
     total: int  # bytes in use with the context that is planned for
     host_embedding: bool
     fits: bool  # that context
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What costs a little time, and no bits."""
+
+    host_embedding: bool
+    chunk: int  # of a prompt, in tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +139,10 @@ class Survey:
     ) -> "Survey":
         kind: Kind = "cuda" if device.type == "cuda" else "cpu"
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[kind])
-        needs = measure(file, spec, config, kind, context=context, expand=config.weights != "packed")
+        options = {"context": context, "memory": room.limit}
+        needs = measure(file, spec, config, kind, expand=config.weights != "packed", **options)
         if kind == "cpu" and config.weights == "auto" and needs.fixed() >= 0.8 * room.free:
-            needs = measure(file, spec, config, kind, context=context, expand=False)
+            needs = measure(file, spec, config, kind, expand=False, **options)
         return cls(file, spec, config, device, room, needs, _candidates(spec, config, device))
 
     @property
@@ -144,15 +153,17 @@ class Survey:
     def decide(self) -> MemoryPlan:
         context = self.context
         if (found := self._first(context)) is not None:
-            return self._plan(*found, context, self._why(found[0]))
+            pair, way = found
+            return self._plan(pair, way, context, self._why(pair))
         if self.config.max_ctx is None:
             for least in (_USUAL_CTX, _LEAST_CTX):
                 if least < context and (found := self._first(least)) is not None:
-                    longest = min(self._longest(*found), context)
-                    return self._plan(*found, longest, f"{context:,} do not fit")
+                    pair, way = found
+                    longest = min(self._longest(pair, way), context)
+                    return self._plan(pair, way, longest, f"{context:,} do not fit")
             context = min(context, _LEAST_CTX)
         smallest = self.pairs[-1]
-        need = gib(self._total(smallest, context, host=self._on_gpu))
+        need = gib(self._total(smallest, context, self._ways()[-1]))
         asked = self.config.vram_limit is not None
         free = "are free" if not self._on_gpu else "may be used" if asked else "are there"
         raise ResourceError(
@@ -176,29 +187,35 @@ class Survey:
         whole = not self.spec.head_dim % BLOCK
         return [(FORMATS[k], FORMATS[v]) for k, v in ((*LADDER, LAST) if whole else LADDER[:1])]
 
-    def _total(self, pair: Pair, context: int, *, host: bool, chunk: int | None = None) -> int:
-        """Bytes in use; `host`: without the token embedding; `chunk`: another than the smallest."""
+    def _ways(self) -> list[_Way]:
+        """From what costs nothing to what takes least."""
+        usual, *smaller = self.needs.prefill
+        if not self._on_gpu:
+            return [_Way(False, usual)]
+        return [_Way(False, usual), *(_Way(True, chunk) for chunk in (usual, *smaller))]
+
+    def _total(self, pair: Pair, context: int, way: _Way) -> int:
+        """Bytes in use."""
         libraries = CUDA_LIBRARIES if self._on_gpu else 0
-        fixed = self.needs.fixed(host_embedding=host)
-        prefill = self.needs.prefill[chunk or min(self.needs.prefill)]
-        return self.room.taken + libraries + fixed + prefill + self.needs.kv(pair, context)
+        fixed = self.needs.fixed(host_embedding=way.host_embedding) + self.needs.prefill[way.chunk]
+        return self.room.taken + libraries + fixed + self.needs.kv(pair, context)
 
     def _most(self, pair: Pair) -> int:
         """Bytes that may be in use with these formats."""
         choosing = len(self.pairs) > 1 and not any(format.quantised for format in pair)
         return int((1 - _SPARE) * self.room.limit) if choosing or not self._on_gpu else self.room.limit
 
-    def _first(self, context: int) -> tuple[Pair, bool] | None:
-        """The best pair that holds a context, and whether the token embedding must go for it."""
+    def _first(self, context: int) -> tuple[Pair, _Way] | None:
+        """The best pair that holds a context, and how."""
         for pair in self.pairs:
-            for host in (False, True) if self._on_gpu else (False,):
-                if self._total(pair, context, host=host) <= self._most(pair):
-                    return pair, host
+            for way in self._ways():
+                if self._total(pair, context, way) <= self._most(pair):
+                    return pair, way
         return None
 
-    def _longest(self, pair: Pair, host: bool) -> int:
+    def _longest(self, pair: Pair, way: _Way) -> int:
         """The longest context that fits."""
-        empty = self._total(pair, 0, host=host) - self.needs.kv(pair, 0)
+        empty = self._total(pair, 0, way) - self.needs.kv(pair, 0)
         return self.needs.context(pair, self._most(pair) - empty)
 
     def _why(self, pair: Pair) -> str:
@@ -210,31 +227,28 @@ class Survey:
             return f"{_SPARE:.0%} of the memory stay free"
         return f"the most bits that hold {self.context:,}"
 
-    def _plan(self, pair: Pair, host: bool, context: int, reason: str) -> MemoryPlan:
-        chunks = sorted(self.needs.prefill)
-        chunk = chunks[0]
-        for larger in chunks[1:]:
-            if chunk < context and self._total(pair, context, host=host, chunk=larger) <= self._most(pair):
-                chunk = larger
-        parts = dict(self.needs.parts) | {"prefill": self.needs.prefill[chunk]}
-        if host:
+    def _plan(self, pair: Pair, way: _Way, context: int, reason: str) -> MemoryPlan:
+        parts = dict(self.needs.parts) | {"prefill": self.needs.prefill[way.chunk]}
+        if way.host_embedding:
             parts.pop(EMBEDDING)
         parts["keys and values"] = self.needs.kv(pair, context)
         if self._on_gpu:
             parts |= {"CUDA libraries": CUDA_LIBRARIES, "in use before": self.room.taken}
         parts = {name: size for name, size in parts.items() if size}
-        return MemoryPlan(parts, pair, context, reason, self.room, self.needs, chunk, host)
+        return MemoryPlan(parts, pair, context, reason, self.room, self.needs, way.chunk, way.host_embedding)
 
     def _choice(self, pair: Pair) -> Choice:
         alone = replace(self, pairs=(pair,))
-        host = self._on_gpu and alone._total(pair, self.context, host=False) > alone._most(pair)
-        total = alone._total(pair, self.context, host=host)
-        return Choice(pair, alone._longest(pair, self._on_gpu), total, host, total <= alone._most(pair))
+        found = alone._first(self.context)
+        way = self._ways()[-1] if found is None else found[1]
+        total = alone._total(pair, self.context, way)
+        longest = alone._longest(pair, self._ways()[-1])
+        return Choice(pair, longest, total, way.host_embedding, found is not None)
 
     def _ways_out(self, context: int) -> Iterator[str]:
         """Up to three things that would fit, as flags."""
         smallest = self.pairs[-1]
-        if (shorter := self._longest(smallest, self._on_gpu) // 1024 * 1024) >= 1024:
+        if (shorter := self._longest(smallest, self._ways()[-1]) // 1024 * 1024) >= 1024:
             yield f"--max-ctx {shorter}"
         others = replace(self, pairs=[pair for pair in self._ladder() if pair not in self.pairs])
         if (other := others._first(context)) is not None:
@@ -246,7 +260,7 @@ class Survey:
                 yield flags
                 return
         # What the weights would have to be for the rest to fit.
-        over = self._total(smallest, context, host=self._on_gpu) - self._most(smallest)
+        over = self._total(smallest, context, self._ways()[-1]) - self._most(smallest)
         left = self.needs.parts["weights"] - over
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
 
