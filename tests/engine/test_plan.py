@@ -15,12 +15,11 @@ from tests.tiny_draft import draft_config, save_draft
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Engine, Request
 from treeflash.engine.memory import CUDA_CONTEXT, Room, supposed_room
-from treeflash.engine.needs import ATTENTION_PARTS, EMBEDDING, Needs, draft_quant, measure, ring_dtype
+from treeflash.engine.needs import EMBEDDING, Needs, draft_quant, measure, ring_dtype
 from treeflash.engine.plan import LADDER, Survey, named
 from treeflash.errors import ResourceError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.attention.kernel import SPLITS
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.kernels.sampling.launch import Workspace
 from treeflash.kernels.sampling.state import DrawState
@@ -106,7 +105,6 @@ def test_sampling_to_the_byte(tiny_model: Callable[..., Path]) -> None:
         needs = measure(file, spec, EngineConfig(), "cuda", context=256, memory=GIB)
     state, workspace = DrawState.empty(64, spec.vocab_size, CPU), Workspace(64, spec.vocab_size, CPU)
     assert needs.parts["sampling"] == held_bytes(state, workspace)
-    assert ATTENTION_PARTS == SPLITS + 1
 
 
 def test_nothing_grows_while_text_is_written(tiny_model: Callable[..., Path]) -> None:

@@ -32,9 +32,8 @@ Kind = Literal["cpu", "cuda"]
 Pair = tuple[KVFormat, KVFormat]  # of keys and of values
 
 EMBEDDING = "token embedding"  # the part that may stay in the host's memory
-ATTENTION_PARTS = 33  # into which attention over the context is cut; each has a result for every row
-ATTENTION_BLOCK = 64  # what rows times query heads of a KV head are filled up to
-_PRODUCTS = 4 * 2 * 148 * 128 * 64 * 4  # partial sums of four launches, two blocks on each of a card's SMs
+_BLOCKS = 2 * 148  # that a product is cut into: two on each SM of the largest card
+_PRODUCTS = 4 * _BLOCKS * 128 * 64 * 4  # partial sums of four launches
 _LEAST_CHUNK = 512  # tokens that a prompt is read in at a time, where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
@@ -157,19 +156,21 @@ def _steps(spec: ModelSpec, rows: int, draft: DraftSpec | None) -> int:
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    flowing = rows * (8 * spec.width + 4 * inner + 3 * max(channels, heads))
-    flowing += attention_parts(rows, spec.heads, spec.kv_heads, spec.head_dim)
+    flowing = rows * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _BLOCKS * 128)
+    flowing += _attention(rows, spec.heads, spec.kv_heads, spec.head_dim)
     drafting = 0
     if draft is not None:
         drafting = 2 * draft.block_size * spec.vocab_size
-        drafting += attention_parts(draft.block_size, draft.heads, draft.kv_heads, draft.head_dim)
+        drafting += _attention(draft.block_size, draft.heads, draft.kv_heads, draft.head_dim)
     return 4 * (kept + max(flowing, drafting))
 
 
-def attention_parts(rows: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Numbers that the parts of a tree's attention leave to be merged."""
-    padded = -(-rows * heads // kv_heads // ATTENTION_BLOCK) * ATTENTION_BLOCK
-    return ATTENTION_PARTS * kv_heads * padded * (dim + 2)
+def _attention(rows: int, heads: int, kv_heads: int, dim: int) -> int:
+    """Numbers that the splits of a tree's attention leave to be merged, rows filled up to 64."""
+    from treeflash.kernels.attention.kernel import SPLITS
+
+    padded = -(-rows * heads // kv_heads // 64) * 64
+    return (SPLITS + 1) * kv_heads * padded * (dim + 2)
 
 
 def chunk_size(kind: str, memory: int) -> int:
