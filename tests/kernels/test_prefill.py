@@ -1,0 +1,14 @@
+"""The kernels of prompt text, in processes where Triton interprets them; what they compile to is checked here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_kernels_are_their_references_in_the_interpreter() -> None:
+    script = Path(__file__).parent / "interpreted_prefill.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:]
