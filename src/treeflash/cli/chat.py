@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treeflash.cli import cache_flags, view
 from treeflash.cli import run_flags as flags
-from treeflash.cli import view
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
+from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
 from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
@@ -98,6 +98,10 @@ def chat(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    kv: cache_flags.KV = cache_flags.KeyValues.auto,
+    kv_k: cache_flags.Keys = None,
+    kv_v: cache_flags.Values = None,
+    window: cache_flags.Window = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     quiet: flags.Quiet = False,
@@ -142,7 +146,7 @@ def chat(
     if url is not None:
         backend = _server(url, api_key or known.api_key, model, wishes, screen)
     else:
-        place = Place(max_ctx, device, offline or known.offline)
+        place = Place(max_ctx, device, offline or known.offline, cache_flags.cache(kv, kv_k, kv_v, window))
         backend = _local(model or known.target, wishes, place, think=think, screen=screen)
     backend.check(made)
     code = Chat(backend, conversation, made, screen=screen, quiet=quiet, path=load).run()
@@ -157,6 +161,7 @@ class Place:
     max_ctx: int | None
     device: str
     offline: bool
+    cache: dict[str, Any]
 
 
 def _server(url: str, key: str | None, model: str | None, wishes: Wishes, screen: view.Screen) -> "Backend":
@@ -184,11 +189,13 @@ def _local(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
+        **place.cache,
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)
     if not session.plan.expanded:
         warn_of_packed_weights(session, target.path, screen)
+    tell_of_approximations(session, screen)
     if speculation.note:
         screen.note(speculation.note)
     return LocalBackend(

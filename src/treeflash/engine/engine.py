@@ -11,12 +11,13 @@ from torch import Tensor
 
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
-from treeflash.engine.memory import kv_dtype
+from treeflash.engine.memory import kv_pair
 from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
+from treeflash.kernels.kv_cache.format import KVFormat
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
@@ -93,7 +94,8 @@ class Engine:
         prefill_chunk: int = 512,
         drafter: Drafter | None = None,
         max_rows: int = 1,
-        kv_format: str = "auto",
+        kv: tuple[KVFormat, KVFormat] | None = None,
+        window: int | None = None,
         conversations: int = 0,
         padded: bool | None = None,
     ):
@@ -115,7 +117,8 @@ class Engine:
             max_ctx=max_ctx,
             max_rows=padded_rows(max_rows) if padded else max_rows,
             device=target.device,
-            kv_dtype=kv_dtype(target.device, kv_format),
+            kv=kv or kv_pair(target.spec, target.device),
+            window=window,
             input_dtype=target.dtype,
             whole=padded,
         )
@@ -139,7 +142,8 @@ class Engine:
         """
         self._check(request)
         sampling = request.sampling.seeded()
-        stats = RequestStats(prompt_tokens=len(request.prompt), seed=sampling.seed or 0)
+        stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
+        stats.approximate = self.states.approximate
         sampler = Sampler(
             sampling,
             request.prompt,

@@ -14,7 +14,7 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
-from treeflash.engine.memory import MemoryPlan, device_name, kv_dtype, pick_device, plan_memory
+from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
 from treeflash.engine.prompts import Prompts
 from treeflash.engine.requests import (
     Finished,
@@ -113,7 +113,7 @@ class Session:
                 max_ctx=config.max_ctx,
                 weights=config.weights,
                 draft=config.draft.path if config.draft else None,
-                kv_format=config.kv,
+                kv=(config.kv_k, config.kv_v),
             )
             card = recognise(
                 [spec.name, path.stem],
@@ -124,7 +124,8 @@ class Session:
             recommended = file_sampling(file.metadata)
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
         prepare(target.layouts, device)
-        cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
+        kept = "/".join(format.name for format in plan.kv)
+        cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {kept}")
         costs = cost_file.load()
         engine = Engine(
             target,
@@ -133,7 +134,8 @@ class Session:
             drafter=_drafter(config, target, plan, costs, dtype),
             max_rows=config.speculation.budget + 1 if config.speculation else 1,
             conversations=config.conversations,
-            kv_format=config.kv,
+            kv=plan.kv,
+            window=config.window,
         )
         if device.type == "cuda" and graphs:
             engine.capture(warming)
@@ -249,7 +251,7 @@ def _drafter(
             max_ctx=plan.max_ctx,
             context=context,
             device=target.device,
-            dtype=kv_dtype(target.device),
+            dtype=torch.float16 if target.device.type == "cuda" else torch.float32,
         )
         block = BlockDraft(draft, target, buffers)
         prepare(draft.layouts, target.device)
