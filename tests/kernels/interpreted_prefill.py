@@ -5,10 +5,15 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
+from treeflash.kernels.attention import prefill
+from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.causal_conv import chunk as conv_chunk
 from treeflash.kernels.causal_conv import reference as conv
 from treeflash.kernels.gated_delta import chunk as delta_chunk
 from treeflash.kernels.gated_delta import reference as delta
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.kv_cache.reference import decode, encode
+from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
 from treeflash.kernels.norm_rope.reference import l2_norm
 
 torch.set_num_threads(1)
@@ -97,3 +102,67 @@ def test_what_comes_after_changes_nothing() -> None:
     assert torch.equal(begun, out[:, :77])
     close(delta_chunk.slot_delta(*rest, state, slots=slots), out[:, 77:], HALF)
     close(state, whole, HALF)
+
+
+PAGE, PAGES = 16, 20
+
+
+def pool_of(format: str, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
+    """Random rows in the used pages; in the others NaN, where a format has one."""
+    pool = HeadPool.empty(FORMATS[format], (2 * PAGES, kv_heads, PAGE), dim, torch.device("cpu"))
+    rows = torch.randn(2 * PAGES, kv_heads, PAGE, dim)
+    if pool.scales is None:
+        pool.codes.fill_(torch.nan)
+        pool.codes[used] = rows[used].to(pool.codes.dtype)
+    else:
+        codes, scales = encode(rotate(rows), pool.format)
+        pool.codes.copy_(codes)
+        pool.scales.fill_(torch.nan)
+        pool.scales[used] = scales[used]
+    return pool
+
+
+def expand(pool: HeadPool, pages: Tensor, first: int, count: int) -> Tensor:
+    """Tokens from `first` on as float16 [count, KV, D]."""
+    assert pool.scales is not None
+    rows = rotate_back(decode(pool.codes[pages], pool.scales[pages], pool.format, pool.dim))
+    return rows.transpose(1, 2).flatten(0, 1)[first : first + count].half().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "dim", "formats", "tolerance"),
+    [
+        (1, (0, 70), 16, ("f32", "f32"), 2e-6),
+        (16, (5, 0), 16, ("f32", "f32"), 2e-6),
+        (75, (64, 130), 64, ("f16", "f16"), 1e-3),
+        (70, (33, 16), 32, ("q8_0", "q8_0"), 1e-3),
+        (33, (100, 0), 32, ("f16", "q4_0"), 1e-3),
+        (65, (1, 63), 32, ("q5_0", "f32"), 1e-3),
+    ],
+)
+def test_chunk_attention(
+    rows: int,
+    lengths: tuple[int, int],
+    dim: int,
+    formats: tuple[str, str],
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in slices, which is how a quantised context is read."""
+    kv_heads, group = 2, 3
+    monkeypatch.setattr(prefill, "_expanded", expand)
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
+    table = torch.randperm(2 * PAGES).view(2, PAGES)
+    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
+    keys, values = (pool_of(format, kv_heads, dim, used) for format in formats)
+    q = torch.randn(2, rows, kv_heads * group, dim)
+    gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:]
+    places = (keys, values, table, torch.tensor(lengths))
+    for opened in (None, gate):
+        span = max(lengths) + rows
+        found = prefill.chunk_attention(q, *places, span=span, gate=opened)
+        for one in range(2):
+            alone = (keys, values, table[one : one + 1], torch.tensor(lengths[one : one + 1]))
+            with_gate = None if opened is None else opened[one : one + 1]
+            wanted = attention.paged_attention(q[one : one + 1], *alone, None, gate=with_gate)
+            close(found[one : one + 1], wanted, tolerance)

@@ -1,4 +1,4 @@
-"""The kernels of prompt text, in processes where Triton interprets them; what they compile to is checked here."""
+"""The kernels of prompt text: interpreted, in a process of their own, and compiled for every card on the list."""
 
 import os
 import subprocess
