@@ -1,4 +1,4 @@
-"""The kernels of prompt text: interpreted, in a process of their own, and compiled for every card on the list."""
+"""The kernels of prompt text: interpreted, in a process of their own, and compiled for every listed card."""
 
 import os
 import subprocess

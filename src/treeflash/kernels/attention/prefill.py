@@ -17,15 +17,18 @@ SLICE_BYTES = 64 << 20  # of expanded keys and values at a time
 
 @triton.jit
 def _block(
-    pool, table, page_row, head, start, index, first,
+    pool, table, head, start, first,
     KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Where the heads of tokens `index`, all of one page, begin: in a pool, or in a slice from `first` on."""
+    """Where the head of token `start` lies: in a pool's page, or in a slice from `first` on.
+
+    One number for a block, beside offsets that stay the same: they would take too many registers.
+    """
     if PAGED:
-        page = tl.load(table + page_row + start // PAGE).to(tl.int64)
-        place = pool + (page * KV + head) * PAGE * D + (index % PAGE) * D
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        place = pool + ((page * KV + head) * PAGE + start % PAGE) * D
     else:
-        place = pool + ((index - first).to(tl.int64) * KV + head) * D
+        place = pool + ((start - first).to(tl.int64) * KV + head) * D
     return place
 
 
@@ -56,8 +59,11 @@ def _chunk_kernel(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = rows < T
     dims = tl.arange(0, D)
-    unit = (item * T + rows) * KV * GROUP + query_head
+    unit = rows * KV * GROUP + query_head
     place = unit[:, None] * D + dims[None, :]
+    before = item * T * KV * GROUP
+    q, out = q + before * D, out + before * D
+    tops, weights = tops + before, weights + before
     queries = tl.load(q + place, mask=live[:, None], other=0.0).to(tl.float32) * scale
     queries = queries.to(keys.dtype.element_ty)
     if BEGIN:
@@ -73,32 +79,33 @@ def _chunk_kernel(
     # All rows see the blocks before this one whole.
     edge = tl.maximum((length + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N, first)
     edge = tl.minimum(edge, tl.maximum(stop, first) // BLOCK_N * BLOCK_N)
-    page_row = item * table_stride
+    table += item * table_stride
+    tokens = tl.arange(0, BLOCK_N)
+    key_offsets = tokens[None, :] * (D if KEYS_PAGED else KV * D) + dims[:, None]
+    value_offsets = tokens[:, None] * (D if VALUES_PAGED else KV * D) + dims[None, :]
     for start in range(first, edge, BLOCK_N):
-        index = start + tl.arange(0, BLOCK_N)
-        k_at = _block(keys, table, page_row, head, start, index, first, KV, PAGE, D, KEYS_PAGED)
-        v_at = _block(values, table, page_row, head, start, index, first, KV, PAGE, D, VALUES_PAGED)
-        k = tl.load(k_at[None, :] + dims[:, None])
+        k = tl.load(_block(keys, table, head, start, first, KV, PAGE, D, KEYS_PAGED) + key_offsets)
         scores = tl.dot(queries, k, input_precision=PRECISION)
-        v = tl.load(v_at[:, None] + dims[None, :])
+        v = tl.load(_block(values, table, head, start, first, KV, PAGE, D, VALUES_PAGED) + value_offsets)
         top, weight, sum_ = _gather(scores, v, top, weight, sum_, PRECISION)
     for start in tl.range(edge, stop, BLOCK_N, num_stages=1):
-        index = start + tl.arange(0, BLOCK_N)
+        index = start + tokens
         there = index < stop
-        k_at = _block(keys, table, page_row, head, start, index, first, KV, PAGE, D, KEYS_PAGED)
-        v_at = _block(values, table, page_row, head, start, index, first, KV, PAGE, D, VALUES_PAGED)
-        k = tl.load(k_at[None, :] + dims[:, None], mask=there[None, :], other=0.0)
+        k_at = _block(keys, table, head, start, first, KV, PAGE, D, KEYS_PAGED) + key_offsets
+        k = tl.load(k_at, mask=there[None, :], other=0.0)
         scores = tl.dot(queries, k, input_precision=PRECISION)
         seen = there[None, :] & (index[None, :] <= length + rows[:, None])
         scores = tl.where(seen, scores, -float("inf"))
-        v = tl.load(v_at[:, None] + dims[None, :], mask=there[:, None], other=0.0)
+        v_at = _block(values, table, head, start, first, KV, PAGE, D, VALUES_PAGED) + value_offsets
+        v = tl.load(v_at, mask=there[:, None], other=0.0)
         top, weight, sum_ = _gather(scores, v, top, weight, sum_, PRECISION)
 
     if END:
         sum_ = sum_ / weight[:, None]
         if GATE:
-            at = gate + ((item * T + rows) * gate_row + query_head * gate_head)[:, None] + dims[None, :]
-            sum_ *= tl.sigmoid(tl.load(at, mask=live[:, None], other=0.0).to(tl.float32))
+            gate += item * T * gate_row + query_head * gate_head
+            at = rows[:, None] * gate_row + dims[None, :]
+            sum_ *= tl.sigmoid(tl.load(gate + at, mask=live[:, None], other=0.0).to(tl.float32))
     else:
         tl.store(tops + unit, top, mask=live)
         tl.store(weights + unit, weight, mask=live)
@@ -112,11 +119,14 @@ def tiles(dim: int, capability: tuple[int, int] | None) -> dict[str, int]:
     """
     if capability is None or capability < (8, 0):
         return {"BLOCK_M": 32 if dim > 128 else 64, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
+    warps = 4 if dim <= 128 else 8
     if capability not in ((8, 0), (9, 0), (10, 0)):  # 99 KiB
         keys = 64 if dim <= 128 else 32 if dim <= 256 else 16
-        return {"BLOCK_M": 64, "BLOCK_N": keys, "num_stages": 2, "num_warps": 4}
+        return {"BLOCK_M": 64, "BLOCK_N": keys, "num_stages": 2, "num_warps": warps}
     if dim > 256:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "num_warps": 8}
+    if dim > 128 and capability == (8, 0):
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2, "num_warps": 8}
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2 if dim > 128 else 3, "num_warps": 8}
 
 

@@ -33,20 +33,25 @@ def _prepare_kernel(
     item, run = unit // runs, unit % runs
     i, dims = tl.arange(0, C), tl.arange(0, D)
     live = run * C + i < T
-    row = item * T + run * C + i
+    # One large number a pointer, beside small offsets: large ones would take too many registers.
+    row = item * T + run * C
     by_head = row * VALUE_HEADS + head
-    gate = tl.load(g + by_head, mask=live, other=0.0)
-    strength = tl.load(beta + by_head, mask=live, other=0.0)
+    g, beta, total = g + by_head, beta + by_head, total + by_head
+    values, erase, attention = values + by_head * D, erase + by_head * D, attention + by_head * C
+    by_key = (row * KEY_HEADS + head % KEY_HEADS) * D
+    q, k = q + by_key, k + by_key
+    gate = tl.load(g + i * VALUE_HEADS, mask=live, other=0.0)
+    strength = tl.load(beta + i * VALUE_HEADS, mask=live, other=0.0)
     sums = tl.cumsum(gate, 0)
-    tl.store(total + by_head, sums, mask=live)
-    by_key = (row * KEY_HEADS + head % KEY_HEADS)[:, None] * D + dims[None, :]
-    keys = tl.load(k + by_key, mask=live[:, None], other=0.0)
-    queries = tl.load(q + by_key, mask=live[:, None], other=0.0)
+    tl.store(total + i * VALUE_HEADS, sums, mask=live)
+    key_place = i[:, None] * (KEY_HEADS * D) + dims[None, :]
+    keys = tl.load(k + key_place, mask=live[:, None], other=0.0)
+    queries = tl.load(q + key_place, mask=live[:, None], other=0.0)
 
     # Always as a difference: its parts alone would overflow.
     decay = tl.exp(tl.where(i[:, None] >= i[None, :], sums[:, None] - sums[None, :], -float("inf")))
     seen = tl.dot(queries, tl.trans(keys)) * decay
-    tl.store(attention + by_head[:, None] * C + i[None, :], seen.to(tl.float16), mask=live[:, None])
+    tl.store(attention + i[:, None] * (VALUE_HEADS * C) + i[None, :], seen.to(tl.float16), mask=live[:, None])
     overlap = tl.dot(keys, tl.trans(keys))
     solve = tl.where(i[:, None] > i[None, :], strength[:, None] * overlap * decay, 0.0)
     # Blocks on the diagonal, inverted: of 2 at first, then twice as large from pairs of them.
@@ -61,9 +66,9 @@ def _prepare_kernel(
     # Its elements and those of what is erased are at most 1: each step of the rule shortens.
     inverse = inverse.to(tl.float16)
     # Keys are read again: to hold them meanwhile takes registers that the inverse needs.
-    keys = tl.load(k + by_key, mask=live[:, None], other=0.0)
+    keys = tl.load(k + key_place, mask=live[:, None], other=0.0)
     erased = ((strength * tl.exp(sums))[:, None] * keys.to(tl.float32)).to(tl.float16)
-    place = by_head[:, None] * D + dims[None, :]
+    place = i[:, None] * (VALUE_HEADS * D) + dims[None, :]
     tl.store(erase + place, tl.dot(inverse, erased).to(tl.float16), mask=live[:, None])
     value = tl.load(values + place, mask=live[:, None], other=0.0) * strength[:, None]
     times, back = _factor(tl.max(tl.max(tl.abs(value), 1), 0))
@@ -92,18 +97,22 @@ def _walk_kernel(
     # The rule is linear in what is carried and written: both are kept as multiples that suit float16.
     times, back = _factor(tl.maximum(peak, tl.max(tl.max(tl.abs(carried), 1), 0)))
     carried *= times
+    wide = i[:, None] * (VALUE_HEADS * D) + dims[None, :]
+    own = i[:, None] * (VALUE_HEADS * D) + columns[None, :]
+    narrow = i[:, None] * (KEY_HEADS * D) + dims[None, :]
+    square = i[:, None] * (VALUE_HEADS * C) + i[None, :]
     for run in range(0, runs):
         live = run * C + i < T
-        row = item * T + run * C + i
+        row = item * T + run * C
         by_head = row * VALUE_HEADS + head
-        by_key = (row * KEY_HEADS + head % KEY_HEADS)[:, None] * D + dims[None, :]
-        erased = tl.load(erase + by_head[:, None] * D + dims[None, :], mask=live[:, None], other=0.0)
-        queries = tl.load(q + by_key, mask=live[:, None], other=0.0)
-        seen = tl.load(attention + by_head[:, None] * C + i[None, :], mask=live[:, None], other=0.0)
-        keys = tl.load(k + by_key, mask=live[:, None], other=0.0)
-        place = values + by_head[:, None] * D + columns[None, :]
+        by_key = (row * KEY_HEADS + head % KEY_HEADS) * D
+        erased = tl.load(erase + by_head * D + wide, mask=live[:, None], other=0.0)
+        queries = tl.load(q + by_key + narrow, mask=live[:, None], other=0.0)
+        seen = tl.load(attention + by_head * C + square, mask=live[:, None], other=0.0)
+        keys = tl.load(k + by_key + narrow, mask=live[:, None], other=0.0)
+        place = values + by_head * D + own
         fresh = tl.load(place, mask=live[:, None], other=0.0)
-        sums = tl.load(total + by_head, mask=live, other=0.0)
+        sums = tl.load(total + by_head + i * VALUE_HEADS, mask=live, other=0.0)
         last = tl.minimum((run + 1) * C, T) - 1
         whole = tl.load(total + (item * T + last) * VALUE_HEADS + head)
 
