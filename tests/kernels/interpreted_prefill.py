@@ -130,14 +130,14 @@ def expand(pool: HeadPool, pages: Tensor, first: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rows", "lengths", "dim", "formats", "tolerance"),
+    ("rows", "lengths", "dim", "formats", "gated", "tolerance"),
     [
-        (1, (0, 70), 16, ("f32", "f32"), 2e-6),
-        (16, (5, 0), 16, ("f32", "f32"), 2e-6),
-        (75, (64, 130), 64, ("f16", "f16"), 1e-3),
-        (70, (33, 16), 32, ("q8_0", "q8_0"), 1e-3),
-        (33, (100, 0), 32, ("f16", "q4_0"), 1e-3),
-        (65, (1, 63), 32, ("q5_0", "f32"), 1e-3),
+        (1, (0, 70), 16, ("f32", "f32"), True, 2e-6),
+        (16, (5, 0), 16, ("f32", "f32"), False, 2e-6),
+        (75, (64, 130), 64, ("f16", "f16"), True, 1e-3),
+        (70, (33, 16), 32, ("q8_0", "q8_0"), True, 1e-3),
+        (33, (100, 0), 32, ("f16", "q4_0"), True, 1e-3),
+        (65, (1, 63), 32, ("q5_0", "f32"), False, 1e-3),
     ],
 )
 def test_chunk_attention(
@@ -145,6 +145,7 @@ def test_chunk_attention(
     lengths: tuple[int, int],
     dim: int,
     formats: tuple[str, str],
+    gated: bool,
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,13 +157,11 @@ def test_chunk_attention(
     used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
     keys, values = (pool_of(format, kv_heads, dim, used) for format in formats)
     q = torch.randn(2, rows, kv_heads * group, dim)
-    gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:]
+    gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:] if gated else None
     places = (keys, values, table, torch.tensor(lengths))
-    for opened in (None, gate):
-        span = max(lengths) + rows
-        found = prefill.chunk_attention(q, *places, span=span, gate=opened)
-        for one in range(2):
-            alone = (keys, values, table[one : one + 1], torch.tensor(lengths[one : one + 1]))
-            with_gate = None if opened is None else opened[one : one + 1]
-            wanted = attention.paged_attention(q[one : one + 1], *alone, None, gate=with_gate)
-            close(found[one : one + 1], wanted, tolerance)
+    found = prefill.chunk_attention(q, *places, span=max(lengths) + rows, gate=gate)
+    for one in range(2):
+        lone = slice(one, one + 1)
+        alone = (keys, values, table[lone], torch.tensor(lengths[lone]))
+        opened = None if gate is None else gate[lone]
+        close(found[lone], attention.paged_attention(q[lone], *alone, None, gate=opened), tolerance)

@@ -6,7 +6,7 @@ from math import prod
 from torch import Tensor
 from torch.nn.functional import silu
 
-from treeflash.kernels.attention import paged_attention
+from treeflash.kernels.attention import chunk_attention, paged_attention
 from treeflash.kernels.causal_conv import chunk_heads, tree_conv
 from treeflash.kernels.gated_delta import fold_path, slot_delta, tree_delta
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, head_rope, silu_mul
@@ -31,6 +31,7 @@ class Frame:
     offsets: Tensor  # [B * T] and the place in it
     positions: Tensor  # [B, T]
     window: int | None  # how far back the rows look; None for a chunk
+    span: int  # tokens that the longest sequence holds with a chunk's rows; 0 for a tree
     pending: Pending  # of these slots only; P rows of path, of which `count` are to be committed
 
 
@@ -86,7 +87,10 @@ class Attention:
         places = {"keys": keys, "values": values, "pages": frame.pages, "offsets": frame.offsets}
         cache_heads(k, v, self._norms[1], spec.eps, **options, **places)
         seen = (frame.page_table, frame.lengths, frame.ancestors, frame.positions)
-        out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
+        if frame.ancestors is None:
+            out = chunk_attention(q, keys, values, *seen[:2], span=frame.span, gate=gate)
+        else:
+            out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
         return self._out(out.flatten(-2))[0]
 
 

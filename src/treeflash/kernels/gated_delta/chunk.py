@@ -173,8 +173,13 @@ def _fold_kernel(
 
 
 def takes(state: Tensor) -> bool:
-    """Whether the kernels are made for such heads: a power of two of dims, and runs of them fit a program."""
+    """Whether the kernels are made for such heads (a power of two of dims, few enough for a program) and cards.
+
+    Without tensor cores for TF32 the inverse is a program too long to compile.
+    """
     dim = state.shape[-1]
+    if state.is_cuda and (_capability(state.device) or (0, 0)) < (8, 0):
+        return False
     return 16 <= dim <= 128 and dim & (dim - 1) == 0
 
 
