@@ -29,8 +29,7 @@ class DraftConfig:
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     max_ctx: int | None = None  # None: what the model was made for, as far as memory allows
-    # Tokens; cuts fall on multiples of it, so that they are a function of the prompt. None: 512 on a CPU, and
-    # on a GPU what memory allows.
+    # Tokens; cuts fall on multiples of it, so that they are a function of the prompt. None: by its memory.
     prefill_chunk: int | None = None
     weights: Literal["auto", "expanded", "packed"] = "auto"
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f16 on a GPU, f32 on a CPU

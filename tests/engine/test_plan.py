@@ -147,7 +147,7 @@ def test_the_whole_context_of_a_27b(survey_27b: Survey, gib: int, chosen: str, h
     assert (named(plan.kv), plan.max_ctx, plan.host_embedding) == (chosen, 262144, host)
     assert plan.total <= plan.room.limit == gib * GIB
     assert (EMBEDDING in plan.parts) != host and plan.parts["in use before"] == CUDA_CONTEXT
-    assert plan.prefill_chunk == (8192 if gib > 60 else 4096 if gib > 30 else 2048)
+    assert plan.prefill_chunk == {24: 1024, 141: 8192}.get(gib, 4096)
     assert plan.parts["prefill"] == plan.needs.prefill[plan.prefill_chunk]
     assert chosen in plan.line() and ("host memory" in plan.line()) == host
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
-from treeflash.engine.memory import kv_pair
+from treeflash.engine.memory import kv_pair, total_memory
+from treeflash.engine.prefill import chunk_size, rows_wanted
 from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
@@ -91,7 +92,7 @@ class Engine:
         target: Decoder,
         *,
         max_ctx: int,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         drafter: Drafter | None = None,
         max_rows: int = 1,
         kv: tuple[KVFormat, KVFormat] | None = None,
@@ -108,7 +109,7 @@ class Engine:
         padded = target.device.type == "cuda" if padded is None else padded
         self.target = target
         self.max_ctx = max_ctx
-        self._chunk = prefill_chunk
+        self._chunk = prefill_chunk or chunk_size(target.device.type, total_memory(target.device))
         self.drafter = drafter or NoDrafter()
         check_taps(target.spec, self.drafter.taps)
         self.max_rows = max_rows
@@ -268,12 +269,14 @@ class Engine:
             tokens = prompt[:, start:stop]
             self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
-            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps)
+            wanted = rows_wanted(start, stop, {*boundaries, end}, self.drafter.reach)
+            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=wanted)
             self.states.advance(step)
             self.drafter.append(request.prompt[start:stop], output.features[0])
             if stop in boundaries:
                 self._remember(request, request.prompt[:stop], boundaries[stop], slot)
-            yield output.hidden[:, -1], stop
+            # A copy: a chunk's activations are large.
+            yield output.hidden[:, -1].clone(), stop
             start = stop
 
     def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:

@@ -60,6 +60,13 @@ def available_memory(device: torch.device) -> int:
     return free
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of a GPU, whoever uses them; of a CPU's machine, those that can be taken now."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return available_memory(device)
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()

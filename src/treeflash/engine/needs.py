@@ -12,6 +12,7 @@ import torch
 
 from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.device_step import padded_rows
+from treeflash.engine.prefill import chunk_size, prefill_bytes
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.kv_cache.format import KVFormat
@@ -37,7 +38,6 @@ _PRODUCTS = 4 * _BLOCKS * 128 * 64 * 4  # partial sums of four launches
 _LEAST_CHUNK = 512  # tokens that a prompt is read in at a time, where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +171,3 @@ def _attention(rows: int, heads: int, kv_heads: int, dim: int) -> int:
 
     padded = -(-rows * heads // kv_heads // 64) * 64
     return (SPLITS + 1) * kv_heads * padded * (dim + 2)
-
-
-def chunk_size(kind: str, memory: int) -> int:
-    """Tokens of a chunk on a device of this kind (cpu, cuda) with so many bytes that may be used."""
-    if kind == "cpu":
-        return 512
-    return next(
-        tokens for least, tokens in ((60 << 30, 8192), (30 << 30, 4096), (0, 2048)) if memory >= least
-    )
-
-
-def prefill_bytes(spec: ModelSpec, chunk: int, taps: int) -> int:
-    """The largest activations that are there at a time, in float32, and the slices expanded for products."""
-    inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
-    channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
-    heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    row = 4 * (4 * spec.width + max(3 * inner, 3 * channels, 2 * heads) + taps * spec.width)
-    return chunk * row + 256 * _MIB

@@ -20,7 +20,7 @@ from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 @dataclass(frozen=True, slots=True)
 class Output:
     hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
-    features: Tensor  # [B, T, taps * width]: the residual stream behind the tapped layers
+    features: Tensor  # [B, n, taps * width]: the last rows' residual stream behind the tapped layers
 
 
 class Block:
@@ -99,24 +99,28 @@ class Decoder:
         _refuse_unknown(file, spec, loader.unread())
         return decoder
 
-    def forward(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> Output:
+    def forward(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
+    ) -> Output:
         """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows
         behind.
 
-        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer.
+        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer,
+        of the last `tapped` rows only; None: of all.
         """
         check_taps(self.spec, taps)
         frame = self._frame(step, buffers)
         x, add = self.embed(step.tokens), None
-        features: dict[int, Tensor] = {}
+        skipped = 0 if tapped is None else max(0, step.rows - tapped)
+        features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
+        parts = features.split(self.spec.width, -1) if taps else ()
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
             x, add = block(x, add, frame, layer)
-            if index in taps:
-                features[index], add = x + add, None
-                x = features[index]
+            for tap, part in zip(taps, parts, strict=True):
+                if tap == index:
+                    torch.add(x[:, skipped:], add[:, skipped:], out=part)
         buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
-        tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
-        return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], tapped)
+        return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] to [..., vocabulary]."""
@@ -143,6 +147,7 @@ class Decoder:
             offsets=(behind % page).flatten(),
             positions=step.positions,
             window=None if step.is_chunk else buffers.window,
+            span=int(lengths.max()) + step.rows if step.is_chunk else 0,
             pending=pending,
         )
 

@@ -20,6 +20,8 @@ from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoi
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import Progress, TensorSource, WeightLoader
 
+PIECE = 2048  # rows that `append` takes at a time: fused features are wide
+
 
 @dataclass(frozen=True, slots=True)
 class DraftBuffers:
@@ -149,18 +151,32 @@ class DFlashDraft:
             return cls(spec, loader, device)
 
     def append(
-        self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, count: Tensor | None = None
+        self,
+        features: Tensor,
+        slots: Tensor,
+        buffers: DraftBuffers,
+        *,
+        skipped: int = 0,
+        count: Tensor | None = None,
     ) -> None:
         """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold.
 
+        `skipped` positions between them go unread: no ring has to hold them.
+
         Where only the first `count` [B] of them are committed, the device alone knows it: nothing is asked.
         """
+        longest = max(keys.shape[1] for keys in buffers.keys)
+        beyond = max(0, features.shape[1] - longest)
+        features, skipped = features[:, beyond:], skipped + beyond
+        first = buffers.lengths[slots] + skipped
+        if skipped:
+            buffers.lengths[slots] = buffers.starts[slots] = first
+        if features.shape[1] > PIECE:
+            for piece in features.split(PIECE, 1):
+                self.append(piece, slots, buffers)
+            return
         if not features.shape[1]:
             return
-        longest = max(keys.shape[1] for keys in buffers.keys)
-        skipped = max(0, features.shape[1] - longest)
-        first = buffers.lengths[slots] + skipped
-        features = features[:, skipped:]
         positions = first[:, None] + torch.arange(features.shape[1], device=self.device)
         x = rms_norm(self._fuse(features), self._fuse_norm, self.spec.eps)
         angles = rope_angles(positions, self._frequencies)
@@ -179,8 +195,6 @@ class DFlashDraft:
                     new = torch.where(kept, new, pool[places[ring]])
                 pool[places[ring]] = new
         buffers.lengths[slots] = positions[:, -1] + 1 if count is None else first + count
-        if skipped:
-            buffers.starts[slots] = first
 
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
         """embeddings [B, block, width] of anchor and masks to hidden rows [B, block, width] for the head.
