@@ -109,7 +109,7 @@ def test_sampling_to_the_byte(tiny_model: Callable[..., Path]) -> None:
 
 def test_nothing_grows_while_text_is_written(tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model(layers=4)) as file:
-        engine = Engine(Decoder.load(file), max_ctx=512, max_rows=8, padded=True, conversations=2)
+        engine = Engine(Decoder.load(file), max_ctx=512, max_rows=8, padded=True)
         config = EngineConfig(speculation=SpecConfig(budget=7))
         needs = measure(file, engine.target.spec, config, "cuda", context=512, memory=GIB)
     pair = (FORMATS["f32"], FORMATS["f32"])

@@ -222,6 +222,7 @@ def _decode(
             run.settings = replace(run.settings, thinking=None)
         plan = [(loaded[suite], wanted.ways(suite, trees[suite], plain=True)) for suite in part]
         run.measure(plan, lambda settings, s=session: LocalAnswerer(s, settings, run.cancelled))
+        del session  # the next one needs its memory
 
 
 class _Run:

@@ -52,12 +52,16 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         plan = found.decide()
     except ResourceError as error:
         return facts | {"problem": {"message": error.message, "hint": error.hint}}
+    for choice, row in zip(found.choices(), facts["pairs"], strict=True):
+        if choice.pair == plan.kv and plan.max_ctx == found.context:
+            row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
     chosen = {
         "keys": plan.kv[0].name,
         "values": plan.kv[1].name,
         "context": plan.max_ctx,
         "reason": plan.reason,
         "host_embedding": plan.host_embedding,
+        "prefill_chunk": plan.prefill_chunk,
         "parts": dict(plan.parts),
         "total_bytes": plan.total,
         "line": plan.line(),

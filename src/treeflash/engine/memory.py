@@ -1,5 +1,6 @@
 """Which device there is, how much memory it has, and in which formats it keeps keys and values."""
 
+import gc
 import os
 import platform
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ def room_on(device: torch.device, limit: int | None = None) -> Room:
         if limit is not None:
             raise UsageError(f"--vram-limit is for a GPU, the device is {device}", "leave it out")
         return Room(available_memory(device), 0)
+    gc.collect()  # what an engine before this one had does not count
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)  # makes the context, so that it is among what is taken
     return Room(total if limit is None else min(limit, total), total - free)
 
