@@ -32,7 +32,7 @@ class EngineConfig:
     # Tokens; cuts fall on multiples of it, so that they are a function of the prompt. None: by its memory.
     prefill_chunk: int | None = None
     weights: Literal["auto", "expanded", "packed"] = "auto"
-    # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f16 on a GPU, f32 on a CPU
+    # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
     kv_k: str = "auto"  # keys
     kv_v: str = "auto"  # values
     vram_limit: int | None = None  # bytes of a GPU that may be in use, others' included; None: all
