@@ -22,12 +22,13 @@ def paged_attention(
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    if q.is_cuda and ancestors is not None and q.shape[-1] >= LEAST_DIM:
+    if q.is_cuda and ancestors is not None:
         from treeflash.kernels.attention import kernel
 
-        return kernel.paged_attention(
-            q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
-        )
+        if kernel.takes(keys) and kernel.takes(values):
+            return kernel.paged_attention(
+                q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
+            )
     return reference.paged_attention(
         q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
     )
