@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
+from treeflash.kernels.kv_cache.kernel import expand
 
 LOG2_E = 1.4426950408889634
 SLICE_BYTES = 64 << 20  # of expanded keys and values at a time
@@ -140,12 +141,6 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
-def _expanded(pool: HeadPool, pages: Tensor, first: int, count: int) -> Tensor:
-    from treeflash.kernels.kv_cache.kernel import expand
-
-    return expand(pool, pages, first, count)
-
-
 def chunk_attention(
     q: Tensor,
     keys: HeadPool,
@@ -193,7 +188,7 @@ def chunk_attention(
         for first in range(0, span, step):
             count = min(step, span - first)
             sources = [
-                _expanded(side, page_table[item], first, count) if side.format.quantised else side.codes
+                expand(side, page_table[item], first, count) if side.format.quantised else side.codes
                 for side in sides
             ]
             attend(slice(item, item + 1), sources, first, first + count, carried)
