@@ -45,7 +45,7 @@ def _gather(scores, values, top, weight, sum_, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "first", "last", "table_stride"])
-def _chunk_kernel(
+def _chunk_attention_kernel(
     q, keys, values, table, lengths, gate, out, tops, weights, gate_row, gate_head, scale,
     T, first, last, table_stride,
     KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
@@ -170,7 +170,7 @@ def chunk_attention(
 
     def attend(item: slice, sources: list[Tensor], first: int, last: int, carried: list[Tensor]) -> None:
         part = out[item]
-        _chunk_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]), len(part))](
+        _chunk_attention_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]), len(part))](
             q[item], *sources, page_table[item], lengths[item], opened[item], part, *carried,
             opened.stride(1), opened.stride(2), dim**-0.5 * LOG2_E, rows, first, last, page_table.stride(0),
             KV=kv_heads, GROUP=heads // kv_heads, PAGE=page, D=dim,
