@@ -12,8 +12,8 @@ from treeflash.kernels.causal_conv import reference as conv
 from treeflash.kernels.gated_delta import chunk as delta_chunk
 from treeflash.kernels.gated_delta import reference as delta
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import decode, encode
-from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
+from treeflash.kernels.kv_cache.reference import encode
+from treeflash.kernels.kv_cache.rotation import rotate
 from treeflash.kernels.norm_rope.reference import l2_norm
 
 torch.set_num_threads(1)
@@ -122,13 +122,6 @@ def pool_of(format: str, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
     return pool
 
 
-def expand(pool: HeadPool, pages: Tensor, first: int, count: int) -> Tensor:
-    """Tokens from `first` on as float16 [count, KV, D]."""
-    assert pool.scales is not None
-    rows = rotate_back(decode(pool.codes[pages], pool.scales[pages], pool.format, pool.dim))
-    return rows.transpose(1, 2).flatten(0, 1)[first : first + count].half().contiguous()
-
-
 @pytest.mark.parametrize(
     ("rows", "lengths", "dim", "formats", "gated", "tolerance"),
     [
@@ -151,7 +144,6 @@ def test_chunk_attention(
 ) -> None:
     """Also in slices, which is how a quantised context is read."""
     kv_heads, group = 2, 3
-    monkeypatch.setattr(prefill, "_expanded", expand)
     monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
     table = torch.randperm(2 * PAGES).view(2, PAGES)
     used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])

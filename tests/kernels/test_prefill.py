@@ -34,7 +34,7 @@ def test_the_delta_rule_compiles(card: str) -> None:
     width = {**HEADS, "WIDTH": 4}
     assert shared_memory(delta._fold_kernel, target, {**width, "COLUMNS": 32}) <= limit
     rows = {**width, "ROWS": conv.ROWS, "WINDOW": 4}
-    assert shared_memory(conv._chunk_kernel, target, rows, scalars={"q": "*fp16", "k": "*fp16"}) <= limit
+    assert shared_memory(conv._chunk_conv_kernel, target, rows, scalars={"q": "*fp16", "k": "*fp16"}) <= limit
 
 
 @pytest.mark.parametrize("card", TARGETS)
@@ -46,4 +46,4 @@ def test_attention_compiles(card: str) -> None:
         constants = {"KV": 4, "GROUP": 6, "PAGE": 64, "D": dim, "PRECISION": "ieee", **places}
         chosen = attention.tiles(dim, capability(target))
         scalars = {"first": "i32", "last": "i32"}
-        assert compiled(attention._chunk_kernel, card, constants, chosen, scalars=scalars) <= limit
+        assert compiled(attention._chunk_attention_kernel, card, constants, chosen, scalars=scalars) <= limit

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import silu
@@ -148,7 +149,7 @@ class GatedDelta:
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
     ) -> Tensor:
         slots, pending = frame.slots, frame.pending
-        rest = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
+        rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
         rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
         fold_path(buffers.state, self._conv, tree_gates=buffers.tree_gates, **rest)
         rows = chunk_heads(inputs, alpha, beta, self._conv, self._decay, self._time_bias, **rest)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
+from treeflash.kernels.kv_cache.kernel import expand
 
 LOG2_E = 1.4426950408889634
 SLICE_BYTES = 64 << 20  # of expanded keys and values at a time
@@ -44,7 +45,7 @@ def _gather(scores, values, top, weight, sum_, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "first", "last", "table_stride"])
-def _chunk_kernel(
+def _chunk_attention_kernel(
     q, keys, values, table, lengths, gate, out, tops, weights, gate_row, gate_head, scale,
     T, first, last, table_stride,
     KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
@@ -140,12 +141,6 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
-def _expanded(pool: HeadPool, pages: Tensor, first: int, count: int) -> Tensor:
-    from treeflash.kernels.kv_cache.kernel import expand
-
-    return expand(pool, pages, first, count)
-
-
 def chunk_attention(
     q: Tensor,
     keys: HeadPool,
@@ -175,7 +170,7 @@ def chunk_attention(
 
     def attend(item: slice, sources: list[Tensor], first: int, last: int, carried: list[Tensor]) -> None:
         part = out[item]
-        _chunk_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]), len(part))](
+        _chunk_attention_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]), len(part))](
             q[item], *sources, page_table[item], lengths[item], opened[item], part, *carried,
             opened.stride(1), opened.stride(2), dim**-0.5 * LOG2_E, rows, first, last, page_table.stride(0),
             KV=kv_heads, GROUP=heads // kv_heads, PAGE=page, D=dim,
@@ -193,7 +188,7 @@ def chunk_attention(
         for first in range(0, span, step):
             count = min(step, span - first)
             sources = [
-                _expanded(side, page_table[item], first, count) if side.format.quantised else side.codes
+                expand(side, page_table[item], first, count) if side.format.quantised else side.codes
                 for side in sides
             ]
             attend(slice(item, item + 1), sources, first, first + count, carried)

@@ -29,7 +29,7 @@ def _before(
 
 
 @triton.jit(do_not_specialize=["T", "PATH", "SAVED"])
-def _chunk_kernel(
+def _chunk_conv_kernel(
     inputs, alpha, beta, weight, decay, bias, window, stash, slots, path, count,
     q, k, v, g_out, beta_out, input_stride, alpha_stride, beta_stride, T, PATH, SAVED, eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -130,7 +130,7 @@ def chunk_heads(
 
     q, k = (new(key_heads, dim, dtype=torch.float16) for _ in range(2))
     v, g, strength = new(value_heads, dim), new(value_heads), new(value_heads)
-    _chunk_kernel[(triton.cdiv(rows, ROWS), 2 * key_heads + value_heads, batch)](
+    _chunk_conv_kernel[(triton.cdiv(rows, ROWS), 2 * key_heads + value_heads, batch)](
         inputs, alpha, beta, weight, decay, bias, window, tree_inputs, slots, path, count,
         q, k, v, g, strength, inputs.stride(0), alpha.stride(0), beta.stride(0), rows, path.shape[1],
         tree_inputs.shape[1], L2_EPS, dim**-0.5,

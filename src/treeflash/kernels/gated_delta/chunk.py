@@ -173,7 +173,7 @@ def _fold_kernel(
 
 
 def takes(state: Tensor) -> bool:
-    """Whether the kernels are made for such heads (a power of two of dims, few enough for a program) and cards.
+    """Whether the kernels are made for such heads (a power of two of dims, up to 128) and such a card.
 
     Without tensor cores for TF32 the inverse is a program too long to compile.
     """
