@@ -78,6 +78,8 @@ Set = Annotated[
     ),
 ]
 
+ENGINE = EngineConfig()
+
 
 def chat(
     model: Model = None,
@@ -98,6 +100,9 @@ def chat(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache: flags.PrefixCache = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     quiet: flags.Quiet = False,
@@ -142,7 +147,14 @@ def chat(
     if url is not None:
         backend = _server(url, api_key or known.api_key, model, wishes, screen)
     else:
-        place = Place(max_ctx, device, offline or known.offline)
+        place = Place(
+            max_ctx,
+            device,
+            offline or known.offline,
+            prefix_cache,
+            prefix_cache_dir,
+            prefix_cache_dir_size,
+        )
         backend = _local(model or known.target, wishes, place, think=think, screen=screen)
     backend.check(made)
     code = Chat(backend, conversation, made, screen=screen, quiet=quiet, path=load).run()
@@ -157,6 +169,9 @@ class Place:
     max_ctx: int | None
     device: str
     offline: bool
+    prefix_cache: int | None
+    prefix_cache_dir: Path | None
+    prefix_cache_dir_size: int
 
 
 def _server(url: str, key: str | None, model: str | None, wishes: Wishes, screen: view.Screen) -> "Backend":
@@ -184,6 +199,9 @@ def _local(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
+        prefix_cache=place.prefix_cache,
+        prefix_cache_dir=place.prefix_cache_dir,
+        prefix_cache_dir_size=place.prefix_cache_dir_size,
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)

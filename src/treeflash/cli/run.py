@@ -19,6 +19,8 @@ from treeflash.errors import PromptTooLong, UsageError
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
 
+ENGINE = EngineConfig()
+
 
 def run(
     model: flags.Model = None,
@@ -46,6 +48,8 @@ def run(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     as_json: flags.AsJson = False,
@@ -118,7 +122,10 @@ def run(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
-        conversations=0,
+        # Within one prompt nothing repeats.
+        prefix_cache=None if prefix_cache_dir else 0,
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_dir_size=prefix_cache_dir_size,
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)

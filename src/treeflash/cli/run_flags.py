@@ -1,11 +1,12 @@
 """The arguments and options of `treeflash run`: names, limits and help. Decides nothing."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from treeflash.cli.options import device, size
+from treeflash.cli.options import amount, device, size
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
 
@@ -182,6 +183,28 @@ MaxContext = Annotated[
 ]
 Where = Annotated[
     str, _engine("--device", parser=device, metavar="auto|cpu|cuda|cuda:N", help="Where to compute.")
+]
+PrefixCache = Annotated[
+    int | None,
+    _engine(
+        "--prefix-cache",
+        parser=amount,
+        metavar="SIZE",
+        help="Memory for states of earlier prompts, so that what a prompt repeats is not read again: "
+        "512m, 8g; 0 turns it off. Default: a quarter of the memory that is free, up to 8g.",
+    ),
+]
+PrefixCacheDir = Annotated[
+    Path | None,
+    _engine(
+        "--prefix-cache-dir",
+        metavar="PATH",
+        help="Keep such states in this folder, too, for later runs. Default: they end with the program.",
+    ),
+]
+PrefixCacheDirSize = Annotated[
+    int,
+    _engine("--prefix-cache-dir-size", parser=size, metavar="SIZE", help="What the folder may hold: 32g."),
 ]
 Offline = Annotated[bool, _engine("--offline", help="Use only what is on this machine.")]
 

@@ -12,9 +12,12 @@ from torch import Tensor
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_dtype
-from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
+from treeflash.engine.prefix import PrefixCache
+from treeflash.engine.prefix_files import SnapshotFiles
+from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
+from treeflash.engine.snapshot import Snapshot, packed
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.models.decoder import Decoder, check_taps
@@ -22,6 +25,7 @@ from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
 from treeflash.spec.tree import DraftTree
 from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.snapshots import SavedStates
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -38,7 +42,7 @@ class Request:
     guide: Guide | None = None  # which tokens may follow
     draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
     trees: bool = False  # report every step's tree
-    # Behind how many of the prompt's tokens a state is worth keeping; None: nothing of this request is.
+    # Behind how many of the prompt's tokens turns begin; None: nothing of this request is worth keeping.
     boundaries: Mapping[int, Kind] | None = None
 
 
@@ -94,10 +98,11 @@ class Engine:
         drafter: Drafter | None = None,
         max_rows: int = 1,
         kv_format: str = "auto",
-        conversations: int = 0,
+        prefix_cache: int = 0,
+        prefix_files: SnapshotFiles | None = None,
         padded: bool | None = None,
     ):
-        """`conversations`: how many to remember the states of.
+        """`prefix_cache`: bytes of host memory for states of earlier requests; `prefix_files`: of earlier runs.
 
         `padded`: steps of a few sizes over tensors that stay where they are, as CUDA graphs need them; None:
         on a GPU.
@@ -120,7 +125,8 @@ class Engine:
             whole=padded,
         )
         self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
-        self.prefixes = PrefixCache(self.states.forget, conversations=conversations)
+        self.saves = SavedStates(self.states)
+        self.prefixes = PrefixCache(self.saves, budget=prefix_cache, files=prefix_files)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
@@ -155,6 +161,7 @@ class Engine:
             yield from self._run(request, sampler, stats, slot)
         finally:
             self.states.close(slot)
+            self.prefixes.write()
 
     def _check(self, request: Request) -> None:
         vocabulary = self.target.spec.vocab_size
@@ -229,36 +236,40 @@ class Engine:
 
     def _resume(self, request: Request, slot: int) -> int:
         """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.match(request.prompt)
+        found = self.prefixes.match(request.prompt, self._cuts(request))
         if found is None:
             return 0
-        while not self.states.has_room(slot, len(found.tokens) - PAGE * len(found.state.pages)):
-            if not self.prefixes.evict() or self.prefixes.match(request.prompt) is not found:
-                return 0
-        self.states.restore(slot, found.state)
-        self.drafter.restore(found.tokens, found.draft)
-        return len(found.tokens)
+        self._make_room(slot, PAGE * self.saves.missing(found.state), keep=found)
+        self.saves.restore(slot, found.state)
+        self.drafter.restore(request.prompt[: found.length], found.draft)
+        return found.length
 
     def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
         if request.boundaries is not None and tokens and self.prefixes.keeps:
             assert len(tokens) == self.states.lengths[slot]
-            self.prefixes.put(Snapshot(tokens, kind, self.states.save(slot), self.drafter.save()))
+            self.prefixes.put(Snapshot(packed(tokens), kind, self.saves.save(slot), self.drafter.save()))
+
+    def _make_room(self, slot: int, rows: int, *, keep: Snapshot | None = None) -> None:
+        """For the rows, if need be for the price of what is remembered of other requests."""
+        while (short := self.states.shortage(slot, rows)) and self.prefixes.make_room(short, keep):
+            pass
 
     def _reserve(self, slot: int, rows: int) -> None:
-        """Room for the rows, if need be for the price of what is remembered of other requests."""
-        while not self.states.has_room(slot, rows) and self.prefixes.evict():
-            pass
+        self._make_room(slot, rows)
         self.states.reserve(slot, rows)
+
+    def _cuts(self, request: Request) -> list[int]:
+        return cuts(len(request.prompt), request.boundaries or {}, self._chunk)
 
     def _prefill(self, request: Request, slot: int) -> Iterator[tuple[Tensor | None, int]]:
         """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
-        device, start, end = self.target.device, self.states.lengths[slot], len(request.prompt)
+        device, start = self.target.device, self.states.lengths[slot]
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
-        boundaries = request.boundaries or {}
+        ends = self._cuts(request)
+        kept = worth_keeping(ends, request.boundaries or {})
         yield None, start
-        cuts = {*range(0, end, self._chunk), *boundaries, end}
-        for stop in sorted(cut for cut in cuts if start < cut <= end):
+        for stop in (end for end in ends if end > start):
             if request.cancelled():
                 return
             tokens = prompt[:, start:stop]
@@ -267,8 +278,8 @@ class Engine:
             output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps)
             self.states.advance(step)
             self.drafter.append(request.prompt[start:stop], output.features[0])
-            if stop in boundaries:
-                self._remember(request, request.prompt[:stop], boundaries[stop], slot)
+            if stop in kept:
+                self._remember(request, request.prompt[:stop], kept[stop], slot)
             yield output.hidden[:, -1], stop
             start = stop
 

@@ -14,7 +14,15 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
-from treeflash.engine.memory import MemoryPlan, device_name, kv_dtype, pick_device, plan_memory
+from treeflash.engine.memory import (
+    MemoryPlan,
+    available_memory,
+    device_name,
+    kv_dtype,
+    pick_device,
+    plan_memory,
+)
+from treeflash.engine.prefix_files import SnapshotFiles, identity
 from treeflash.engine.prompts import Prompts
 from treeflash.engine.requests import (
     Finished,
@@ -40,7 +48,7 @@ from treeflash.models.weights import Progress as LoadProgress
 from treeflash.spec.controller import BUCKETS, Costs
 from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
 from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
+from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
@@ -123,6 +131,7 @@ class Session:
             )
             recommended = file_sampling(file.metadata)
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
+            files = _prefix_files(config, file, plan, f"{device.type} {dtype}")
         prepare(target.layouts, device)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
         costs = cost_file.load()
@@ -132,7 +141,8 @@ class Session:
             prefill_chunk=config.prefill_chunk,
             drafter=_drafter(config, target, plan, costs, dtype),
             max_rows=config.speculation.budget + 1 if config.speculation else 1,
-            conversations=config.conversations,
+            prefix_cache=_prefix_cache(config),
+            prefix_files=files,
             kv_format=config.kv,
         )
         if device.type == "cuda" and graphs:
@@ -256,6 +266,28 @@ def _drafter(
     # A padded step of one row costs what the smallest size does, and so on.
     sizes = (1, *PADDED) if target.device.type == "cuda" else BUCKETS
     return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
+
+
+def _prefix_cache(config: EngineConfig) -> int:
+    if config.prefix_cache is not None:
+        return config.prefix_cache
+    return min(available_memory(torch.device("cpu")) // 4, 8 << 30)
+
+
+def _prefix_files(
+    config: EngineConfig, file: GGUFFile, plan: MemoryPlan, computing: str
+) -> SnapshotFiles | None:
+    if config.prefix_cache_dir is None or config.prefix_cache == 0:
+        return None
+    draft = config.draft if config.speculation else None
+    made_of = identity(
+        [*file.paths, *([draft.path] if draft else ())],
+        computing=computing,
+        kv=config.kv,
+        chunk=config.prefill_chunk,
+        draft=draft and [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)],
+    )
+    return SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
 
 
 def file_sampling(metadata: Mapping[str, Any]) -> SamplingParams:

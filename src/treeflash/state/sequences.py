@@ -5,7 +5,7 @@ accepted path and forgets the rest. Nothing committed is ever overwritten, so th
 Does not know what tokens mean.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,17 +16,6 @@ from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pendi
 from treeflash.state.pages import PageAllocator
 
 PAGE = 64  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSequence:
-    """One slot's state at one moment. Nothing writes to it, and any number of slots may begin with it."""
-
-    length: int
-    pages: list[int]  # full ones, held together with whoever else has them
-    tail: tuple[Tensor, Tensor]  # keys and values of the rest: [attention layers, tokens, KV, D]
-    layers: list[tuple[Tensor, ...]]  # a delta layer: state, window, and rows still to be folded in
-    folding: int  # how many such rows
 
 
 class SequenceStates:
@@ -53,7 +42,7 @@ class SequenceStates:
         self.max_ctx = max_ctx
         self.lengths = [0] * slots  # the host's copy of buffers.lengths
         self._free_slots = list(range(slots))
-        self._pages = PageAllocator(slots)
+        self.pages = PageAllocator(slots)
         kv_shape = (spec.attention_layers, 0, PAGE, spec.kv_heads, spec.head_dim)
         self._keys, self._values = (torch.zeros(kv_shape, dtype=kv_dtype, device=self._device),) * 2
         self.buffers = Buffers(
@@ -85,91 +74,43 @@ class SequenceStates:
         return slot
 
     def close(self, slot: int) -> None:
-        self._pages.release(slot)
+        self.pages.release(slot)
         self._free_slots.append(slot)
 
-    def save(self, slot: int) -> SavedSequence:
-        """The slot's committed state; `forget` it when it is no longer wanted."""
-        length = self.lengths[slot]
-        full, rest = divmod(length, PAGE)
-        pages = self._pages.owned[slot][:full]
-        last = self._pages.owned[slot][full : full + 1]
-        self._pages.hold(pages)
-        rows = self.buffers.pending.path[slot, : int(self.buffers.pending.count[slot])]
-        return SavedSequence(
-            length=length,
-            pages=pages,
-            tail=(
-                self._keys[:, last, :rest].flatten(1, 2),
-                self._values[:, last, :rest].flatten(1, 2),
-            ),
-            layers=[
-                tuple(
-                    self._aside(part)
-                    for part in (
-                        layer.state[slot],
-                        layer.window[slot],
-                        layer.tree_inputs[slot, rows],
-                        layer.tree_gates[slot, rows],
-                    )
-                )
-                for layer in self.buffers.layers
-                if isinstance(layer, DeltaBuffers)
-            ],
-            folding=len(rows),
+    def begin(self, slot: int, pages: list[int], length: int) -> None:
+        """Lets a slot that was just opened begin with `length` tokens whose full pages others hold, too."""
+        self.pages.adopt(slot, pages)
+        self.buffers.page_table[slot, : len(pages)] = torch.tensor(
+            pages, dtype=torch.int64, device=self._device
         )
-
-    def restore(self, slot: int, saved: SavedSequence) -> None:
-        """Lets a slot that was just opened go on from a saved state."""
-        assert self.lengths[slot] == 0
-        self._pages.adopt(slot, saved.pages)
-        pages, rest = len(saved.pages), saved.length % PAGE
-        self.buffers.page_table[slot, :pages] = torch.tensor(
-            saved.pages, dtype=torch.int64, device=self._device
-        )
-        self.lengths[slot] = saved.length
-        self.buffers.lengths[slot] = saved.length
+        self.lengths[slot] = length
+        self.buffers.lengths[slot] = length
         self.reserve(slot, 0)
-        if rest:
-            page = self._pages.owned[slot][pages]
-            for pool, tail in zip((self._keys, self._values), saved.tail, strict=True):
-                pool[:, page, :rest] = tail
-        pending, folding = self.buffers.pending, saved.folding
-        pending.count[slot] = folding
-        pending.path[slot, :folding] = torch.arange(folding, device=self._device)
-        deltas = (layer for layer in self.buffers.layers if isinstance(layer, DeltaBuffers))
-        for layer, (state, window, inputs, gates) in zip(deltas, saved.layers, strict=True):
-            layer.state[slot].copy_(state, non_blocking=True)
-            layer.window[slot].copy_(window, non_blocking=True)
-            layer.tree_inputs[slot, :folding].copy_(inputs, non_blocking=True)
-            layer.tree_gates[slot, :folding].copy_(gates, non_blocking=True)
 
-    def forget(self, saved: SavedSequence) -> None:
-        self._pages.drop(saved.pages)
-
-    def has_room(self, slot: int, rows: int) -> bool:
-        """Whether `reserve` can succeed while saved states hold the pages they do."""
-        missing = self._pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
-        return self._pages.capacity + missing <= self.buffers.page_table.numel()
-
-    def _aside(self, tensor: Tensor) -> Tensor:
-        """A copy that takes no device memory: recurrent states are large, and a bus is fast enough."""
-        if self._device.type != "cuda":
-            return tensor.clone()
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return kept.copy_(tensor, non_blocking=True)
+    def shortage(self, slot: int, rows: int) -> int:
+        """Pages that saved states have to let go of before `reserve` can succeed."""
+        missing = self.pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
+        return max(0, self.pages.capacity + missing - self.buffers.page_table.numel())
 
     def reserve(self, slot: int, rows: int) -> None:
         """Makes room for `rows` rows behind the slot's committed tokens."""
         pages = -(-(self.lengths[slot] + rows) // PAGE)
-        missing = self._pages.missing(slot, pages)
-        if missing:
-            most = self.buffers.page_table.numel()
-            self._grow(min(max(self._pages.capacity + missing, 3 * self._pages.capacity // 2), most))
-        start = len(self._pages.owned[slot])
-        new = self._pages.take(slot, pages)
+        self._provide(self.pages.missing(slot, pages))
+        start = len(self.pages.owned[slot])
+        new = self.pages.take(slot, pages)
         if new:
             self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
+
+    def grant(self, count: int) -> list[int]:
+        """Pages of the pool that the caller holds."""
+        self._provide(count - self.pages.free)
+        return self.pages.grant(count)
+
+    def _provide(self, missing: int) -> None:
+        """Makes the pool larger by `missing` pages, at least."""
+        if missing > 0:
+            most = self.buffers.page_table.numel()
+            self._grow(min(max(self.pages.capacity + missing, 3 * self.pages.capacity // 2), most))
 
     def advance(self, step: Step) -> None:
         """After a chunk: its rows are committed text."""
@@ -231,7 +172,7 @@ class SequenceStates:
         for new, old in zip(grown, (self._keys, self._values), strict=True):
             new[:, : old.shape[1]] = old
         self._keys, self._values = grown
-        self._pages.grow(capacity)
+        self.pages.grow(capacity)
         attention = iter(range(self._spec.attention_layers))
         self.buffers = replace(
             self.buffers,
@@ -240,6 +181,11 @@ class SequenceStates:
                 for layer in self.buffers.layers
             ),
         )
+
+    @property
+    def planes(self) -> tuple[Tensor, ...]:
+        """Every tensor of the pool: [attention layers, pages, ...]."""
+        return (self._keys, self._values)
 
     def _attention(self, index: int) -> AttentionBuffers:
         return AttentionBuffers(self._keys[index], self._values[index])
