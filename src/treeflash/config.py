@@ -32,7 +32,10 @@ class EngineConfig:
     # Tokens; cuts fall on multiples of it, so that they are a function of the prompt.
     prefill_chunk: int = 512
     weights: Literal["auto", "expanded", "packed"] = "auto"
-    kv: Literal["auto", "f16", "bf16"] = "auto"  # auto: f16 on a GPU, 32 bits on a CPU
+    # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f16 on a GPU, f32 on a CPU
+    kv_k: str = "auto"  # keys
+    kv_v: str = "auto"  # values
+    window: int | None = None  # decoding looks back so many tokens, and on the first 64; None: on all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
     draft: DraftConfig | None = None  # None: copies from the text alone
     costs: Path | None = None  # where measured step costs are kept from run to run

@@ -135,7 +135,9 @@ def test_the_plan_expands_what_fits_and_refuses_what_does_not(
         assert not small.expanded and small.weights == packed
         # The context shrinks to what is left when none was asked for.
         room = int(0.9 * floats) - packed - spec.recurrent_bytes()
-        assert small.max_ctx == min(spec.context_length, room // spec.kv_bytes_per_token(32))
+        assert small.max_ctx == min(
+            spec.context_length, room // spec.kv_bytes_per_token(*[4 * spec.head_dim] * 2)
+        )
         with pytest.raises(
             ResourceError, match=r"needs .* GiB with a context of 256 tokens, .* GiB are free on cpu"
         ):

@@ -61,7 +61,8 @@ def contents(states: SequenceStates, slot: int, target: Decoder) -> list[torch.T
     for layer in states.buffers.layers:
         if isinstance(layer, AttentionBuffers):
             pages = table[: -(-length // PAGE)]
-            found += [pool[pages].flatten(0, 1)[:length] for pool in (layer.keys, layer.values)]
+            for plane in (*layer.keys.planes, *layer.values.planes):
+                found.append(plane[pages].transpose(1, 2).flatten(0, 1)[:length])
         elif isinstance(layer, DeltaBuffers):
             found += [layer.state[slot], layer.window[slot]]
     return [part.clone() for part in found]

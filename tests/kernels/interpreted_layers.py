@@ -13,6 +13,7 @@ from treeflash.kernels.causal_conv import kernel as conv_kernel
 from treeflash.kernels.causal_conv import reference as conv
 from treeflash.kernels.gated_delta import kernel as delta_kernel
 from treeflash.kernels.gated_delta import reference as delta
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.quant_matmul.kernel import pack_rows
@@ -41,6 +42,11 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> None:
     assert bool(found.isfinite().all())
     error = (found.double() - wanted.double()).norm() / wanted.double().norm()
     assert error < tolerance, float(error)
+
+
+def plain_pool(pool: Tensor) -> HeadPool:
+    """[pages, KV, page, D] as it is."""
+    return HeadPool(FORMATS["f32"], pool.shape[-1], pool, None)
 
 
 def tree_of(rows: int, batch: int) -> Step:
@@ -115,13 +121,15 @@ def test_heads(interleaved: bool, dim: int, normed: bool) -> None:
     found = norm_kernel.head_rope(x, factor, 1e-6, cos, sin, **options)
     close(found, norm.head_rope(x, factor, 1e-6, cos, sin, **options))
     places = torch.randperm(20)[: batch * rows]
-    pools = [torch.randn(2, 20, heads, dim) for _ in range(2)]
-    pools[1].copy_(pools[0])
-    for implementation, (keys, values) in zip((norm_kernel, norm), pools, strict=True):
-        implementation.cache_heads(
-            x, other, factor, 1e-6, cos, sin, keys=keys, values=values, rows=places, **options
-        )
-    close(pools[0], pools[1])
+    found, wanted = torch.zeros(2, 20, heads, dim), torch.zeros(2, 5, heads, 4, dim)
+    keys, values = found
+    norm_kernel.cache_heads(
+        x, other, factor, 1e-6, cos, sin, keys=keys, values=values, rows=places, **options
+    )
+    pools = dict(zip(("keys", "values"), map(plain_pool, wanted), strict=True))
+    split = {"pages": places // 4, "offsets": places % 4}
+    norm.cache_heads(x, other, factor, 1e-6, cos, sin, **pools, **split, **options)
+    close(found.view(2, 5, 4, heads, dim).transpose(2, 3), wanted)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +207,11 @@ def test_paged_attention(
     step = tree_of(rows, 2)
     q = torch.randn(2, rows, kv_heads * group, dim)
     gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:]
-    places = (keys, values, table, torch.tensor(lengths), step.ancestors)
+    places = (table, torch.tensor(lengths), step.ancestors)
+    pools = [plain_pool(pool.transpose(1, 2)) for pool in (keys, values)]
     for opened in (None, gate):
-        found = attention_kernel.paged_attention(q, *places, gate=opened)
-        close(found, attention.paged_attention(q, *places, gate=opened), tolerance)
+        found = attention_kernel.paged_attention(q, keys, values, *places, gate=opened)
+        close(found, attention.paged_attention(q, *pools, *places, gate=opened), tolerance)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from treeflash.kernels.attention import paged_attention
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.models.step import Step, visibility
 
 PAGE = 4
@@ -19,11 +20,16 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor)
     return torch.stack(rows)
 
 
+def floats(pool: torch.Tensor) -> HeadPool:
+    """[pages, KV, page, D] as it is."""
+    return HeadPool(FORMATS["f32"], pool.shape[-1], pool, None)
+
+
 def test_a_broken_sequence_does_not_reach_its_neighbours() -> None:
-    keys, values = torch.randn(2, 8, PAGE, 2, 8)
+    keys, values = torch.randn(2, 8, 2, PAGE, 8)
     keys[0], values[0] = torch.nan, torch.nan  # page 0: where unused entries of a page table point
     table, lengths = torch.tensor([[0, 1, 2], [3, 0, 0]]), torch.tensor([9, 1])
-    out = paged_attention(torch.randn(2, 2, 4, 8), keys, values, table, lengths, None)
+    out = paged_attention(torch.randn(2, 2, 4, 8), floats(keys), floats(values), table, lengths, None)
     assert bool(out[0].isnan().all()) and bool(out[1].isfinite().all())
 
 
@@ -32,7 +38,7 @@ def test_a_broken_sequence_does_not_reach_its_neighbours() -> None:
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, consecutive: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
-    keys, values = torch.randn(2, 40, PAGE, 2, 8, generator=generator)
+    keys, values = torch.randn(2, 40, 2, PAGE, 8, generator=generator)
     table = (
         torch.arange(20).view(2, 10)
         if consecutive
@@ -44,11 +50,11 @@ def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, 
     visible = visibility(parents) if tree else None
     ancestors = Step.tree(lengths, parents, parents, lengths).ancestors if tree else None
     gate = torch.randn(q.shape, generator=generator)
-    out = paged_attention(q, keys, values, table, lengths, ancestors)
-    gated = paged_attention(q, keys, values, table, lengths, ancestors, gate=gate)
+    places = (floats(keys), floats(values), table, lengths, ancestors)
+    out, gated = paged_attention(q, *places), paged_attention(q, *places, gate=gate)
     assert torch.allclose(gated, out * gate.sigmoid())
     for item, length in enumerate(lengths.tolist()):
-        k, v = (pool[table[item]].flatten(0, 1) for pool in (keys, values))
+        k, v = (pool[table[item]].transpose(1, 2).flatten(0, 1) for pool in (keys, values))
         for row in range(rows):
             seen = torch.zeros(len(k), dtype=torch.bool)
             seen[:length] = True

@@ -56,7 +56,7 @@ def test_hybrid_layers(tmp_path: Path) -> None:
     assert spec.delta is not None and spec.delta.channels == (2 * 2 + 6) * 16
     # Per sequence and delta layer: six 16x16 matrices and three rows of 160 inputs, in float32.
     assert spec.recurrent_bytes() == 6 * 4 * (6 * 16 * 16 + 3 * 160)
-    assert spec.kv_bytes_per_token(16) == 2 * 2 * 32 * 2
+    assert spec.kv_bytes_per_token(2 * spec.head_dim, 2 * spec.head_dim) == 2 * 2 * 32 * 2
 
 
 def test_prediction_blocks_are_not_part_of_the_trunk(tmp_path: Path) -> None:

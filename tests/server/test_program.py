@@ -204,7 +204,10 @@ def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
     )
     found = json.loads(done.stdout)
     assert found["server"]["api_keys"] == 2 and "secret" not in done.stdout
-    assert found["server"]["thinking_budget"] == 2048 and found["engine"]["kv"] == "f16"
+    assert (
+        found["server"]["thinking_budget"] == 2048
+        and found["engine"]["kv_k"] == "f16" == found["engine"]["kv_v"]
+    )
     assert found["engine"]["draft"]["path"].endswith("draft.gguf")
 
 

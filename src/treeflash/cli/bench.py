@@ -13,11 +13,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from treeflash.cli import bench_flags as given
+from treeflash.cli import cache_flags, view
 from treeflash.cli import run_flags as flags
-from treeflash.cli import serve_flags, view
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import find
+from treeflash.cli.loading import find, tell_of_approximations
 from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
@@ -45,7 +45,10 @@ def bench(
     data: given.Data = None,
     draft: flags.Draft = None,
     no_draft: flags.NoDraft = False,
-    kv: serve_flags.KV = serve_flags.KeyValues.auto,
+    kv: cache_flags.KV = cache_flags.KeyValues.auto,
+    kv_k: cache_flags.Keys = None,
+    kv_v: cache_flags.Values = None,
+    window: cache_flags.Window = None,
     max_ctx: flags.MaxContext = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
@@ -73,6 +76,7 @@ def bench(
     chosen = [each.strip() for each in suites.split(",") if each.strip()]
     wanted = given.Wanted.read(chosen, temperature, budget, context)
     settings = environment()
+    cache = cache_flags.cache(kv, kv_k, kv_v, window)
     offline = offline or settings.offline
     before = _document(compare) if compare is not None else None
     screen = view.Screen(quiet=quiet)
@@ -85,7 +89,7 @@ def bench(
         plots.require()
     if chosen == [given.STEP]:
         target, speculation = _model(model, draft, no_draft, offline, screen)
-        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, kv=kv.value)
+        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, **cache)
         return _step(target, config, screen, lines=lines, json_file=json_file)
     loaded = {
         suite: load(suite, prompts, data=data, offline=offline, contexts=wanted.contexts) for suite in chosen
@@ -100,7 +104,7 @@ def bench(
         "budget": budget,
         "context": context,
         "fixed": fixed,
-        "kv": kv.value,
+        **cache,
         "max_ctx": max_ctx,
     }
     head = machine.head(facts, shlex.join(["treeflash", *sys.argv[1:]]))
@@ -109,7 +113,7 @@ def bench(
         _serve(run, loaded, wanted, url, key=api_key or settings.api_key, model=model)
     else:
         target, speculation = _model(model, draft, no_draft, offline, screen)
-        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, kv=kv.value)
+        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, **cache)
         _decode(run, loaded, wanted, target, config, screen)
     found = list(run.found.values())
     if found:
@@ -211,6 +215,7 @@ def _decode(
             )
         with screen.loading(f"Loading {target.path.name}") as bar:
             session = Session.load(target.path, replace(config, speculation=speculation), progress=bar.update)
+        tell_of_approximations(session, screen)
         run.head |= machine.of_session(session, target.path)
         if not session.template.supports_thinking:
             run.settings = replace(run.settings, thinking=None)

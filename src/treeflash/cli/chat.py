@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treeflash.cli import cache_flags, view
 from treeflash.cli import run_flags as flags
-from treeflash.cli import view
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
+from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
 from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
@@ -103,6 +103,10 @@ def chat(
     prefix_cache: flags.PrefixCache = None,
     prefix_cache_dir: flags.PrefixCacheDir = None,
     prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
+    kv: cache_flags.KV = cache_flags.KeyValues.auto,
+    kv_k: cache_flags.Keys = None,
+    kv_v: cache_flags.Values = None,
+    window: cache_flags.Window = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     quiet: flags.Quiet = False,
@@ -147,14 +151,13 @@ def chat(
     if url is not None:
         backend = _server(url, api_key or known.api_key, model, wishes, screen)
     else:
-        place = Place(
-            max_ctx,
-            device,
-            offline or known.offline,
-            prefix_cache,
-            prefix_cache_dir,
-            prefix_cache_dir_size,
-        )
+        prefix = {
+            "prefix_cache": prefix_cache,
+            "prefix_cache_dir": prefix_cache_dir,
+            "prefix_cache_dir_size": prefix_cache_dir_size,
+        }
+        cache = cache_flags.cache(kv, kv_k, kv_v, window) | prefix
+        place = Place(max_ctx, device, offline or known.offline, cache)
         backend = _local(model or known.target, wishes, place, think=think, screen=screen)
     backend.check(made)
     code = Chat(backend, conversation, made, screen=screen, quiet=quiet, path=load).run()
@@ -169,9 +172,7 @@ class Place:
     max_ctx: int | None
     device: str
     offline: bool
-    prefix_cache: int | None
-    prefix_cache_dir: Path | None
-    prefix_cache_dir_size: int
+    cache: dict[str, Any]
 
 
 def _server(url: str, key: str | None, model: str | None, wishes: Wishes, screen: view.Screen) -> "Backend":
@@ -199,14 +200,13 @@ def _local(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
-        prefix_cache=place.prefix_cache,
-        prefix_cache_dir=place.prefix_cache_dir,
-        prefix_cache_dir_size=place.prefix_cache_dir_size,
+        **place.cache,
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)
     if not session.plan.expanded:
         warn_of_packed_weights(session, target.path, screen)
+    tell_of_approximations(session, screen)
     if speculation.note:
         screen.note(speculation.note)
     return LocalBackend(

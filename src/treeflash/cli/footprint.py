@@ -32,8 +32,9 @@ def footprint(file: "GGUFFile", spec: "ModelSpec", bits: int) -> Footprint:
     expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
         expanded -= embedding.elements
+    row = spec.head_dim * bits // 8
     return Footprint(
-        expanded * bits // 8 + embedding.nbytes, spec.recurrent_bytes(), spec.kv_bytes_per_token(bits)
+        expanded * bits // 8 + embedding.nbytes, spec.recurrent_bytes(), spec.kv_bytes_per_token(row, row)
     )
 
 

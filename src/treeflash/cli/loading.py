@@ -58,6 +58,11 @@ def warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) 
     )
 
 
+def tell_of_approximations(session: "Session", screen: view.Screen) -> None:
+    if named := session.engine.states.approximate:
+        screen.notice(f"Approximate, as asked for: {', '.join(named)}. docs/long-context.md has the cost.")
+
+
 def costs_file() -> Path:
     """Where measured times of steps are kept from one run to the next."""
     from platformdirs import user_cache_dir

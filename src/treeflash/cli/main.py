@@ -9,6 +9,7 @@ import typer
 import treeflash
 from treeflash.cli import view
 from treeflash.cli.bench import bench
+from treeflash.cli.cache_flags import CacheCommand
 from treeflash.cli.chat import chat
 from treeflash.cli.command import BROKEN_PIPE, Command, Program, tell
 from treeflash.cli.convert import convert
@@ -54,13 +55,13 @@ def common(
     pass
 
 
-app.command("run", cls=Command, rich_help_panel="Use a model")(run)
-app.command("chat", cls=Command, rich_help_panel="Use a model")(chat)
-app.command("serve", cls=Command, rich_help_panel="Use a model")(serve)
+app.command("run", cls=CacheCommand, rich_help_panel="Use a model")(run)
+app.command("chat", cls=CacheCommand, rich_help_panel="Use a model")(chat)
+app.command("serve", cls=CacheCommand, rich_help_panel="Use a model")(serve)
 app.command("stop", cls=Command, rich_help_panel="Use a model")(stop)
 app.command("launch", cls=Command, rich_help_panel="Use a model")(launch)
 app.command("show", cls=Command, rich_help_panel="Use a model")(show)
-app.command("bench", cls=Command, rich_help_panel="Use a model")(bench)
+app.command("bench", cls=CacheCommand, rich_help_panel="Use a model")(bench)
 app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
 app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
 app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)

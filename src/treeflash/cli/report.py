@@ -27,6 +27,7 @@ def line(finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bo
             f"{stats.rows_per_step:.1f} rows/step" if proposing else "",
             f"draft {draft_share(stats):.0%}" if proposing and drafted else "",
             f"seed {stats.seed}" if sampled else "",
+            *stats.approximate,
             "length limit" if finished.reason == "length" else "",
         ]
     parts.append("interrupted" if interrupted else "")

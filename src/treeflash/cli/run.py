@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treeflash.cli import report, view
+from treeflash.cli import cache_flags, report, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
+from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
 from treeflash.cli.options import bias, unescape
 from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
@@ -50,6 +50,10 @@ def run(
     max_ctx: flags.MaxContext = None,
     prefix_cache_dir: flags.PrefixCacheDir = None,
     prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
+    kv: cache_flags.KV = cache_flags.KeyValues.auto,
+    kv_k: cache_flags.Keys = None,
+    kv_v: cache_flags.Values = None,
+    window: cache_flags.Window = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     as_json: flags.AsJson = False,
@@ -126,11 +130,13 @@ def run(
         prefix_cache=None if prefix_cache_dir else 0,
         prefix_cache_dir=prefix_cache_dir,
         prefix_cache_dir_size=prefix_cache_dir_size,
+        **cache_flags.cache(kv, kv_k, kv_v, window),
     )
     with screen.loading(f"Loading {target.path.name}") as bar:
         session = Session.load(target.path, config, progress=bar.update)
     if not session.plan.expanded:
         warn_of_packed_weights(session, target.path, screen)
+    tell_of_approximations(session, screen)
     if session.template.is_fallback and not raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     answer = view.Answer(shown=not as_json)

@@ -9,6 +9,7 @@ from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import paged_attention
 from treeflash.kernels.gated_delta import chunk_delta, tree_delta
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.quant_matmul import quant_matmul
 
 # Relative RMS error; float32 products on a GPU may round their inputs to TF32.
@@ -62,13 +63,12 @@ def attention(device: torch.device) -> float:
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     wanted = torch.einsum("hts,shd->thd", weights, values.repeat_interleave(2, 1))
     pages = torch.tensor([3, 0, 4, 1, 2])
-    pools = []
-    for source in (keys, values):
-        pool = torch.zeros(5, page, kv_heads, dim)
-        pool[pages] = source.view(5, page, kv_heads, dim)
-        pools.append(pool.to(device))
+    format = FORMATS["f32" if device.type == "cpu" else "f16"]
+    cache = [HeadPool.empty(format, (5, kv_heads, page), dim, device) for _ in range(2)]
+    for pool, source in zip(cache, (keys, values), strict=True):
+        pool.codes[pages] = source.view(5, page, kv_heads, dim).transpose(1, 2).to(pool.codes)
     lengths = torch.tensor([length], device=device)
-    found = paged_attention(q[None].to(device), *pools, pages[None].to(device), lengths, None)
+    found = paged_attention(q[None].to(device), cache[0], cache[1], pages[None].to(device), lengths, None)
     return _error(found[0], wanted)
 
 

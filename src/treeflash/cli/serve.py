@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treeflash.cli import daemon, view
+from treeflash.cli import cache_flags, daemon, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli import serve_flags as serving
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import costs_file, find, warn_of_packed_weights
+from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
 from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
 from treeflash.config import EngineConfig, ServerConfig, environment
 from treeflash.errors import UsageError
@@ -47,7 +47,10 @@ def serve(
     prefix_cache: flags.PrefixCache = None,
     prefix_cache_dir: flags.PrefixCacheDir = None,
     prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
-    kv: serving.KV = serving.KeyValues.auto,
+    kv: cache_flags.KV = cache_flags.KeyValues.auto,
+    kv_k: cache_flags.Keys = None,
+    kv_v: cache_flags.Values = None,
+    window: cache_flags.Window = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     in_background: serving.Daemon = False,
@@ -96,13 +99,13 @@ def serve(
     engine = EngineConfig(
         device=device,
         max_ctx=max_ctx,
-        kv=kv.value,
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
         prefix_cache=prefix_cache,
         prefix_cache_dir=prefix_cache_dir,
         prefix_cache_dir_size=prefix_cache_dir_size,
+        **cache_flags.cache(kv, kv_k, kv_v, window),
     )
     if print_config:
         return view.print_json(_shown(target, config, engine))
@@ -171,6 +174,7 @@ def _run(
         session = loaded["session"]
         if not session.plan.expanded:
             warn_of_packed_weights(session, target.path, screen)
+        tell_of_approximations(session, screen)
         if speculation.note:
             screen.note(speculation.note)
         if session.template.is_fallback:
@@ -205,8 +209,6 @@ def _loader(target: Chosen, engine: EngineConfig, bar: view.Bar, loaded: dict[st
 
 def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     """For /props, from what is loaded."""
-    from treeflash.engine.memory import kv_dtype
-
     session = loaded["session"]
     model = session.engine.target
     return {
@@ -215,7 +217,9 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "context_length": model.spec.context_length,
         "device": str(model.device),
         "weights_bytes": session.plan.weights,
-        "kv": str(kv_dtype(model.device, engine.kv)).removeprefix("torch."),
+        "kv": "/".join(dict.fromkeys(format.name for format in session.plan.kv)),
+        "window": engine.window,
+        "approximate": session.engine.states.approximate,
         "draft": engine.draft.path.name if engine.draft else None,
         "budget": engine.speculation.budget if engine.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),

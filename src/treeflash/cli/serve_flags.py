@@ -1,18 +1,11 @@
 """The options of `treeflash serve` that no other command has: names, limits and help. Decides nothing."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from treeflash.cli.options import size
-
-
-class KeyValues(StrEnum):
-    auto = "auto"
-    f16 = "f16"
-    bf16 = "bf16"
 
 
 def _server(*names: str, **options: Any) -> Any:
@@ -81,14 +74,6 @@ ThinkBudget = Annotated[
         parser=size,
         metavar="TOKENS",
         help="Most tokens of reasoning, for requests that do not say: 2048, 2k. Default: no limit.",
-    ),
-]
-KV = Annotated[
-    KeyValues,
-    typer.Option(
-        "--kv",
-        rich_help_panel="Engine",
-        help="How keys and values are kept. auto: f16 on a GPU, 32 bits on a CPU.",
     ),
 ]
 Daemon = Annotated[

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from treeflash.engine.memory import kv_dtype
+from treeflash.engine.memory import kv_pair
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import UsageError
 from treeflash.kernels.sampling import draw
@@ -61,7 +61,7 @@ def _run(
         max_ctx=longest + max_tokens,
         slots=slots,
         device=target.device,
-        kv_dtype=kv_dtype(target.device),
+        kv=kv_pair(target.spec, target.device),
         input_dtype=target.dtype,
     )
     waiting = [_Sequence(index, prompt) for index, prompt in enumerate(prompts)]

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
-from treeflash.engine.memory import kv_dtype
+from treeflash.engine.memory import kv_pair
 from treeflash.engine.prefix import PrefixCache
 from treeflash.engine.prefix_files import SnapshotFiles
 from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
-from treeflash.engine.snapshot import Snapshot, packed
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
+from treeflash.kernels.kv_cache.format import KVFormat
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
 from treeflash.spec.tree import DraftTree
-from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.sequences import SequenceStates
 from treeflash.state.snapshots import SavedStates
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -97,12 +97,13 @@ class Engine:
         prefill_chunk: int = 512,
         drafter: Drafter | None = None,
         max_rows: int = 1,
-        kv_format: str = "auto",
+        kv: tuple[KVFormat, KVFormat] | None = None,
+        window: int | None = None,
         prefix_cache: int = 0,
         prefix_files: SnapshotFiles | None = None,
         padded: bool | None = None,
     ):
-        """`prefix_cache`: bytes of host memory for states of earlier requests; `prefix_files`: of earlier runs.
+        """`prefix_cache`: bytes of host memory for states of earlier requests; `prefix_files`: of other runs.
 
         `padded`: steps of a few sizes over tensors that stay where they are, as CUDA graphs need them; None:
         on a GPU.
@@ -120,13 +121,13 @@ class Engine:
             max_ctx=max_ctx,
             max_rows=padded_rows(max_rows) if padded else max_rows,
             device=target.device,
-            kv_dtype=kv_dtype(target.device, kv_format),
+            kv=kv or kv_pair(target.spec, target.device),
+            window=window,
             input_dtype=target.dtype,
             whole=padded,
         )
         self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
-        self.saves = SavedStates(self.states)
-        self.prefixes = PrefixCache(self.saves, budget=prefix_cache, files=prefix_files)
+        self.prefixes = PrefixCache(SavedStates(self.states), budget=prefix_cache, files=prefix_files)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
@@ -145,7 +146,8 @@ class Engine:
         """
         self._check(request)
         sampling = request.sampling.seeded()
-        stats = RequestStats(prompt_tokens=len(request.prompt), seed=sampling.seed or 0)
+        stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
+        stats.approximate = self.states.approximate
         sampler = Sampler(
             sampling,
             request.prompt,
@@ -236,26 +238,19 @@ class Engine:
 
     def _resume(self, request: Request, slot: int) -> int:
         """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.match(request.prompt, self._cuts(request))
+        found = self.prefixes.resume(slot, request.prompt, self._cuts(request))
         if found is None:
             return 0
-        self._make_room(slot, PAGE * self.saves.missing(found.state), keep=found)
-        self.saves.restore(slot, found.state)
         self.drafter.restore(request.prompt[: found.length], found.draft)
         return found.length
 
     def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
         if request.boundaries is not None and tokens and self.prefixes.keeps:
-            assert len(tokens) == self.states.lengths[slot]
-            self.prefixes.put(Snapshot(packed(tokens), kind, self.saves.save(slot), self.drafter.save()))
-
-    def _make_room(self, slot: int, rows: int, *, keep: Snapshot | None = None) -> None:
-        """For the rows, if need be for the price of what is remembered of other requests."""
-        while (short := self.states.shortage(slot, rows)) and self.prefixes.make_room(short, keep):
-            pass
+            self.prefixes.put(slot, tokens, kind, self.drafter.save())
 
     def _reserve(self, slot: int, rows: int) -> None:
-        self._make_room(slot, rows)
+        """Room for the rows, if need be for the price of what is remembered of other requests."""
+        self.prefixes.make_room(slot, rows)
         self.states.reserve(slot, rows)
 
     def _cuts(self, request: Request) -> list[int]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from treeflash.errors import ResourceError
+from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile, TensorInfo
+from treeflash.kernels.kv_cache.format import BLOCK, FORMATS, KVFormat
 from treeflash.kernels.quant_matmul import has_layout, packed_size
 from treeflash.models.spec import ModelSpec
 
@@ -80,6 +81,7 @@ class MemoryPlan:
     weights: int
     draft: int
     recurrent: int
+    kv: tuple[KVFormat, KVFormat]  # of keys and of values
     kv_per_token: int
     max_ctx: int
     available: int
@@ -117,7 +119,7 @@ def plan_memory(
     max_ctx: int | None,
     weights: str,
     draft: Path | None = None,
-    kv_format: str = "auto",
+    kv: tuple[str, str] = ("auto", "auto"),
 ) -> MemoryPlan:
     available = available_memory(device)
     draft_bytes = draft_size(draft, dtype) if draft is not None else 0
@@ -127,31 +129,59 @@ def plan_memory(
         floats, widened = tile_sizes(file, spec)
         weights = "expanded"
     recurrent = spec.recurrent_bytes()
-    kv = spec.kv_bytes_per_token(8 * kv_dtype(device, kv_format).itemsize)
+    pair = kv_pair(spec, device, kv)
+    token = spec.kv_bytes_per_token(*(format.row_bytes(spec.head_dim) for format in pair))
     expanded = weights == "expanded" or (
         weights == "auto" and floats + draft_bytes + recurrent < 0.8 * available
     )
     needed = (floats if expanded else packed) + draft_bytes + recurrent
     room = int(0.9 * available) - needed
     context = max_ctx or min(spec.context_length, DEFAULT_CTX[device.type])
-    if max_ctx is None and kv:
-        context = min(context, max(256, room // kv))
-    if room < kv * context:
+    if max_ctx is None and token:
+        context = min(context, max(256, room // token))
+    if room < token * context:
         raise ResourceError(
-            f"{file.path.name} needs {gib(needed + kv * context)} with a context of {context} tokens, "
+            f"{file.path.name} needs {gib(needed + token * context)} with a context of {context} tokens, "
             f"{gib(available)} are free on {device}",
             "lower --max-ctx, close other programs, or take a smaller model or quantisation",
         )
     return MemoryPlan(
-        expanded, floats if expanded else packed, draft_bytes, recurrent, kv, context, available, widened
+        expanded,
+        floats if expanded else packed,
+        draft_bytes,
+        recurrent,
+        pair,
+        token,
+        context,
+        available,
+        widened,
     )
 
 
-def kv_dtype(device: torch.device, format: str = "auto") -> torch.dtype:
-    """Unless told: float32 on a CPU, whose text is then the same however it is cut into steps; else f16."""
-    if format != "auto":
-        return {"f16": torch.float16, "bf16": torch.bfloat16}[format]
-    return torch.float16 if device.type == "cuda" else torch.float32
+def _kv_format(device: torch.device, name: str) -> KVFormat:
+    """auto: float32 on a CPU, whose text is then the same however it is cut into steps; else f16."""
+    if name == "auto":
+        name = "f16" if device.type == "cuda" else "f32"
+    elif name not in FORMATS:
+        raise UsageError(f"keys or values in {name!r}, needed one of {', '.join(FORMATS)}")
+    elif name == "f32" and device.type != "cpu":
+        raise UsageError(f"keys or values in f32 on {device}, f32 is for a CPU", "use --kv f16 or bf16")
+    return FORMATS[name]
+
+
+def kv_pair(
+    spec: ModelSpec, device: torch.device, names: tuple[str, str] = ("auto", "auto")
+) -> tuple[KVFormat, KVFormat]:
+    """How keys and how values of a model are kept, from what was asked for."""
+    pair = _kv_format(device, names[0]), _kv_format(device, names[1])
+    for format in pair:
+        if format.quantised and spec.head_dim % BLOCK:
+            raise UsageError(
+                f"{spec.name} has heads of {spec.head_dim} values, "
+                f"{format.name} needs a multiple of {BLOCK} for keys and values",
+                "use --kv f16",
+            )
+    return pair
 
 
 def weight_sizes(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:

@@ -5,13 +5,15 @@ by its exact tokens alone. Its keys and values lie in the pool while there is ro
 memory set aside is used up, snapshots go, those first that a later one of their conversation stands for.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from treeflash.engine.prefix_files import SnapshotFile, SnapshotFiles
+from treeflash.engine.prefix_plan import Kind
 from treeflash.engine.snapshot import Snapshot, packed
+from treeflash.state.draft_ring import SavedRings
 from treeflash.state.snapshots import SavedPage, SavedStates
 
 
@@ -48,8 +50,19 @@ class PrefixCache:
             disk_bytes=sum(each.nbytes for each in files),
         )
 
+    def resume(self, slot: int, ids: Sequence[int], cuts: Container[int]) -> Snapshot | None:
+        """Lets a slot that was just opened go on from the longest beginning of `ids` that is remembered.
+
+        It ends where `ids` are cut, or with an answer, and leaves something of them to compute.
+        """
+        found = self.match(ids, cuts)
+        if found is not None:
+            self._free(lambda: self._saves.shortage(slot, found.state), keep=found)
+            self._saves.restore(slot, found.state)
+        return found
+
     def match(self, ids: Sequence[int], cuts: Container[int]) -> Snapshot | None:
-        """The longest snapshot that `ids` begin with and go on from, at a cut of theirs or after an answer."""
+        """The snapshot that `resume` takes."""
         if not self.keeps:
             return None
         before_last = packed(ids[:-1])
@@ -67,24 +80,32 @@ class PrefixCache:
                 self._touch(found)
             return found
 
-    def put(self, snapshot: Snapshot) -> None:
-        """Remembers it, and forgets what that leaves no room for."""
+    def put(self, slot: int, tokens: Sequence[int], kind: Kind, draft: SavedRings | None) -> None:
+        """Remembers a slot's state behind `tokens`, and forgets what that leaves no room for."""
+        state = self._saves.save(slot)
+        assert state.length == len(tokens)
+        snapshot = Snapshot(packed(tokens), kind, state, draft)
         self._add(snapshot)
         self._fresh.append(snapshot)
         self._fit()
 
-    def make_room(self, pages: int, keep: Snapshot | None = None) -> bool:
-        """Gives up to `pages` pages of the pool back, at least one; False: there is none. `keep` is in use."""
-        freed = 0
-        for page in self._coldest_pages(keep):
-            if freed == pages:
-                break
-            if page.cell is None and self._host_bytes + self._saves.cell_bytes > self._budget:
-                break
-            self._saves.copy_out(page)
-            self._saves.leave_pool(page)
-            freed += 1
-        return freed > 0 or self._drop_coldest(keep)
+    def make_room(self, slot: int, rows: int) -> None:
+        """In the pool, for rows behind a slot's tokens: pages leave it that only snapshots hold."""
+        self._free(lambda: self._saves.states.shortage(slot, rows))
+
+    def _free(self, shortage: Callable[[], int], *, keep: Snapshot | None = None) -> None:
+        """Until nothing is short or nothing left; `keep` stays where it is."""
+        while pages := shortage():
+            freed = 0
+            for page in self._coldest_pages(keep):
+                full = page.cell is None and self._host_bytes + self._saves.cell_bytes > self._budget
+                if full or freed == pages:
+                    break
+                self._saves.copy_out(page)
+                self._saves.leave_pool(page)
+                freed += 1
+            if not freed and not self._drop_coldest(keep):
+                return
 
     @torch.inference_mode()
     def write(self) -> None:

@@ -14,14 +14,7 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
-from treeflash.engine.memory import (
-    MemoryPlan,
-    available_memory,
-    device_name,
-    kv_dtype,
-    pick_device,
-    plan_memory,
-)
+from treeflash.engine.memory import MemoryPlan, available_memory, device_name, pick_device, plan_memory
 from treeflash.engine.prefix_files import SnapshotFiles, identity
 from treeflash.engine.prompts import Prompts
 from treeflash.engine.requests import (
@@ -121,7 +114,7 @@ class Session:
                 max_ctx=config.max_ctx,
                 weights=config.weights,
                 draft=config.draft.path if config.draft else None,
-                kv_format=config.kv,
+                kv=(config.kv_k, config.kv_v),
             )
             card = recognise(
                 [spec.name, path.stem],
@@ -133,7 +126,8 @@ class Session:
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
             files = _prefix_files(config, file, plan, f"{device.type} {dtype}")
         prepare(target.layouts, device)
-        cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft}")
+        kept = "/".join(format.name for format in plan.kv)
+        cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {kept}")
         costs = cost_file.load()
         engine = Engine(
             target,
@@ -143,7 +137,8 @@ class Session:
             max_rows=config.speculation.budget + 1 if config.speculation else 1,
             prefix_cache=_prefix_cache(config),
             prefix_files=files,
-            kv_format=config.kv,
+            kv=plan.kv,
+            window=config.window,
         )
         if device.type == "cuda" and graphs:
             engine.capture(warming)
@@ -259,7 +254,7 @@ def _drafter(
             max_ctx=plan.max_ctx,
             context=context,
             device=target.device,
-            dtype=kv_dtype(target.device),
+            dtype=torch.float16 if target.device.type == "cuda" else torch.float32,
         )
         block = BlockDraft(draft, target, buffers)
         prepare(draft.layouts, target.device)
@@ -283,7 +278,8 @@ def _prefix_files(
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
         computing=computing,
-        kv=config.kv,
+        kv=[format.name for format in plan.kv],
+        window=config.window,
         chunk=config.prefill_chunk,
         draft=draft and [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)],
     )

@@ -24,6 +24,7 @@ class RequestStats:
     verify_s: float = 0.0
     commit_s: float = 0.0
     seed: int = 0
+    approximate: tuple[str, ...] = ()  # what may make the text another than that of an exact cache
     notes: list[str] = field(default_factory=list)  # what the user should know, in words
     _start: float = field(default_factory=time.perf_counter)
     _first: float | None = None
@@ -88,5 +89,6 @@ class RequestStats:
             "verify_s": self.verify_s,
             "commit_s": self.commit_s,
             "seed": self.seed,
+            "approximate": list(self.approximate),
             "notes": self.notes,
         }

@@ -111,8 +111,7 @@ class Decoder:
         lengths, page_table = buffers.lengths[step.slots], buffers.page_table[step.slots]
         cos, sin = rope_angles(step.positions, self._frequencies)
         behind = lengths[:, None] + torch.arange(step.rows, device=lengths.device)
-        page = next((b.keys.shape[1] for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
-        cache_rows = page_table.gather(1, behind // page) * page + behind % page
+        page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
         pending, index = _pending(buffers, step.slots), None
         if step.parents is not None and self.spec.delta is not None:
             width = self.spec.delta.conv_width
@@ -125,7 +124,10 @@ class Decoder:
             conv_index=index,
             page_table=page_table,
             lengths=lengths,
-            cache_rows=cache_rows.flatten(),
+            pages=page_table.gather(1, behind // page).flatten(),
+            offsets=(behind % page).flatten(),
+            positions=step.positions,
+            window=None if step.is_chunk else buffers.window,
             pending=pending,
         )
 

@@ -28,7 +28,10 @@ class Frame:
     conv_index: Tensor | None  # [B, P + T, conv width] for a tree over delta layers
     page_table: Tensor  # [B, P]
     lengths: Tensor  # [B]
-    cache_rows: Tensor  # [B * T] where the rows' keys and values go in the flattened pages
+    pages: Tensor  # [B * T] where the rows' keys and values go: the page,
+    offsets: Tensor  # [B * T] and the place in it
+    positions: Tensor  # [B, T]
+    window: int | None  # how far back the rows look; None for a chunk
     pending: Pending  # of these slots only; P rows of path, of which `count` are to be committed
 
 
@@ -80,11 +83,11 @@ class Attention:
         options = {"cos": frame.cos, "sin": frame.sin, "interleaved": spec.family.rope_interleaved}
         q = head_rope(q, self._norms[0], spec.eps, **options)
         # Rows are read back through the cache, so that a node and a committed token look alike.
-        pools = {"keys": buffers.keys.flatten(0, 1), "values": buffers.values.flatten(0, 1)}
-        cache_heads(k, v, self._norms[1], spec.eps, rows=frame.cache_rows, **pools, **options)
-        out = paged_attention(
-            q, buffers.keys, buffers.values, frame.page_table, frame.lengths, frame.ancestors, gate=gate
-        )
+        keys, values = buffers.keys, buffers.values
+        places = {"keys": keys, "values": values, "pages": frame.pages, "offsets": frame.offsets}
+        cache_heads(k, v, self._norms[1], spec.eps, **options, **places)
+        seen = (frame.page_table, frame.lengths, frame.ancestors, frame.positions)
+        out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
         return self._out(out.flatten(-2))[0]
 
 

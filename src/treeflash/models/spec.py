@@ -94,8 +94,9 @@ class ModelSpec:
     def delta_layers(self) -> int:
         return self.layers.count("delta")
 
-    def kv_bytes_per_token(self, bits_per_value: float = 16) -> int:
-        return int(self.attention_layers * 2 * self.kv_heads * self.head_dim * bits_per_value / 8)
+    def kv_bytes_per_token(self, key_row: int, value_row: int) -> int:
+        """From the bytes of a head's key and of its value."""
+        return self.attention_layers * self.kv_heads * (key_row + value_row)
 
     def recurrent_bytes(self) -> int:
         """Float32 bytes of one sequence's recurrent and convolution state."""

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from treeflash.kernels.kv_cache.format import HeadPool
+
 MAX_ROWS = 64  # ancestors of a row are the bits of one 64-bit word
 
 
@@ -69,8 +71,8 @@ def visibility(parents: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBuffers:
-    keys: Tensor  # [pages, page, KV, D], after norm and rope
-    values: Tensor  # [pages, page, KV, D]
+    keys: HeadPool  # [pages, KV, page, row], after norm and rope
+    values: HeadPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,4 @@ class Buffers:
     page_table: Tensor  # [slots, pages a slot] int64
     lengths: Tensor  # [slots] int64 committed tokens
     pending: Pending
+    window: int | None = None  # how far back a tree's rows look; None: over everything

@@ -90,6 +90,12 @@ def speculation(*answers: RequestStats) -> dict[str, Any]:
     }
 
 
+def approximate(*answers: RequestStats) -> dict[str, Any]:
+    """What of how they were computed is approximate, for usage objects; nothing where all was exact."""
+    named = dict.fromkeys(each for stats in answers for each in stats.approximate)
+    return {"approximate": list(named)} if named else {}
+
+
 def statistics(stats: RequestStats) -> dict[str, Any]:
     return stats.as_dict() | {"tok_s": stats.decode_tok_s}
 

@@ -132,4 +132,5 @@ def _usage(finished: Finished) -> Object:
         "cache_creation_input_tokens": 0,
         "output_tokens": stats.generated_tokens,
         "speculation": answers.speculation(stats),
+        **answers.approximate(stats),
     }

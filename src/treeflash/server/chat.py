@@ -244,4 +244,5 @@ def usage_of(found: list[Answer], copies: int) -> Object:
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
         "speculation": answers.speculation(*stats),
+        **answers.approximate(*stats),
     }

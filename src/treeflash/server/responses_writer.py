@@ -191,6 +191,7 @@ class ResponsesWriter:
                 "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
                 "total_tokens": stats.prompt_tokens + stats.generated_tokens,
                 "speculation": answers.speculation(stats),
+                **answers.approximate(stats),
             }
         return response
 

@@ -5,12 +5,15 @@ accepted path and forgets the rest. Nothing committed is ever overwritten, so th
 Does not know what tokens mean.
 """
 
+import contextlib
+from collections.abc import Generator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from treeflash.errors import ResourceError
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, KVFormat, approximations
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.state.pages import PageAllocator
@@ -27,24 +30,25 @@ class SequenceStates:
         slots: int = 1,
         max_rows: int = 1,
         device: torch.device | str = "cpu",
-        kv_dtype: torch.dtype = torch.float32,
+        kv: tuple[KVFormat, KVFormat] = (FORMATS["f32"], FORMATS["f32"]),
+        window: int | None = None,
         input_dtype: torch.dtype = torch.float32,
         whole: bool = False,
     ):
-        """`input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing.
+        """`kv`: how keys and how values are kept; `window`: how far back a tree's rows look, in tokens.
 
+        `input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing.
         `whole`: all pages are there from the start, and no tensor ever moves.
         """
         self._spec = spec
         self._device = torch.device(device)
-        self._kv_dtype, self._input_dtype = kv_dtype, input_dtype
+        self._input_dtype = input_dtype
         self._max_rows = max_rows
         self.max_ctx = max_ctx
         self.lengths = [0] * slots  # the host's copy of buffers.lengths
         self._free_slots = list(range(slots))
         self.pages = PageAllocator(slots)
-        kv_shape = (spec.attention_layers, 0, PAGE, spec.kv_heads, spec.head_dim)
-        self._keys, self._values = (torch.zeros(kv_shape, dtype=kv_dtype, device=self._device),) * 2
+        self._keys, self._values = (self._pool(format, 0) for format in kv)
         self.buffers = Buffers(
             layers=tuple(
                 self._attention(0) if kind == "attention" else self._delta(slots) for kind in spec.layers
@@ -55,7 +59,9 @@ class SequenceStates:
                 path=self._zeros(slots, max_rows, dtype=torch.int64),
                 count=self._zeros(slots, dtype=torch.int64),
             ),
+            window=window,
         )
+        self.approximate = approximations(*kv, window)  # what of it is, in words
         if whole:
             self._grow(self.buffers.page_table.numel())
 
@@ -158,20 +164,18 @@ class SequenceStates:
         if self._spec.attention_layers == 0 or (on_cpu and bool((source == columns).all())):
             return
         lengths, table = self.buffers.lengths[slots][:, None], self.buffers.page_table[slots]
-        here, there = (
-            (table.gather(1, index // PAGE) * PAGE + index % PAGE).flatten()
+        (pages, offsets), (new_pages, new_offsets) = (
+            (table.gather(1, index // PAGE).flatten(), (index % PAGE).flatten())
             for index in (lengths + source, lengths + columns)
         )
-        for pool in (self._keys, self._values):
-            flat = pool.flatten(1, 2)
-            flat[:, there] = flat[:, here]
+        for plane in self.planes:
+            plane[:, new_pages, :, new_offsets] = plane[:, pages, :, offsets]
 
     def _grow(self, capacity: int) -> None:
-        shape = (self._spec.attention_layers, capacity, *self._keys.shape[2:])
-        grown = [self._zeros(*shape, dtype=self._kv_dtype) for _ in range(2)]
-        for new, old in zip(grown, (self._keys, self._values), strict=True):
-            new[:, : old.shape[1]] = old
-        self._keys, self._values = grown
+        before, held = self.planes, self.pages.capacity
+        self._keys, self._values = (self._pool(pool.format, capacity) for pool in (self._keys, self._values))
+        for new, old in zip(self.planes, before, strict=True):
+            new[:, :held] = old
         self.pages.grow(capacity)
         attention = iter(range(self._spec.attention_layers))
         self.buffers = replace(
@@ -185,7 +189,18 @@ class SequenceStates:
     @property
     def planes(self) -> tuple[Tensor, ...]:
         """Every tensor of the pool: [attention layers, pages, ...]."""
-        return (self._keys, self._values)
+        return (*self._keys.planes, *self._values.planes)
+
+    def _pool(self, format: KVFormat, pages: int) -> HeadPool:
+        """[attention layers, pages, KV, page, row]."""
+        layers, heads, dim = self._spec.attention_layers, self._spec.kv_heads, self._spec.head_dim
+        size = layers * pages * heads * PAGE * format.row_bytes(dim)
+        with self._allocating(size):
+            if self._device.type == "cuda":
+                return HeadPool.empty(format, (layers, pages, heads, PAGE), dim, self._device)
+            # Heads outermost in memory: a head's tokens in consecutive pages are one matrix.
+            pool = HeadPool.empty(format, (layers, heads, pages, PAGE), dim, self._device)
+            return pool.map(lambda plane: plane.transpose(1, 2))
 
     def _attention(self, index: int) -> AttentionBuffers:
         return AttentionBuffers(self._keys[index], self._values[index])
@@ -201,10 +216,14 @@ class SequenceStates:
         )
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        try:
+        with self._allocating(dtype.itemsize * torch.Size(shape).numel()):
             return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    @contextlib.contextmanager
+    def _allocating(self, size: int) -> Generator[None]:
+        try:
+            yield
         except (RuntimeError, MemoryError) as error:
-            size = dtype.itemsize * torch.Size(shape).numel()
             raise ResourceError(
                 f"no memory for {size / 2**30:.2f} GiB of sequence state on {self._device}",
                 "lower --max-ctx or close other programs",

@@ -55,7 +55,7 @@ class SavedStates:
     """Saved states of the slots of one `SequenceStates`, and the memory they take."""
 
     def __init__(self, states: SequenceStates):
-        self._states = states
+        self.states = states
         self._device = states.buffers.lengths.device
         self._resident: dict[int, SavedPage] = {}
         self._free: list[Tensor] = []
@@ -74,7 +74,7 @@ class SavedStates:
 
     def save(self, slot: int) -> SavedSequence:
         """The slot's committed state; `forget` it when it is no longer wanted."""
-        states, buffers = self._states, self._states.buffers
+        states, buffers = self.states, self.states.buffers
         full, rest = divmod(states.lengths[slot], PAGE)
         owned = states.pages.owned[slot]
         rows = buffers.pending.path[slot, : int(buffers.pending.count[slot])]
@@ -98,13 +98,17 @@ class SavedStates:
             folding=len(rows),
         )
 
+    def shortage(self, slot: int, saved: SavedSequence) -> int:
+        """Pages that others have to let go of before the empty slot can go on from the state."""
+        return self.states.shortage(slot, PAGE * self.missing(saved))
+
     def missing(self, saved: SavedSequence) -> int:
-        """Pages that the pool has to have free before the state can be gone on from."""
+        """Pages that are not in the pool."""
         return sum(page.index is None for page in saved.pages) + (saved.tail is not None)
 
     def restore(self, slot: int, saved: SavedSequence) -> None:
         """Lets a slot that was just opened go on from a saved state."""
-        states = self._states
+        states = self.states
         assert states.lengths[slot] == 0
         absent = [page for page in saved.pages if page.index is None]
         for page, index in zip(absent, states.grant(len(absent)), strict=True):
@@ -136,7 +140,7 @@ class SavedStates:
 
     def is_idle(self, page: SavedPage) -> bool:
         """Whether it takes room in the pool that no slot needs."""
-        return page.index is not None and self._states.pages.holders(page.index) == 1
+        return page.index is not None and self.states.pages.holders(page.index) == 1
 
     def copy_out(self, page: SavedPage) -> None:
         """Its bytes lie outside the pool, too."""
@@ -148,7 +152,7 @@ class SavedStates:
         """Gives its place in the pool back: where no copy was made, for good."""
         if page.index is not None:
             del self._resident[page.index]
-            self._states.pages.drop([page.index])
+            self.states.pages.drop([page.index])
             page.index = None
 
     def drop_copy(self, page: SavedPage) -> None:
@@ -172,7 +176,7 @@ class SavedStates:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _admit(self, index: int) -> SavedPage:
-        self._states.pages.hold([index])
+        self.states.pages.hold([index])
         page = self._resident[index] = SavedPage(index)
         return page
 
@@ -181,12 +185,12 @@ class SavedStates:
         self._free.append(cell)
 
     def _read(self, index: int) -> Tensor:
-        parts = [plane[:, index].reshape(-1).view(torch.uint8) for plane in self._states.planes]
+        parts = [plane[:, index].reshape(-1).view(torch.uint8) for plane in self.states.planes]
         return self.new_cell().copy_(torch.cat(parts), non_blocking=True)
 
     def _write(self, index: int, cell: Tensor) -> None:
         start, cell = 0, cell.to(self._device, non_blocking=True)
-        for plane in self._states.planes:
+        for plane in self.states.planes:
             place = plane[:, index]
             end = start + place.numel() * place.itemsize
             place.copy_(cell[start:end].view(place.dtype).view(place.shape))

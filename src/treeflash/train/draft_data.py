@@ -178,7 +178,8 @@ def _slots(target: Target, settings: Regeneration) -> int:
     if target.device.type != "cuda":
         return most
     free, _ = torch.cuda.mem_get_info(target.device)
-    each = target.spec.recurrent_bytes() + settings.length * target.spec.kv_bytes_per_token(16)
+    row = 2 * target.spec.head_dim
+    each = target.spec.recurrent_bytes() + settings.length * target.spec.kv_bytes_per_token(row, row)
     return max(1, min(most, int(_STATES * free) // each))
 
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from treeflash.kernels.attention import reference
+from treeflash.kernels.kv_cache.format import HeadPool
 
 __all__ = ["block_attention", "paged_attention"]
 
@@ -11,19 +12,25 @@ LEAST_DIM = 16  # what a product on tensor cores takes
 
 def paged_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor | None,
+    positions: Tensor | None = None,
     *,
+    window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
     if q.is_cuda and ancestors is not None and q.shape[-1] >= LEAST_DIM:
         from treeflash.kernels.attention import kernel
 
-        return kernel.paged_attention(q, keys, values, page_table, lengths, ancestors, gate=gate)
-    return reference.paged_attention(q, keys, values, page_table, lengths, ancestors, gate=gate)
+        return kernel.paged_attention(
+            q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
+        )
+    return reference.paged_attention(
+        q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
+    )
 
 
 def block_attention(

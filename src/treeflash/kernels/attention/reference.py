@@ -4,33 +4,49 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from treeflash.kernels.kv_cache.format import HeadPool
+from treeflash.kernels.kv_cache.reference import decode
+from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
+
+SINKS = 64  # tokens at the beginning that a window never hides
+
 
 def paged_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor | None,
+    positions: Tensor | None = None,
     *,
+    window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """q [B, T, H, D]; keys, values [pages, page, KV, D]; page_table [B, P]; lengths [B] committed tokens.
+    """q [B, T, H, D]; keys, values [pages, KV, page, row]; page_table [B, P]; lengths [B] committed tokens.
 
     Row i of sequence b lies at index lengths[b] + i. It sees the committed tokens and the rows j whose bit is
-    set in ancestors[b, i]; without ancestors [B, T] the rows before it and itself. Query head h reads KV head
-    h // (H / KV). The output is multiplied by the sigmoid of gate [B, T, H, D] where there is one.
+    set in ancestors[b, i]; without ancestors [B, T] the rows before it and itself. With a window a row at
+    position p sees of them only those at positions from p - window + 1 on and the first 64; positions [B, T]
+    are the rows'. Query head h reads KV head h // (H / KV). The output is multiplied by the sigmoid of gate
+    [B, T, H, D] where there is one.
+
+    Quantised keys and values lie rotated, each pool for itself.
     """
     rows, heads = q.shape[1:3]
-    kv_heads = keys.shape[2]
+    kv_heads = keys.codes.shape[1]
     group = heads // kv_heads
+    queries = rotate(q).to(q.dtype) if keys.format.quantised else q
     # The query heads of a KV head become rows of one product: [B, KV, group * T, D].
-    packed = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    packed = queries.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     span = int(lengths.max()) + rows
-    k, v = (_gather(pool, page_table, span).transpose(1, 2).to(q.dtype) for pool in (keys, values))
+    k, v = (_gather(pool, page_table, span).to(q.dtype) for pool in (keys, values))
     mask = None
-    if rows > 1 or len(q) > 1:
+    if rows > 1 or len(q) > 1 or window is not None:
         mask = _mask(lengths, rows, span, ancestors)
+        if window is not None:
+            assert positions is not None
+            mask = mask & _within(lengths, positions, span, window)
         if len(q) > 1:
             # What lies behind a shorter sequence is another one's: not even a NaN of it may get through.
             foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
@@ -38,6 +54,8 @@ def paged_attention(
         mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
     out = scaled_dot_product_attention(packed, k, v, attn_mask=mask)
     out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    if values.format.quantised:
+        out = rotate_back(out).to(q.dtype)
     return out if gate is None else out * gate.sigmoid()
 
 
@@ -54,14 +72,35 @@ def _mask(lengths: Tensor, rows: int, span: int, ancestors: Tensor | None) -> Te
     return torch.where((row < rows)[:, None], staged, False) | (row < 0)[:, None]
 
 
-def _gather(pool: Tensor, page_table: Tensor, span: int) -> Tensor:
-    """[B, span, KV, D]: a view where a lone sequence's pages lie in a row, which is the usual case."""
-    pages = page_table[:, : -(-span // pool.shape[1])]
+def _within(lengths: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
+    """[B, T, span] bool: what is near enough to each row, or at the beginning."""
+    index = torch.arange(span, device=lengths.device)
+    row = index - lengths[:, None]
+    staged = positions.gather(1, row.clamp(0, positions.shape[1] - 1))
+    at = torch.where(row < 0, index, staged)[:, None]
+    return (at < SINKS) | (at > positions[..., None] - window)
+
+
+def _gather(pool: HeadPool, page_table: Tensor, span: int) -> Tensor:
+    """[B, KV, span, D], decoded.
+
+    Floats are a view where a lone sequence's pages lie in a row and the pool has its heads outermost in
+    memory, which is the usual case on a CPU.
+    """
+    pages = page_table[:, : -(-span // pool.page)]
+    chosen: Tensor | slice = pages
     if len(pages) == 1:
         first, count = int(pages[0, 0]), pages.shape[1]
         if bool((pages[0] == torch.arange(first, first + count, device=pages.device)).all()):
-            return pool[first : first + count].flatten(0, 1)[None, :span]
-    return pool[pages].flatten(1, 2)[:, :span]
+            chosen = slice(first, first + count)
+
+    def gathered(plane: Tensor) -> Tensor:
+        found = plane[chosen] if isinstance(chosen, Tensor) else plane[None, chosen]
+        return found.transpose(1, 2).flatten(2, 3)[:, :, :span]
+
+    if pool.scales is None:
+        return gathered(pool.codes)
+    return decode(gathered(pool.codes), gathered(pool.scales), pool.format, pool.dim)
 
 
 def block_attention(

@@ -5,6 +5,7 @@ one float16 for each `group` values. A plane of p bits a value takes D * p / 8 b
 e % bytes, p * (e // bytes) bits from the right: neighbours in a row are neighbours in the plane.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ class KVFormat:
     @property
     def quantised(self) -> bool:
         return self.dtype is None
+
+    @property
+    def lossy(self) -> bool:
+        """Below 8 bits a value: text may differ from that of unquantised keys and values."""
+        return self.quantised and sum(self.planes) < 8
 
     def code_bytes(self, dim: int) -> int:
         """Bytes of a row's codes."""
@@ -49,6 +55,14 @@ FORMATS = {
         KVFormat("tq3_0", planes=(2, 1), group=128),
     )
 }
+
+
+def approximations(keys: KVFormat, values: KVFormat, window: int | None) -> tuple[str, ...]:
+    """What of these makes text differ from that over all keys and values at 8 bits or more, in words."""
+    same = keys == values
+    sides = [("keys and values", keys)] if same else [("keys", keys), ("values", values)]
+    found = [f"{side} in {format.name}" for side, format in sides if format.lossy]
+    return (*found, *([] if window is None else [f"a window of {window:,} tokens"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,9 @@ class HeadPool:
 
     def __getitem__(self, index: int) -> "HeadPool":
         """Along the first axis: a layer of a pool of all layers."""
-        return HeadPool(
-            self.format, self.dim, self.codes[index], None if self.scales is None else self.scales[index]
-        )
+        return self.map(lambda plane: plane[index])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "HeadPool":
+        """The pool of what `function` makes of each plane; rows stay rows."""
+        scales = None if self.scales is None else function(self.scales)
+        return HeadPool(self.format, self.dim, function(self.codes), scales)

@@ -4,6 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from treeflash.kernels.kv_cache.format import HeadPool
+from treeflash.kernels.kv_cache.reference import encode
+from treeflash.kernels.kv_cache.rotation import rotate
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over its last axis."""
@@ -66,12 +70,19 @@ def cache_heads(
     cos: Tensor,
     sin: Tensor,
     *,
-    keys: Tensor,
-    values: Tensor,
-    rows: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    pages: Tensor,
+    offsets: Tensor,
     interleaved: bool,
 ) -> None:
-    """Writes k, normed and rotated, and v [B, T, KV, D] to `rows` [B * T] of keys, values [N, KV, D]."""
+    """Writes k, normed and rotated, and v [B, T, KV, D] to the places (pages, offsets) [B * T] of the pools.
+
+    keys, values [pages, KV, page, row]. What is quantised is spread by the fixed rotation first.
+    """
     k = head_rope(k, norm, eps, cos, sin, interleaved=interleaved)
-    for pool, new in ((keys, k), (values, v)):
-        pool.index_copy_(0, rows, new.flatten(0, 1).to(pool.dtype))
+    for pool, new in ((keys, k.flatten(0, 1)), (values, v.flatten(0, 1))):
+        quantised = pool.format.quantised
+        parts = encode(rotate(new), pool.format) if quantised else (new.to(pool.codes.dtype),)
+        for plane, rows in zip(pool.planes, parts, strict=True):
+            plane.transpose(1, 2)[pages, offsets] = rows
