@@ -42,7 +42,9 @@ def test_the_longest_exact_beginning_is_found(spec: ModelSpec) -> None:
     assert found([*words[:69], 0, 0], everywhere) == 0
     assert found([0, *words], everywhere) == 0
     # Only where the prompt would be cut as well; an answer was never cut.
-    assert found(words, {70}) == 250 and found(words[:240], {70, 200}) == 70 and found(words[:240], set()) == 0
+    assert (
+        found(words, {70}) == 250 and found(words[:240], {70, 200}) == 70 and found(words[:240], set()) == 0
+    )
 
 
 def test_full_pages_are_shared(spec: ModelSpec) -> None:

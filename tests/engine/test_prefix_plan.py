@@ -47,7 +47,9 @@ def test_what_is_kept_is_a_cut_and_never_rounded_up(
     kept = worth_keeping(ends, boundaries)
     assert set(kept) <= set(ends[:-1])
     of_kind = {kind: cut for cut, kind in kept.items()}
-    assert all(of_kind[kind] <= place for place, kind in boundaries.items() if kind in of_kind and kind != "turn")
+    assert all(
+        of_kind[kind] <= place for place, kind in boundaries.items() if kind in of_kind and kind != "turn"
+    )
     if len(ends) > 1:
         assert ends[-2] in kept
     # No stretch of the prompt goes without for much longer than the grid.

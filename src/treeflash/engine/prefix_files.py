@@ -122,6 +122,8 @@ class SnapshotFiles:
                 with path.open("rb") as file:
                     header, _ = _read_header(file, self._identity)
                     tokens = file.read(4 * header["length"])
+                if path != self._path(tokens):
+                    raise ValueError("its tokens are not those it is named after")
                 yield SnapshotFile(path, tokens, header["kind"], header["length"], path.stat().st_size)
             except _Damage:
                 damaged += 1
@@ -136,9 +138,10 @@ class SnapshotFiles:
                 if not self._queue:
                     self._thread = None
                     return
-                self._current = self._queue.pop()
+                self._current = self._queue.pop(0)
             try:
-                self._store(self._current)
+                if not self._current.superseded:
+                    self._store(self._current)
             except OSError as error:
                 if not self._complained:
                     log.warning("snapshots cannot be written to %s: %s", self._folder, error)
