@@ -26,6 +26,10 @@ class PrefixUsage:
     disk_bytes: int
 
 
+# Snapshots, however small: each of them is looked at when a prompt comes.
+_MOST = 256
+
+
 class PrefixCache:
     def __init__(self, saves: SavedStates, *, budget: int, files: SnapshotFiles | None = None):
         """`budget`: bytes outside the pool; 0: nothing is remembered."""
@@ -68,7 +72,9 @@ class PrefixCache:
         before_last = packed(ids[:-1])
 
         def usable(each: Snapshot | SnapshotFile) -> bool:
-            return (each.kind == "answer" or each.length in cuts) and before_last.startswith(each.tokens)
+            if each.nbytes > self._budget or not before_last.startswith(each.tokens):
+                return False
+            return each.kind == "answer" or each.length in cuts
 
         while True:
             known = [*self._snapshots, *(self._files.entries if self._files else ())]
@@ -161,6 +167,8 @@ class PrefixCache:
 
     def _fit(self, keep: Snapshot | None = None) -> None:
         """Brings what lies outside the pool down to the budget."""
+        if len(self._snapshots) > _MOST:
+            self._drop_coldest(keep)
         if self._host_bytes <= self._budget:
             return
         busy = {id(page) for each in self._busy(keep) for page in each.state.pages}
