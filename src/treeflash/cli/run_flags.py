@@ -199,12 +199,18 @@ PrefixCacheDir = Annotated[
     _engine(
         "--prefix-cache-dir",
         metavar="PATH",
-        help="Keep such states in this folder, too, for later runs. Default: they end with the program.",
+        help="Keep states of prompts in this folder, too: later runs need not read again what they repeat.",
     ),
 ]
 PrefixCacheDirSize = Annotated[
     int,
-    _engine("--prefix-cache-dir-size", parser=size, metavar="SIZE", help="What the folder may hold: 32g."),
+    _engine(
+        "--prefix-cache-dir-size",
+        parser=size,
+        metavar="SIZE",
+        help="Most bytes in that folder; what was used longest ago is deleted. Default: 32g.",
+        show_default=False,
+    ),
 ]
 Offline = Annotated[bool, _engine("--offline", help="Use only what is on this machine.")]
 

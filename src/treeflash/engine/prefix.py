@@ -33,7 +33,7 @@ _MOST = 256
 class PrefixCache:
     def __init__(self, saves: SavedStates, *, budget: int, files: SnapshotFiles | None = None):
         """`budget`: bytes outside the pool; 0: nothing is remembered."""
-        self._saves, self._budget, self._files = saves, budget, files
+        self.saves, self._budget, self._files = saves, budget, files
         self._snapshots: list[Snapshot] = []
         self._fresh: list[Snapshot] = []  # put since files were last written
         self._time = 0
@@ -48,7 +48,7 @@ class PrefixCache:
         files = self._files.entries if self._files else ()
         return PrefixUsage(
             snapshots=len(self._snapshots),
-            device_bytes=self._saves.device_bytes,
+            device_bytes=self.saves.device_bytes,
             host_bytes=self._host_bytes,
             disk_snapshots=len(files),
             disk_bytes=sum(each.nbytes for each in files),
@@ -61,8 +61,8 @@ class PrefixCache:
         """
         found = self.match(ids, cuts)
         if found is not None:
-            self._free(lambda: self._saves.shortage(slot, found.state), keep=found)
-            self._saves.restore(slot, found.state)
+            self._free(lambda: self.saves.shortage(slot, found.state), keep=found)
+            self.saves.restore(slot, found.state)
         return found
 
     def match(self, ids: Sequence[int], cuts: Container[int]) -> Snapshot | None:
@@ -78,7 +78,8 @@ class PrefixCache:
 
         while True:
             known = [*self._snapshots, *(self._files.entries if self._files else ())]
-            found = max(filter(usable, known), key=lambda each: each.length, default=None)
+            longest_first = sorted(known, key=lambda each: -each.length)
+            found = next(filter(usable, longest_first), None)
             if isinstance(found, SnapshotFile):
                 self._load(found)  # a file that cannot be read is no longer among the entries
                 continue
@@ -88,7 +89,7 @@ class PrefixCache:
 
     def put(self, slot: int, tokens: Sequence[int], kind: Kind, draft: SavedRings | None) -> None:
         """Remembers a slot's state behind `tokens`, and forgets what that leaves no room for."""
-        state = self._saves.save(slot)
+        state = self.saves.save(slot)
         assert state.length == len(tokens)
         snapshot = Snapshot(packed(tokens), kind, state, draft)
         self._add(snapshot)
@@ -97,18 +98,18 @@ class PrefixCache:
 
     def make_room(self, slot: int, rows: int) -> None:
         """In the pool, for rows behind a slot's tokens: pages leave it that only snapshots hold."""
-        self._free(lambda: self._saves.states.shortage(slot, rows))
+        self._free(lambda: self.saves.states.shortage(slot, rows))
 
     def _free(self, shortage: Callable[[], int], *, keep: Snapshot | None = None) -> None:
         """Until nothing is short or nothing left; `keep` stays where it is."""
         while pages := shortage():
             freed = 0
             for page in self._coldest_pages(keep):
-                full = page.cell is None and self._host_bytes + self._saves.cell_bytes > self._budget
+                full = page.cell is None and self._host_bytes + self.saves.cell_bytes > self._budget
                 if full or freed == pages:
                     break
-                self._saves.copy_out(page)
-                self._saves.leave_pool(page)
+                self.saves.copy_out(page)
+                self.saves.leave_pool(page)
                 freed += 1
             if not freed and not self._drop_coldest(keep):
                 return
@@ -122,14 +123,14 @@ class PrefixCache:
         for snapshot in fresh:
             if snapshot.kind == "grid" or snapshot.superseded or snapshot not in self._snapshots:
                 continue
-            copies = sum(page.cell is None for page in snapshot.state.pages) * self._saves.cell_bytes
+            copies = sum(page.cell is None for page in snapshot.state.pages) * self.saves.cell_bytes
             while self._host_bytes + copies > self._budget and self._drop_coldest(snapshot):
                 pass
             if self._host_bytes + copies > self._budget:
                 continue
             for page in snapshot.state.pages:
-                self._saves.copy_out(page)
-            self._saves.wait()
+                self.saves.copy_out(page)
+            self.saves.wait()
             self._files.write(snapshot)
 
     def clear(self) -> None:
@@ -144,8 +145,8 @@ class PrefixCache:
 
     @property
     def _host_bytes(self) -> int:
-        tails = sum(each.state.tail is not None for each in self._snapshots) * self._saves.cell_bytes
-        return self._saves.cells_bytes - tails + sum(each.nbytes for each in self._snapshots)
+        tails = sum(each.state.tail is not None for each in self._snapshots) * self.saves.cell_bytes
+        return self.saves.cells_bytes - tails + sum(each.nbytes for each in self._snapshots)
 
     def _add(self, snapshot: Snapshot) -> None:
         for each in list(self._snapshots):
@@ -158,8 +159,8 @@ class PrefixCache:
 
     def _load(self, entry: SnapshotFile) -> None:
         assert self._files is not None
-        self._saves.wait()
-        read = self._files.read(entry, self._saves)
+        self.saves.wait()
+        read = self._files.read(entry, self.saves)
         if read is not None:
             snapshot = Snapshot(entry.tokens, entry.kind, *read)
             self._add(snapshot)
@@ -176,7 +177,7 @@ class PrefixCache:
             if self._host_bytes <= self._budget:
                 return
             if page.cell is not None and id(page) not in busy:
-                self._saves.drop_copy(page)  # it is in the pool, too
+                self.saves.drop_copy(page)  # it is in the pool, too
         while self._host_bytes > self._budget and self._drop_coldest(keep):
             pass
 
@@ -194,7 +195,7 @@ class PrefixCache:
         for snapshot in reversed(self._by_worth()):
             own = [page for page in snapshot.state.pages if id(page) not in seen]
             seen |= {id(page) for page in own}
-            groups.append([page for page in own if self._saves.is_idle(page)])
+            groups.append([page for page in own if self.saves.is_idle(page)])
         for group in reversed(groups):
             yield from reversed(group)
 
@@ -213,7 +214,7 @@ class PrefixCache:
             assert self._files is not None
             self._files.flush()
         self._snapshots.remove(snapshot)
-        self._saves.forget(snapshot.state)
+        self.saves.forget(snapshot.state)
 
     def _touch(self, snapshot: Snapshot) -> None:
         """It was used, and with it all that it goes on from."""
