@@ -100,7 +100,8 @@ def test_every_format_is_saved_restored_and_trimmed(
     # The last rows of an accepted path are taken back: as if it had been shorter.
     first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
     states.trim(first.slot, 2)
-    saved = states.save(first.slot)
+    saves = SavedStates(states)
+    saved = saves.save(first.slot)
     shorter = Sequence(target, states)
     shorter.chunk(PAGE + 9, seed=1)
     shorter.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 2)
@@ -109,11 +110,17 @@ def test_every_format_is_saved_restored_and_trimmed(
     assert torch.equal(shorter.go_on(), expected)
     states.close(first.slot)
     states.close(shorter.slot)
-    other = Sequence(target, states)
-    other.chunk(300, seed=3)
-    again = Sequence(target, states)
-    states.restore(again.slot, saved)
-    assert torch.equal(again.go_on(), expected)
+    for spilled in (False, True):
+        for page in saved.pages if spilled else ():
+            saves.copy_out(page)
+            saves.leave_pool(page)
+        other = Sequence(target, states)
+        other.chunk(300, seed=3)
+        again = Sequence(target, states)
+        saves.restore(again.slot, saved)
+        assert torch.equal(again.go_on(), expected)
+        states.close(other.slot)
+        states.close(again.slot)
 
 
 def test_full_pages_are_shared_and_room_is_counted(target: Decoder) -> None:
