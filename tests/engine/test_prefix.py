@@ -57,7 +57,7 @@ def answer(session: Session, messages: list[dict[str, str]], **options) -> tuple
 def nearly_all(last: Finished) -> int:
     """Tokens of its prompt that the next one need not read again, rounded down to a cut."""
     length = last.stats.prompt_tokens
-    return length - INVITATION - max(CHUNK // 8, length // 16)
+    return length - INVITATION - max(CHUNK // 16, length // 16)
 
 
 def turns(session: Session, questions: list[str], **options) -> list[Finished]:

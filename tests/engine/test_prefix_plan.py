@@ -34,7 +34,7 @@ def test_chunks_are_never_too_long_and_seldom_short(places: set[int], length: in
     assert all(after - before <= chunk for before, after in pairwise([0, *found]))
     assert set(range(chunk, length, chunk)) <= set(found)
     for before, after in pairwise([0, *found[:-1]]):
-        assert after % chunk == 0 or after - before >= max(chunk // 8, after // 16)
+        assert after % chunk == 0 or after - before >= max(chunk // 16, after // 16)
         assert after % chunk == 0 or after in places
 
 
@@ -59,9 +59,9 @@ def test_what_is_kept_is_a_cut_and_never_rounded_up(
 def test_a_growing_conversation_in_numbers() -> None:
     short = turns({100, 700, 760, 1500}, head=100, question=1500)
     ends = cuts(1510, short, 512)
-    assert ends == [100, 512, 700, 1024, 1500, 1510]
+    assert ends == [100, 512, 700, 760, 1024, 1500, 1510]
     assert worth_keeping(ends, short) == {100: "head", 1500: "question"}
     longer = short | turns({1800, 1830, 2600}, question=2600)
     ends = cuts(2610, longer, 512)
-    assert ends == [100, 512, 700, 1024, 1500, 1536, 1800, 2048, 2560, 2610]
+    assert ends == [100, 512, 700, 760, 1024, 1500, 1536, 1800, 2048, 2560, 2610]
     assert worth_keeping(ends, longer) == {100: "head", 2560: "question"}

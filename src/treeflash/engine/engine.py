@@ -182,8 +182,9 @@ class Engine:
     @torch.inference_mode()
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
         hidden, done = None, 0
-        stats.cached_tokens = self._resume(request, slot)
-        for last, count in self._prefill(request, slot):
+        ends = cuts(len(request.prompt), request.boundaries or {}, self._chunk)
+        stats.cached_tokens = self._resume(request, slot, ends)
+        for last, count in self._prefill(request, slot, ends):
             hidden, done = last, count
             yield Progress(done, len(request.prompt), stats.cached_tokens)
         if hidden is None or done < len(request.prompt) or request.cancelled():
@@ -236,9 +237,9 @@ class Engine:
             verified = self._step(slot, undecided[0], room, ahead, request, sampler, stats)
             fresh = verified.tokens
 
-    def _resume(self, request: Request, slot: int) -> int:
+    def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
         """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.resume(slot, request.prompt, self._cuts(request))
+        found = self.prefixes.resume(slot, request.prompt, ends)
         if found is None:
             return 0
         self.drafter.restore(request.prompt[: found.length], found.draft)
@@ -253,15 +254,11 @@ class Engine:
         self.prefixes.make_room(slot, rows)
         self.states.reserve(slot, rows)
 
-    def _cuts(self, request: Request) -> list[int]:
-        return cuts(len(request.prompt), request.boundaries or {}, self._chunk)
-
-    def _prefill(self, request: Request, slot: int) -> Iterator[tuple[Tensor | None, int]]:
+    def _prefill(self, request: Request, slot: int, ends: list[int]) -> Iterator[tuple[Tensor | None, int]]:
         """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
         device, start = self.target.device, self.states.lengths[slot]
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
-        ends = self._cuts(request)
         kept = worth_keeping(ends, request.boundaries or {})
         yield None, start
         for stop in (end for end in ends if end > start):

@@ -16,7 +16,7 @@ Kind = Literal["head", "question", "turn", "answer", "grid"]
 GRID = 8192  # tokens
 # A turn is a cut if it is this part of a chunk away from the cut before, and this part of the text: a chunk
 # of a few tokens costs nearly what one of a hundred does, and there are conversations of a thousand turns.
-_OF_CHUNK, _OF_TEXT = 8, 16
+_OF_CHUNK, _OF_TEXT = 16, 16
 
 
 def cuts(length: int, boundaries: Mapping[int, Kind], chunk: int) -> list[int]:

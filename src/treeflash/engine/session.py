@@ -124,7 +124,8 @@ class Session:
             )
             recommended = file_sampling(file.metadata)
             target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
-            files = _prefix_files(config, file, plan, f"{device.type} {dtype}")
+            computing = device_name(device) if device.type == "cuda" else f"CPU {dtype}"
+            files = _prefix_files(config, file, plan, computing)
         prepare(target.layouts, device)
         kept = "/".join(format.name for format in plan.kv)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {kept}")
