@@ -45,7 +45,8 @@ class Reader:
                 self._write(slot, tokens[:end])
                 if end in keep:
                     ring = torch.tensor(tokens[:end])
-                    self.cache.put(slot, tokens[:end], keep[end], SavedRings(end, 0, [(ring, -ring)]))
+                    rings = SavedRings(end, 0, [(ring, -ring)])
+                    self.cache.put(slot, tokens[:end], keep[end], lambda rings=rings: rings)
         self.check(slot, tokens, None)
         self.states.close(slot)
         self.cache.write()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -12,6 +13,7 @@ from tests.engine.remembered import Reader
 from treeflash.engine.prefix_plan import Kind
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
+from treeflash.state import snapshots
 from treeflash.state.sequences import PAGE
 
 
@@ -107,6 +109,33 @@ def test_a_file_outlives_the_process(spec: ModelSpec, tmp_path: Path) -> None:
     assert usage.disk_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     assert again.read(words, {}) == 3 * PAGE + 5
     assert again.read([*words[: 2 * PAGE], 7, 7], {}) == PAGE
+
+
+def test_memory_that_cannot_be_had_is_not_missed(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, one, other = Reader(spec, pages=8), text(12, 6 * PAGE), text(13, 6 * PAGE)
+    reader.read(one, {5 * PAGE: "turn"})
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshots, "torch", NoMemory)
+        assert reader.read(other, {5 * PAGE: "turn"}) == 0  # its pages are made free all the same
+    assert "no more than" in caplog.text and len(reader.cache) == 0
+    usage = reader.cache.usage
+    assert usage.device_bytes == usage.host_bytes == 0
+    assert reader.states.pages.free == reader.states.pages.capacity
+
+
+class NoMemory:
+    """torch, but that nothing new can be allocated."""
+
+    Size = torch.Size
+    arange = staticmethod(torch.arange)
+    cat = staticmethod(torch.cat)
+    uint8 = torch.uint8
+
+    @staticmethod
+    def empty(*_shape: object, **_options: object) -> None:
+        raise RuntimeError("can't allocate memory")
 
 
 def machine(spec: ModelSpec, folder: Path) -> type[RuleBasedStateMachine]:

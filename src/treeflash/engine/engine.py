@@ -247,7 +247,7 @@ class Engine:
 
     def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
         if request.boundaries is not None and tokens and self.prefixes.keeps:
-            self.prefixes.put(slot, tokens, kind, self.drafter.save())
+            self.prefixes.put(slot, tokens, kind, self.drafter.save)
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Room for the rows, if need be for the price of what is remembered of other requests."""

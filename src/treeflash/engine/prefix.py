@@ -5,6 +5,7 @@ by its exact tokens alone. Its keys and values lie in the pool while there is ro
 memory set aside is used up, snapshots go, those first that a later one of their conversation stands for.
 """
 
+import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class PrefixUsage:
     disk_snapshots: int
     disk_bytes: int
 
+
+log = logging.getLogger(__name__)
 
 # Snapshots, however small: each of them is looked at when a prompt comes.
 _MOST = 256
@@ -87,11 +90,17 @@ class PrefixCache:
                 self._touch(found)
             return found
 
-    def put(self, slot: int, tokens: Sequence[int], kind: Kind, draft: SavedRings | None) -> None:
+    def put(
+        self, slot: int, tokens: Sequence[int], kind: Kind, draft: Callable[[], SavedRings | None]
+    ) -> None:
         """Remembers a slot's state behind `tokens`, and forgets what that leaves no room for."""
-        state = self.saves.save(slot)
+        try:
+            rings = draft()
+            state = self.saves.save(slot)
+        except MemoryError:
+            return self._learn_limit()
         assert state.length == len(tokens)
-        snapshot = Snapshot(packed(tokens), kind, state, draft)
+        snapshot = Snapshot(packed(tokens), kind, state, rings)
         self._add(snapshot)
         self._fresh.append(snapshot)
         self._fit()
@@ -106,9 +115,8 @@ class PrefixCache:
             freed = 0
             for page in self._coldest_pages(keep):
                 full = page.cell is None and self._host_bytes + self.saves.cell_bytes > self._budget
-                if full or freed == pages:
+                if full or freed == pages or not self._copy_out([page]):
                     break
-                self.saves.copy_out(page)
                 self.saves.leave_pool(page)
                 freed += 1
             if not freed and not self._drop_coldest(keep):
@@ -128,10 +136,9 @@ class PrefixCache:
                 pass
             if self._host_bytes + copies > self._budget:
                 continue
-            for page in snapshot.state.pages:
-                self.saves.copy_out(page)
-            self.saves.wait()
-            self._files.write(snapshot)
+            if self._copy_out(snapshot.state.pages):
+                self.saves.wait()
+                self._files.write(snapshot)
 
     def clear(self) -> None:
         """Forgets everything but files."""
@@ -180,6 +187,21 @@ class PrefixCache:
                 self.saves.drop_copy(page)  # it is in the pool, too
         while self._host_bytes > self._budget and self._drop_coldest(keep):
             pass
+
+    def _copy_out(self, pages: Sequence[SavedPage]) -> bool:
+        """Whether there was memory for it."""
+        try:
+            for page in pages:
+                self.saves.copy_out(page)
+        except MemoryError:
+            self._learn_limit()
+            return False
+        return True
+
+    def _learn_limit(self) -> None:
+        """The system has less memory than was granted."""
+        self._budget = min(self._budget, self._host_bytes)
+        log.warning("no more than %d MiB could be had for remembered prompts", self._budget >> 20)
 
     def _busy(self, keep: Snapshot | None) -> list[Snapshot]:
         """Snapshots that must stay as they are."""

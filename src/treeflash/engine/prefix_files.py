@@ -17,8 +17,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -259,7 +260,7 @@ def _encoded(header: dict[str, Any]) -> bytes:
     return _MAGIC + _START.pack(len(text)) + text
 
 
-def _read_header(file: BinaryIO, identity: str) -> tuple[dict[str, Any], int]:
+def _read_header(file: BufferedReader, identity: str) -> tuple[dict[str, Any], int]:
     """The header of a file whose size is what it says, and the checksum so far."""
     start = file.read(len(_MAGIC) + _START.size)
     if not start.startswith(_MAGIC):
@@ -284,7 +285,7 @@ def _read_header(file: BinaryIO, identity: str) -> tuple[dict[str, Any], int]:
 
 
 def _read_state(
-    file: BinaryIO, entry: SnapshotFile, identity: str, saves: SavedStates
+    file: BufferedReader, entry: SnapshotFile, identity: str, saves: SavedStates
 ) -> tuple[SavedSequence, SavedRings | None]:
     header, checksum = _read_header(file, identity)
     if file.read(len(entry.tokens)) != entry.tokens:
@@ -312,7 +313,7 @@ def _read_state(
         for tensor in (*cells, *(part for parts in groups for part in parts)):
             if tensor is not None:
                 place = _bytes_of(tensor)
-                if file.readinto(place) != len(place):  # ty: ignore[unresolved-attribute]
+                if file.readinto(place) != len(place):
                     raise ValueError("it ends too early")
                 checksum = zlib.crc32(place, checksum)
         if _END.unpack(file.read(_END.size)) != (checksum,):

@@ -5,6 +5,7 @@ is room, and outside it, as the bytes it consists of, when there is not. Everyth
 outside a device's memory: recurrent states are large, and a bus is fast enough.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,16 @@ _SLAB_CELLS = 64  # pages of a slab, at most
 
 def aside(tensor: Tensor) -> Tensor:
     """A copy that takes no device memory; a device fills it by the time it is next waited for."""
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    kept = _host_memory(tensor.shape, tensor.dtype, tensor.device)
     return kept.copy_(tensor, non_blocking=True)
+
+
+def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pinned where a device copies from and to it. MemoryError: there is none."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -73,30 +80,27 @@ class SavedStates:
         return self._used * self.cell_bytes
 
     def save(self, slot: int) -> SavedSequence:
-        """The slot's committed state; `forget` it when it is no longer wanted."""
+        """The slot's committed state; `forget` it when no longer wanted. After a MemoryError nothing is held."""
         states, buffers = self.states, self.states.buffers
         full, rest = divmod(states.lengths[slot], PAGE)
         owned = states.pages.owned[slot]
         rows = buffers.pending.path[slot, : int(buffers.pending.count[slot])]
+        layers = [
+            (
+                aside(layer.state[slot]),
+                aside(layer.window[slot]),
+                aside(layer.tree_inputs[slot, rows]),
+                aside(layer.tree_gates[slot, rows]),
+            )
+            for layer in buffers.layers
+            if isinstance(layer, DeltaBuffers)
+        ]
+        tail = self._read(owned[full]) if rest else None
+        # Behind all that may fail: from here on pages are held.
         pages = [self._resident.get(index) or self._admit(index) for index in owned[:full]]
         for page in pages:
             page.holders += 1
-        return SavedSequence(
-            length=states.lengths[slot],
-            pages=pages,
-            tail=self._read(owned[full]) if rest else None,
-            layers=[
-                (
-                    aside(layer.state[slot]),
-                    aside(layer.window[slot]),
-                    aside(layer.tree_inputs[slot, rows]),
-                    aside(layer.tree_gates[slot, rows]),
-                )
-                for layer in buffers.layers
-                if isinstance(layer, DeltaBuffers)
-            ],
-            folding=len(rows),
-        )
+        return SavedSequence(states.lengths[slot], pages, tail, layers, len(rows))
 
     def shortage(self, slot: int, saved: SavedSequence) -> int:
         """Pages that others have to let go of before the empty slot can go on from the state."""
@@ -164,8 +168,7 @@ class SavedStates:
         """Room for the bytes of a page; it is given back with what it becomes a part of."""
         if not self._free:
             count = max(1, min(_SLAB // max(1, self.cell_bytes), _SLAB_CELLS))
-            pinned = self._device.type == "cuda"
-            slab = torch.empty(count, self.cell_bytes, dtype=torch.uint8, pin_memory=pinned)
+            slab = _host_memory((count, self.cell_bytes), torch.uint8, self._device)
             self._free += slab.unbind()
         self._used += 1
         return self._free.pop()
