@@ -40,7 +40,10 @@ class EngineConfig:
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
     draft: DraftConfig | None = None  # None: copies from the text alone
     costs: Path | None = None  # where measured step costs are kept from run to run
-    conversations: int = 2  # whose states are remembered for their next turn; 0: none
+    # Bytes of host memory for states of earlier requests; 0: none; None: a quarter of the free, up to 8 GiB.
+    prefix_cache: int | None = None
+    prefix_cache_dir: Path | None = None  # where they outlive the process; None: nowhere
+    prefix_cache_dir_size: int = 32 << 30  # bytes, at most
 
     @property
     def max_rows(self) -> int:

@@ -78,6 +78,8 @@ Set = Annotated[
     ),
 ]
 
+ENGINE = EngineConfig()
+
 
 def chat(
     model: Model = None,
@@ -98,6 +100,9 @@ def chat(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache: flags.PrefixCache = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     kv: cache_flags.KV = cache_flags.KeyValues.auto,
     kv_k: cache_flags.Keys = None,
     kv_v: cache_flags.Values = None,
@@ -147,7 +152,12 @@ def chat(
     if url is not None:
         backend = _server(url, api_key or known.api_key, model, wishes, screen)
     else:
-        cache = cache_flags.cache(kv, kv_k, kv_v, window)
+        prefix = {
+            "prefix_cache": prefix_cache,
+            "prefix_cache_dir": prefix_cache_dir,
+            "prefix_cache_dir_size": prefix_cache_dir_size,
+        }
+        cache = cache_flags.cache(kv, kv_k, kv_v, window) | prefix
         place = Place(max_ctx, vram_limit, device, offline or known.offline, cache)
         backend = _local(model or known.target, wishes, place, think=think, screen=screen)
     backend.check(made)

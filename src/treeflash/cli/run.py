@@ -19,6 +19,8 @@ from treeflash.errors import PromptTooLong, UsageError
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
 
+ENGINE = EngineConfig()
+
 
 def run(
     model: flags.Model = None,
@@ -46,6 +48,8 @@ def run(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     kv: cache_flags.KV = cache_flags.KeyValues.auto,
     kv_k: cache_flags.Keys = None,
     kv_v: cache_flags.Values = None,
@@ -124,7 +128,10 @@ def run(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
-        conversations=0,
+        # Within one prompt nothing repeats.
+        prefix_cache=None if prefix_cache_dir else 0,
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_dir_size=prefix_cache_dir_size,
         **cache_flags.cache(kv, kv_k, kv_v, window),
     )
     session = load(target.path, config, screen)

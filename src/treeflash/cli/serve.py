@@ -21,7 +21,7 @@ from treeflash.server.listen import bind, check
 if TYPE_CHECKING:
     from treeflash.engine.worker import Loader
 
-DEFAULTS = ServerConfig()
+DEFAULTS, ENGINE = ServerConfig(), EngineConfig()
 
 
 def serve(
@@ -44,6 +44,9 @@ def serve(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache: flags.PrefixCache = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     kv: cache_flags.KV = cache_flags.KeyValues.auto,
     kv_k: cache_flags.Keys = None,
     kv_v: cache_flags.Values = None,
@@ -101,6 +104,9 @@ def serve(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
+        prefix_cache=prefix_cache,
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_dir_size=prefix_cache_dir_size,
         **cache_flags.cache(kv, kv_k, kv_v, window),
     )
     if print_config:
@@ -216,5 +222,6 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "approximate": session.engine.states.approximate,
         "draft": engine.draft.path.name if engine.draft else None,
         "budget": engine.speculation.budget if engine.speculation else 0,
+        "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
         "chain": bool(engine.speculation and engine.speculation.chain),
     }

@@ -14,9 +14,10 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
-from treeflash.engine.memory import device_name, hold_to, pick_device
+from treeflash.engine.memory import available_memory, device_name, hold_to, pick_device
 from treeflash.engine.needs import compute_dtype, draft_quant, ring_dtype
 from treeflash.engine.plan import MemoryPlan, plan_memory
+from treeflash.engine.prefix_files import SnapshotFiles, identity
 from treeflash.engine.prompts import Prompts
 from treeflash.engine.requests import (
     Finished,
@@ -41,7 +42,7 @@ from treeflash.models.weights import Progress as LoadProgress
 from treeflash.spec.controller import BUCKETS, Costs
 from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
 from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
+from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
@@ -124,6 +125,8 @@ class Session:
                 host_embedding=plan.host_embedding,
                 progress=progress,
             )
+            computing = device_name(device) if device.type == "cuda" else f"CPU {compute_dtype(device.type)}"
+            files = _prefix_files(config, file, plan, computing)
         prepare(target.layouts, device)
         kept = "/".join(format.name for format in plan.kv)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {kept}")
@@ -137,7 +140,8 @@ class Session:
             prefill_chunk=plan.prefill_chunk,
             drafter=drafter,
             max_rows=config.max_rows,
-            conversations=config.conversations,
+            prefix_cache=_prefix_cache(config),
+            prefix_files=files,
             kv=plan.kv,
             window=config.window,
         )
@@ -263,6 +267,29 @@ def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Cos
     # A padded step of one row costs what the smallest size does, and so on.
     sizes = (1, *PADDED) if target.device.type == "cuda" else BUCKETS
     return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
+
+
+def _prefix_cache(config: EngineConfig) -> int:
+    if config.prefix_cache is not None:
+        return config.prefix_cache
+    return min(available_memory(torch.device("cpu")) // 4, 8 << 30)
+
+
+def _prefix_files(
+    config: EngineConfig, file: GGUFFile, plan: MemoryPlan, computing: str
+) -> SnapshotFiles | None:
+    if config.prefix_cache_dir is None or config.prefix_cache == 0:
+        return None
+    draft = config.draft if config.speculation else None
+    made_of = identity(
+        [*file.paths, *([draft.path] if draft else ())],
+        computing=computing,
+        kv=[format.name for format in plan.kv],
+        window=config.window,
+        chunk=plan.prefill_chunk,
+        draft=draft and [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)],
+    )
+    return SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
 
 
 def file_sampling(metadata: Mapping[str, Any]) -> SamplingParams:
