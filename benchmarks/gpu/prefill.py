@@ -229,7 +229,7 @@ def model(report: Report) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     engine, spec = session.engine, session.engine.target.spec
     prompt = prompt_of(700)
-    one, other = last_logits(engine, prompt, 8192), last_logits(engine, prompt, 192)
+    one, other = last_logits(engine, prompt, 8192), last_logits(engine, prompt, 150)
     report.check(
         "logits of one chunk and of several",
         error(one, other) < 3e-2 and bool(one.isfinite().all()),

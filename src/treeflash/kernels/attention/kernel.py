@@ -129,11 +129,12 @@ def _paged_kernel(
             if PAGE % BLOCK_N == 0:
                 # A block lies in one page; one number for it lets the copies behind it run ahead.
                 page = tl.load(table + begin // PAGE).to(tl.int64)
+                place, row = (page * KV + head) * PAGE + begin % PAGE, offset
             else:
                 page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
-            place = (page * KV + head) * PAGE + index % PAGE
-            k = load_rows(key_codes, key_scales, place, present, KEYS, D, BLOCK, KEY_TYPE)
-            v = load_rows(value_codes, value_scales, place, present, VALUES, D, BLOCK, VALUE_TYPE)
+                place, row = 0, (page * KV + head) * PAGE + index % PAGE
+            k = load_rows(key_codes, key_scales, place, row, present, KEYS, D, BLOCK, KEY_TYPE)
+            v = load_rows(value_codes, value_scales, place, row, present, VALUES, D, BLOCK, VALUE_TYPE)
             seen = present[None, :]
             if WINDOW:
                 seen = seen & ((index < SINKS)[None, :] | (index[None, :] >= oldest[:, None]))
@@ -145,8 +146,8 @@ def _paged_kernel(
             index = length + row
             page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
             place = (page * KV + head) * PAGE + index % PAGE
-            k = load_rows(key_codes, key_scales, place, present, KEYS, D, BLOCK, KEY_TYPE)
-            v = load_rows(value_codes, value_scales, place, present, VALUES, D, BLOCK, VALUE_TYPE)
+            k = load_rows(key_codes, key_scales, 0, place, present, KEYS, D, BLOCK, KEY_TYPE)
+            v = load_rows(value_codes, value_scales, 0, place, present, VALUES, D, BLOCK, VALUE_TYPE)
             seen = (((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0) & present[None, :]
             if WINDOW:
                 held = tl.load(positions + item * T + row, mask=present, other=0).to(tl.int32)
@@ -189,8 +190,8 @@ def _ring_kernel(
             # The newest position below `length` that falls on this place of the ring.
             held = length - 1 - (length - 1 - index) % ring
             place = (slot * ring + index) * KV + head
-            k = load_rows(keys, keys, place, present, "float", D, BLOCK, TYPE)
-            v = load_rows(values, values, place, present, "float", D, BLOCK, TYPE)
+            k = load_rows(keys, keys, 0, place, present, "float", D, BLOCK, TYPE)
+            v = load_rows(values, values, 0, place, present, "float", D, BLOCK, TYPE)
             apart = query[:, None] - held[None, :]
             seen = (present & (held >= begin))[None, :] & ((window == 0) | (tl.abs(apart) < window))
             if CAUSAL:
@@ -201,8 +202,8 @@ def _ring_kernel(
             present = row < T
             held = tl.load(positions + item * T + row, mask=present, other=0).to(tl.int32)
             place = (item * T + row) * KV + head
-            k = load_rows(own_keys, own_keys, place, present, "float", D, BLOCK, TYPE)
-            v = load_rows(own_values, own_values, place, present, "float", D, BLOCK, TYPE)
+            k = load_rows(own_keys, own_keys, 0, place, present, "float", D, BLOCK, TYPE)
+            v = load_rows(own_values, own_values, 0, place, present, "float", D, BLOCK, TYPE)
             apart = query[:, None] - held[None, :]
             seen = (present & (held >= begin))[None, :] & ((window == 0) | (tl.abs(apart) < window))
             if CAUSAL:
@@ -255,18 +256,24 @@ def _merge_kernel(
     tl.store(out + (row * KV * GROUP + query_head) * D + dims, result, mask=dims < D)
 
 
-def tiles(dim: int, key_bytes: int, value_bytes: int, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Rows (nodes x query heads) and keys at a time, stages, warps; by shared memory.
+def tiles(dim: int, row_bytes: int, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Rows (nodes x query heads) and keys at a time, stages, warps; by shared memory and registers.
 
-    sm_75 has 64 KiB a program, sm_86 and sm_89 99 KiB. The bytes are those of a stored row; capability: of an
-    NVIDIA card; None for others. The number of rows of a step is not asked for: a row's sums must not depend
-    on it.
+    row_bytes: of a stored key or value, whichever is larger; capability: of an NVIDIA card, None for others.
+    sm_75 has 64 KiB a program, sm_86 and sm_89 99 KiB. The rows of a step are not asked for, since a row's
+    sums must not depend on them. 64 rows in 4 warps hold their sums in half of an SM's registers, so that one
+    program's products run beside the other's decoding; 128 rows in 8 warps take as many instructions for the
+    144 rows of a tree of 24 nodes, and there is no second program.
     """
-    dim = max(dim, key_bytes // 2, value_bytes // 2)
+    wide = max(dim, row_bytes // 2)
     if capability is None or capability < (8, 0):
-        return {"BLOCK_M": 32 if dim > 128 else 64, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
-    keys = 64 if dim <= 128 else 32 if dim <= 256 else 16
-    stages = 3 if capability in ((8, 0), (9, 0), (10, 0)) else 2
+        warps = 8 if capability is not None and wide > 128 else 4
+        return {"BLOCK_M": 32 if wide > 128 else 64, "BLOCK_N": 16, "num_stages": 1, "num_warps": warps}
+    keys = 64 if wide <= 128 else 32 if wide <= 256 else 16
+    # Two stages more keep one more block on its way, since a block's page is a load of its own; small blocks
+    # need that to fill the memory's latency.
+    roomy = capability in ((8, 0), (9, 0), (10, 0))
+    stages = 5 if roomy and row_bytes < 2 * dim else 3
     return {"BLOCK_M": 64, "BLOCK_N": keys, "num_stages": stages, "num_warps": 4}
 
 
@@ -342,7 +349,8 @@ def paged_attention(
     assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
     assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
     parts, turn = _Parts(q, kv_heads), group_size(dim)
-    chosen = tiles(dim, keys.format.code_bytes(dim), values.format.code_bytes(dim), _capability(q.device))
+    row_bytes = max(keys.format.code_bytes(dim), values.format.code_bytes(dim))
+    chosen = tiles(dim, row_bytes, _capability(q.device))
     _paged_kernel[parts.grid(chosen["BLOCK_M"])](
         q, *tensors(keys), *tensors(values), page_table, lengths, ancestors.contiguous(),
         ancestors if positions is None else positions.contiguous(),
@@ -377,8 +385,8 @@ def block_attention(
     assert ring_keys.dtype == ring_values.dtype and ring_keys.shape == ring_values.shape, f"{ring_keys.dtype}"
     assert ring_keys.is_contiguous() and ring_values.is_contiguous(), f"{ring_keys.stride()}"
     assert dim >= 16 and heads % kv_heads == 0, f"heads of {dim}, {heads} over {kv_heads}"
-    row_bytes = dim * ring_keys.element_size()
-    parts, chosen = _Parts(q, kv_heads), tiles(dim, row_bytes, row_bytes, _capability(q.device))
+    parts = _Parts(q, kv_heads)
+    chosen = tiles(dim, dim * ring_keys.element_size(), _capability(q.device))
     _ring_kernel[parts.grid(chosen["BLOCK_M"])](
         q, k, v, positions.contiguous(), ring_keys, ring_values, slots, lengths, starts,
         parts.tops, parts.weights, parts.sums, parts.active, dim**-0.5 * LOG2_E, rows, ring_keys.shape[1],

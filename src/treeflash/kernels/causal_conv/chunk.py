@@ -64,33 +64,33 @@ def _chunk_conv_kernel(
         value_head = head - 2 * KEY_HEADS
         place = row * VALUE_HEADS + value_head
         tl.store(v + place[:, None] * D + dims[None, :], mixed, mask=live[:, None])
-        x = tl.load(alpha + row * alpha_stride + value_head, mask=live, other=0.0)
-        x = x.to(tl.float32) + tl.load(bias + value_head)
+        a = tl.load(alpha + row * alpha_stride + value_head, mask=live, other=0.0)
+        a = a.to(tl.float32) + tl.load(bias + value_head)
         # log1p(e) = log(u) e / (u - 1) with u = 1 + e as rounded: right to the last bits for small e.
-        e = tl.exp(tl.minimum(x, 20.0))
+        e = tl.exp(tl.minimum(a, 20.0))
         u = 1.0 + e
         log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-        tl.store(g_out + place, tl.load(decay + value_head) * tl.where(x > 20.0, x, log1p), mask=live)
+        tl.store(g_out + place, tl.load(decay + value_head) * tl.where(a > 20.0, a, log1p), mask=live)
         b = tl.load(beta + row * beta_stride + value_head, mask=live, other=0.0)
         tl.store(beta_out + place, tl.sigmoid(b.to(tl.float32)), mask=live)
     else:
         mixed *= tl.rsqrt(tl.sum(mixed * mixed, 1) + eps)[:, None]
-        at = (row * KEY_HEADS + head % KEY_HEADS)[:, None] * D + dims[None, :]
+        unit = (row * KEY_HEADS + head % KEY_HEADS)[:, None] * D + dims[None, :]
         if head < KEY_HEADS:
-            tl.store(q + at, (mixed * scale).to(tl.float16), mask=live[:, None])
+            tl.store(q + unit, (mixed * scale).to(tl.float16), mask=live[:, None])
         else:
-            tl.store(k + at, mixed.to(tl.float16), mask=live[:, None])
+            tl.store(k + unit, mixed.to(tl.float16), mask=live[:, None])
 
     if block == 0:
         entry = tl.arange(0, WINDOW).to(tl.int64)
         wanted = entry < WIDTH - 1
-        at = T - (WIDTH - 1) + entry
+        newest = T - (WIDTH - 1) + entry
         kept = tl.load(
-            inputs + ((item * T + at) * input_stride)[:, None] + channels[None, :],
-            mask=(wanted & (at >= 0))[:, None], other=0.0,
+            inputs + ((item * T + newest) * input_stride)[:, None] + channels[None, :],
+            mask=(wanted & (newest >= 0))[:, None], other=0.0,
         ).to(window.dtype.element_ty).to(tl.float32)  # fmt: skip
         kept += _before(
-            at, wanted & (at < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
+            newest, wanted & (newest < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
             CHANNELS, WIDTH,
         )  # fmt: skip
         tl.debug_barrier()  # all has been read that is overwritten now

@@ -69,22 +69,14 @@ def _half(code, ZERO: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
-    strip, scales, row, present,
-    FIRST: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """A strip [N, W] of rows from value FIRST on, times the scales of its groups."""
-    N: tl.constexpr = strip.shape[0]
-    W: tl.constexpr = strip.shape[1]
-    COUNT: tl.constexpr = (D + GROUP - 1) // GROUP
-    scales += row * COUNT + FIRST // GROUP
-    if W <= GROUP:
-        scaled = strip * tl.load(scales, mask=present, other=0.0)[:, None]
-    else:
-        GROUPS: tl.constexpr = W // GROUP
-        each = tl.load(scales[:, None] + tl.arange(0, GROUPS)[None, :], mask=present[:, None], other=0.0)
-        scaled = tl.reshape(tl.reshape(strip, (N, GROUPS, GROUP)) * each[:, :, None], (N, W))
-    return scaled
+def _scaled(rows, scales, row, present, GROUP: tl.constexpr):
+    """rows [N, D] times the scales of their groups; all scales of a row in one load, which can run ahead."""
+    N: tl.constexpr = rows.shape[0]
+    D: tl.constexpr = rows.shape[1]
+    COUNT: tl.constexpr = D // GROUP
+    places = scales + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
+    each = tl.load(places, mask=present[:, None], other=0.0)
+    return tl.reshape(tl.reshape(rows, (N, COUNT, GROUP)) * each[:, :, None], (N, D))
 
 
 @triton.jit
@@ -109,47 +101,52 @@ def _tq3_strip(low, top, NUMBER: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    codes, scales, row, present, FORMAT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    codes, scales, first, row, present, FORMAT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` [N] (int64) of a pool as [N, BLOCK] of TYPE, as they are stored: rotated if quantised."""
-    dims = tl.arange(0, BLOCK)[None, :]
+    """Rows `first` + `row` [N] of a pool as [N, BLOCK] of TYPE, as they are stored: rotated if quantised.
+
+    `first` (int64) moves the pointer, so that the rows can be small numbers which are the same every time.
+    """
     there = present[:, None]
     if FORMAT == "float":
+        dims = tl.arange(0, BLOCK)[None, :]
+        codes += first * D
         rows = tl.load(codes + row[:, None] * D + dims, mask=there & (dims < D), other=0.0).to(TYPE)
     elif FORMAT == "q8_0":
-        code = tl.load(codes + row[:, None] * D + dims, mask=there, other=0)
-        rows = _scaled(_half(code ^ 128, 128.0), scales, row, present, 0, D, 32)
+        codes += first * D
+        code = tl.load(codes + row[:, None] * D + tl.arange(0, D)[None, :], mask=there, other=0)
+        rows = _scaled(_half(code ^ 128, 128.0), scales + first * (D // 32), row, present, 32)
     elif FORMAT == "tq3_0":
         W: tl.constexpr = D // 4
+        GROUP: tl.constexpr = min(D, 128)
+        codes += first * (3 * W // 2)
         place = codes + (row * (3 * W // 2))[:, None]
         strip = tl.arange(0, W)[None, :]
         low = tl.load(place + strip, mask=there, other=0)
         # A byte of the top bits serves both halves of a strip.
         top = tl.load(place + W + strip % (W // 2), mask=there, other=0) >> (strip // (W // 2)).to(tl.uint8)
-        a = _scaled(_tq3_strip(low, top, 0), scales, row, present, 0, D, 128)
-        b = _scaled(_tq3_strip(low, top, 1), scales, row, present, W, D, 128)
-        c = _scaled(_tq3_strip(low, top, 2), scales, row, present, 2 * W, D, 128)
-        d = _scaled(_tq3_strip(low, top, 3), scales, row, present, 3 * W, D, 128)
-        rows = _beside(_beside(a, b), _beside(c, d))
+        left = _beside(_tq3_strip(low, top, 0), _tq3_strip(low, top, 1))
+        right = _beside(_tq3_strip(low, top, 2), _tq3_strip(low, top, 3))
+        rows = _scaled(_beside(left, right), scales + first * (D // GROUP), row, present, GROUP)
     else:
         H: tl.constexpr = D // 2
         half = tl.arange(0, H)[None, :]
         if FORMAT == "q4_0":
+            codes += first * H
             code = tl.load(codes + row[:, None] * H + half, mask=there, other=0)
-            first, second = _half(code & 15, 8.0), _half(code >> 4, 8.0)
+            left, right = _half(code & 15, 8.0), _half(code >> 4, 8.0)
         else:
             tl.static_assert(FORMAT == "q5_0")
+            codes += first * (H + D // 8)
             place = codes + (row * (H + D // 8))[:, None]
             code = tl.load(place + half, mask=there, other=0)
             # A byte of the fifth bits serves four quarters of each half.
             fifth = tl.load(place + H + half % (D // 8), mask=there, other=0)
             fifth >>= (half // (D // 8)).to(tl.uint8)
-            first = _half((code & 15) | ((fifth & 1) << 4), 16.0)
-            second = _half((code >> 4) | (fifth & 16), 16.0)
-        first = _scaled(first, scales, row, present, 0, D, 32)
-        second = _scaled(second, scales, row, present, H, D, 32)
-        rows = _beside(first, second)
+            left = _half((code & 15) | ((fifth & 1) << 4), 16.0)
+            right = _half((code >> 4) | (fifth & 16), 16.0)
+        rows = _scaled(_beside(left, right), scales + first * (D // 32), row, present, 32)
     return rows
 
 
@@ -281,9 +278,8 @@ def _expand_kernel(
     present = token < count
     index = first + token
     page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
-    rows = load_rows(
-        codes, scales, (page * KV + head) * PAGE + index % PAGE, present, FORMAT, D, D, tl.float16
-    )
+    place = (page * KV + head) * PAGE + index % PAGE
+    rows = load_rows(codes, scales, 0, place, present, FORMAT, D, D, tl.float16)
     groups = tl.reshape(rows, (BLOCK_N * (D // SIZE), SIZE))
     back = tl.dot(groups, turning(SIZE, True)) * (SIZE**-0.5)
     at = (token.to(tl.int64) * KV + head)[:, None] * D + tl.arange(0, D)[None, :]
