@@ -17,6 +17,11 @@ from treeflash.engine.snapshot import Snapshot, packed
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.snapshots import SavedPage, SavedStates
 
+log = logging.getLogger(__name__)
+
+# Snapshots, however small: each of them is looked at when a prompt comes.
+_MOST = 256
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixUsage:
@@ -25,12 +30,6 @@ class PrefixUsage:
     host_bytes: int
     disk_snapshots: int
     disk_bytes: int
-
-
-log = logging.getLogger(__name__)
-
-# Snapshots, however small: each of them is looked at when a prompt comes.
-_MOST = 256
 
 
 class PrefixCache:
@@ -240,6 +239,7 @@ class PrefixCache:
 
     def _touch(self, snapshot: Snapshot) -> None:
         """It was used, and with it all that it goes on from."""
+        snapshot.superseded = False
         below = [each for each in self._snapshots if snapshot.tokens.startswith(each.tokens)]
         for each in sorted(below, key=lambda each: each.length):
             self._stamp(each)

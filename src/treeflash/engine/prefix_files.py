@@ -75,7 +75,7 @@ class SnapshotFiles:
         """Soon, by another thread; until then the snapshot must stay as it is. Its pages have copies."""
         with self._lock:
             self._queue = [*self._queue, snapshot][-_WAITING:]
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 # The program waits for it before it ends.
                 self._thread = threading.Thread(target=self._work, name="snapshots", daemon=False)
                 self._thread.start()

@@ -80,12 +80,12 @@ class SavedStates:
         return self._used * self.cell_bytes
 
     def save(self, slot: int) -> SavedSequence:
-        """The slot's committed state; `forget` it when no longer wanted. After a MemoryError nothing is held."""
+        """The slot's committed state, until `forget`. After a MemoryError nothing is held."""
         states, buffers = self.states, self.states.buffers
         full, rest = divmod(states.lengths[slot], PAGE)
         owned = states.pages.owned[slot]
         rows = buffers.pending.path[slot, : int(buffers.pending.count[slot])]
-        layers = [
+        layers: list[tuple[Tensor, ...]] = [
             (
                 aside(layer.state[slot]),
                 aside(layer.window[slot]),
