@@ -85,7 +85,12 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [...] to [..., K] float32."""
-        return dequantise(gather_rows(self.data, tokens), self.type)
+        data = self.data
+        if data.device != tokens.device:
+            # The few rows come as they are stored, and are turned into floats where they arrive.
+            data = gather_rows(data, tokens.flatten())
+            tokens = torch.arange(len(data), device=data.device).view(tokens.shape)
+        return dequantise(data[tokens], self.type)
 
 
 class TensorSource(Protocol):
