@@ -41,8 +41,9 @@ def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
     assert exact.exit_code == 0 and "pproximate" not in exact.stderr and "q8_0" not in exact.stderr
     lossy = treeflash(*ask, "--kv", "q4_0", "--kv-k", "q8_0", "--window", 100)
     assert lossy.exit_code == 0
-    start, line, *_ = lossy.stderr.splitlines()
-    assert start.startswith("Approximate, as asked for: values in q4_0, a window of 100 tokens.")
+    start, plan, line, *_ = lossy.stderr.splitlines()
+    assert plan.startswith("Keys and values in q8_0/q4_0, context ")
+    assert start.startswith("Approximate: values in q4_0, a window of 100 tokens.")
     assert line.startswith("8 tok · ") and " · values in q4_0 · a window of 100 tokens · " in line
     stats = json.loads(treeflash(*ask, "--kv-q4", "--json").stdout)["stats"]
     assert stats["approximate"] == ["keys and values in q4_0"]

@@ -11,6 +11,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
+from treeflash.models.measure import tile_space
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
@@ -19,7 +20,7 @@ from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 @dataclass(frozen=True, slots=True)
 class Output:
     hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
-    features: Tensor  # [B, T, taps * width]: the residual stream behind the tapped layers
+    features: Tensor  # [B, n, taps * width]: the last rows' residual stream behind the tapped layers
 
 
 class Block:
@@ -74,34 +75,52 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         expand: bool = True,
+        host_embedding: bool = False,
         progress: Progress | None = None,
     ) -> "Decoder":
-        """Reads all weights and holds them as `dtype`; without `expand` they stay packed."""
+        """Reads all weights and holds them as `dtype`; without `expand` they stay packed.
+
+        `host_embedding`: but for the embedding's rows, which stay in the host's memory, pinned.
+        """
         device = torch.device(device)
-        loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
-        spec = ModelSpec.from_gguf(file)
+        spec, space = ModelSpec.from_gguf(file), None
+        if device.type == "cuda":
+            space = tile_space(file, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+        loader = WeightLoader(
+            file,
+            device=device,
+            dtype=dtype,
+            expand=expand,
+            space=space,
+            host_embedding=host_embedding,
+            progress=progress,
+        )
         decoder = cls(spec, loader, device)
         _refuse_unknown(file, spec, loader.unread())
         return decoder
 
-    def forward(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> Output:
+    def forward(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
+    ) -> Output:
         """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows
         behind.
 
-        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer.
+        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer,
+        of the last `tapped` rows only; None: of all.
         """
         check_taps(self.spec, taps)
         frame = self._frame(step, buffers)
         x, add = self.embed(step.tokens), None
-        features: dict[int, Tensor] = {}
+        skipped = 0 if tapped is None else max(0, step.rows - tapped)
+        features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
+        parts = features.split(self.spec.width, -1) if taps else ()
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
             x, add = block(x, add, frame, layer)
-            if index in taps:
-                features[index], add = x + add, None
-                x = features[index]
+            for tap, part in zip(taps, parts, strict=True):
+                if tap == index:
+                    torch.add(x[:, skipped:], add[:, skipped:], out=part)
         buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
-        tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
-        return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], tapped)
+        return Output(add_rms_norm(x, add, self._norm, self.spec.eps)[1], features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] to [..., vocabulary]."""
@@ -128,6 +147,7 @@ class Decoder:
             offsets=(behind % page).flatten(),
             positions=step.positions,
             window=None if step.is_chunk else buffers.window,
+            span=int(lengths.max()) + step.rows if step.is_chunk else 0,
             pending=pending,
         )
 
