@@ -14,6 +14,8 @@ from treeflash.kernels.causal_conv import reference as conv
 from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta_kernel
 from treeflash.kernels.gated_delta import reference as delta
+from treeflash.kernels.kv_cache import kernel as cache_kernel
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.quant_matmul import PackedRows, pack_rows
@@ -219,8 +221,7 @@ def check_rows_alone() -> None:
         more = Cache(count, 1000, 1)
         more.q[:, :, :1], more.gate[:, :, :1] = cache.q, cache.gate
         more.table = cache.table
-        more.keys.copy_(cache.keys)
-        more.values.copy_(cache.values)
+        more.keys, more.values = cache.keys, cache.values
         same(f"attention row 0, {count} rows", more.attention(0)[:, :1], one)
 
 
@@ -235,7 +236,7 @@ class Cache:
         *,
         batch: int = 1,
         heads: tuple[int, int, int] = (HEADS, KV_HEADS, HEAD),
-        dtype: torch.dtype = torch.float16,
+        format: str = "f16",
     ):
         query, kv, dim = heads
         pages = -(-(length + 64) // PAGE)
@@ -243,8 +244,11 @@ class Cache:
         self.q = torch.randn(layers, batch, rows, query, dim, device="cuda")
         self.gate = torch.randn(layers, batch, rows, query, 2 * dim, device="cuda")[..., dim:]
         self.keys, self.values = (
-            torch.randn(layers, batch * pages, PAGE, kv, dim, device="cuda", dtype=dtype) for _ in range(2)
+            HeadPool.empty(FORMATS[format], (layers, batch * pages, kv, PAGE), dim, self.q.device)
+            for _ in range(2)
         )
+        for pool in (self.keys, self.values):
+            pool.codes.normal_()
         generator = torch.Generator("cuda").manual_seed(length)
         self.table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages)
         self.lengths = torch.full((batch,), length, device="cuda")
@@ -269,21 +273,21 @@ def check_attention() -> None:
         )
     ]
     for heads in ((HEADS, KV_HEADS, HEAD), (32, 8, 128)):
-        for dtype in (torch.float16, torch.bfloat16) if heads[2] == HEAD else (torch.float16,):
+        for format in ("f16", "bf16") if heads[2] == HEAD else ("f16",):
             for rows, length in sizes:
-                cache = Cache(rows, length, 1, batch=2, heads=heads, dtype=dtype)
+                cache = Cache(rows, length, 1, batch=2, heads=heads, format=format)
                 cache.lengths[1] //= 3
                 with Poison():
                     found = cache.attention(0)
                 wanted = attention.paged_attention(
-                    cache.q[0].double(), cache.keys[0].double(), cache.values[0].double(), cache.table,
+                    cache.q[0].double(), cache.keys[0], cache.values[0], cache.table,
                     cache.lengths, cache.step.ancestors, gate=cache.gate[0].double(),
                 )  # fmt: skip
                 check(
-                    f"attention {heads}, {str(dtype)[6:]}, {rows} rows, {length}",
+                    f"attention {heads}, {format}, {rows} rows, {length}",
                     found,
                     wanted,
-                    2e-3 if dtype == torch.float16 else 1.2e-2,
+                    2e-3 if format == "f16" else 1.2e-2,
                 )
     for length, start, window, causal in (
         (0, 0, None, False),
@@ -350,22 +354,16 @@ def check_norms() -> None:
             norm.head_rope(x, weight, EPS, cos, sin, interleaved=interleaved),
             1e-6,
         )
-        pools = torch.zeros(2, 2, 40, KV_HEADS, HEAD, device="cuda", dtype=torch.float16)
         places = torch.randperm(40, device="cuda")[:10]
-        for implementation, (keys, values) in zip((norm_kernel, norm), pools, strict=True):
+        split, pools = {"pages": places // 8, "offsets": places % 8}, []
+        for implementation in (cache_kernel, norm):
+            both = HeadPool.empty(FORMATS["f16"], (2, 5, KV_HEADS, 8), HEAD, x.device)
             implementation.cache_heads(
-                x,
-                other,
-                weight,
-                EPS,
-                cos,
-                sin,
-                keys=keys,
-                values=values,
-                rows=places,
+                x, other, weight, EPS, cos, sin, keys=both[0], values=both[1], **split,
                 interleaved=interleaved,
-            )
-        check(f"cache, interleaved {interleaved}", pools[0], pools[1], 1e-4)
+            )  # fmt: skip
+            pools.append(both.codes)
+        check(f"cache, interleaved {interleaved}", *pools, 1e-4)
     heads, gate = (
         torch.randn(2, 7, VALUE_HEADS, DIM, device="cuda"),
         torch.randn(2, 7, VALUE_HEADS * DIM + 4, device="cuda")[..., 4:],

@@ -48,6 +48,7 @@ from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import kernel as conv_kernel
 from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta_kernel
+from treeflash.kernels.kv_cache import kernel as cache_kernel
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.quant_matmul import pack_rows
@@ -62,6 +63,8 @@ SECONDS = 50  # behind which no further part begins
 def milliseconds(work: Callable[[], None], *, repeats: int = 30) -> float:
     """Median time of a captured graph of `work`."""
     side = torch.cuda.Stream()
+    # It would read page tables and lengths that are not written yet.
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             work()
@@ -181,8 +184,9 @@ class Layers:
         q, k, v = torch.randn(1, rows, query + 2 * kv, device="cuda").split([query, kv, kv], -1)
         self.q = q.unflatten(-1, (HEADS, 2 * HEAD))
         self.k, self.v = (part.unflatten(-1, (KV_HEADS, HEAD)) for part in (k, v))
-        self.places = torch.arange(rows, device="cuda")
-        positions = self.cache.lengths[:, None] + self.places
+        behind = torch.arange(rows, device="cuda")
+        self.places = {"pages": torch.zeros_like(behind), "offsets": behind}
+        positions = self.cache.lengths[:, None] + behind
         self.angles = norm.rope_angles(positions, torch.rand(ROTATED // 2, device="cuda"))
 
     def delta(self, i: int) -> None:
@@ -197,9 +201,9 @@ class Layers:
         options = {"interleaved": False}
         q = norm_kernel.head_rope(self.q[..., :HEAD], self.head_weight, EPS, *self.angles, **options)
         cache = self.cache
-        pools = {"keys": cache.keys[i].flatten(0, 1), "values": cache.values[i].flatten(0, 1)}
-        norm_kernel.cache_heads(
-            self.k, self.v, self.head_weight, EPS, *self.angles, rows=self.places, **pools, **options
+        pools = {"keys": cache.keys[i], "values": cache.values[i]}
+        cache_kernel.cache_heads(
+            self.k, self.v, self.head_weight, EPS, *self.angles, **pools, **self.places, **options
         )
         places = (cache.keys[i], cache.values[i], cache.table, cache.lengths, cache.step.ancestors)
         attention_kernel.paged_attention(q, *places, gate=self.q[..., HEAD:])

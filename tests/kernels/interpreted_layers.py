@@ -13,7 +13,6 @@ from treeflash.kernels.causal_conv import kernel as conv_kernel
 from treeflash.kernels.causal_conv import reference as conv
 from treeflash.kernels.gated_delta import kernel as delta_kernel
 from treeflash.kernels.gated_delta import reference as delta
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.norm_rope import ring
@@ -43,11 +42,6 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> None:
     assert bool(found.isfinite().all())
     error = (found.double() - wanted.double()).norm() / wanted.double().norm()
     assert error < tolerance, float(error)
-
-
-def plain_pool(pool: Tensor) -> HeadPool:
-    """[pages, KV, page, D] as it is."""
-    return HeadPool(FORMATS["f32"], pool.shape[-1], pool, None)
 
 
 def tree_of(rows: int, batch: int) -> Step:
@@ -117,20 +111,10 @@ def test_heads(interleaved: bool, dim: int, normed: bool) -> None:
     batch, rows, heads = 2, 3, 4
     cos, sin = norm.rope_angles(torch.randint(0, 90, (batch, rows)), torch.rand(4))
     factor = torch.randn(dim) if normed else None
-    x, other = torch.randn(2, batch, rows, heads, 2 * dim)[..., :dim]
+    x = torch.randn(batch, rows, heads, 2 * dim)[..., :dim]
     options = {"interleaved": interleaved}
     found = norm_kernel.head_rope(x, factor, 1e-6, cos, sin, **options)
     close(found, norm.head_rope(x, factor, 1e-6, cos, sin, **options))
-    places = torch.randperm(20)[: batch * rows]
-    found, wanted = torch.zeros(2, 20, heads, dim), torch.zeros(2, 5, heads, 4, dim)
-    keys, values = found
-    norm_kernel.cache_heads(
-        x, other, factor, 1e-6, cos, sin, keys=keys, values=values, rows=places, **options
-    )
-    pools = dict(zip(("keys", "values"), map(plain_pool, wanted), strict=True))
-    split = {"pages": places // 4, "offsets": places % 4}
-    norm.cache_heads(x, other, factor, 1e-6, cos, sin, **pools, **split, **options)
-    close(found.view(2, 5, 4, heads, dim).transpose(2, 3), wanted)
 
 
 @pytest.mark.parametrize("counts", [(0, 3), (1, 5)])
@@ -211,30 +195,6 @@ def test_delta(rows: int, counts: tuple[int, int]) -> None:
     )
     close(found, wanted)
     close(states[0], states[1])
-
-
-@pytest.mark.parametrize(
-    ("rows", "dim", "lengths", "dtype", "tolerance"),
-    [
-        (1, 16, (0, 70), torch.float32, 2e-6),
-        (11, 24, (5, 130), torch.float16, 1e-3),
-        (23, 64, (64, 1), torch.float32, 2e-6),
-    ],
-)
-def test_paged_attention(
-    rows: int, dim: int, lengths: tuple[int, int], dtype: torch.dtype, tolerance: float
-) -> None:
-    page, kv_heads, group = 8, 2, 3
-    keys, values = torch.randn(2, 50, page, kv_heads, dim).to(dtype)
-    table = torch.randperm(50).view(2, 25)
-    step = tree_of(rows, 2)
-    q = torch.randn(2, rows, kv_heads * group, dim)
-    gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:]
-    places = (table, torch.tensor(lengths), step.ancestors)
-    pools = [plain_pool(pool.transpose(1, 2)) for pool in (keys, values)]
-    for opened in (None, gate):
-        found = attention_kernel.paged_attention(q, keys, values, *places, gate=opened)
-        close(found, attention.paged_attention(q, *pools, *places, gate=opened), tolerance)
 
 
 @pytest.mark.parametrize(

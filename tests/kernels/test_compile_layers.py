@@ -2,6 +2,7 @@
 
 import pytest
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -12,6 +13,7 @@ from treeflash.kernels.commit import kernel as commit
 from treeflash.kernels.embedding import kernel as embedding
 from treeflash.kernels.gated_delta import cuda as delta_cuda
 from treeflash.kernels.gated_delta import kernel as delta
+from treeflash.kernels.kv_cache import kernel as cache
 from treeflash.kernels.norm_rope import cuda as rows_cuda
 from treeflash.kernels.norm_rope import kernel as norm
 from treeflash.kernels.norm_rope import ring
@@ -40,25 +42,28 @@ POINTERS = {
     "lengths": "*i64",
     "starts": "*i64",
     "positions": "*i64",
-    "rows": "*i64",
     "tokens": "*i64",
     "tree": "*i64",
-    **dict.fromkeys(("own_lengths", "own_table", "pages", "offsets", "own_path", "own_count"), "*i64"),
+    **dict.fromkeys(("own_lengths", "own_table", "own_path", "own_count"), "*i64"),
     "data": "*u8",
     "last": "*i64",
     "counts": "*i64",
     "source": "*i64",
     "page_table": "*i64",
     "plane": "*i32",
+    "pages": "*i64",
+    "offsets": "*i64",
+    "key_scales": "*fp16",
+    "value_scales": "*fp16",
     "active": "*i32",
     "keys": "*fp16",
     "values": "*fp16",
     "window": "*fp16",
     "stash": "*fp16",
 }
-NUMBERS = {"row_bytes", "T", "PATH", "SAVED", "padded", "elements", "units", "width", "ring"}
+NUMBERS = {"row_bytes", "T", "PATH", "SAVED", "elements", "units", "width", "ring"}
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
-SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": 32}
+SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}
 NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": True}
 SIMPLE = {
     "norm": (norm._norm_kernel, {**NORM, "PACK": False}),
@@ -71,7 +76,6 @@ SIMPLE = {
     "gated norm": (norm._gated_norm_kernel, {"HEADS": 48, "D": 128, "BLOCK": 128, "UNITS": 4}),
     "silu": (norm._silu_mul_kernel, {"BLOCK": 1024}),
     "heads": (norm._head_kernel, {"HEADS": 24, **HEAD}),
-    "cache": (norm._cache_kernel, {"HEADS": 4, **HEAD}),
     "ring": (
         ring._ring_kernel,
         {"HEADS": 8, "D": 128, "HALF": 64, "BLOCK": 128, "INTERLEAVED": False},
@@ -92,7 +96,7 @@ SIMPLE = {
         conv._conv_kernel,
         {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128, "WIDTH": 4, "ROWS": 16, "WINDOW": 4},
     ),
-    "merge": (attention._merge_kernel, {**SPLIT, "PARTS": 64, "STEP": 8, "GATE": True}),
+    "merge": (attention._merge_kernel, {**SPLIT, "TURN": 128, "PARTS": 128, "STEP": 32, "GATE": True}),
 }
 
 
@@ -146,23 +150,61 @@ def test_delta(card: str) -> None:
         assert compiled(delta._tree_kernel, card, constants, chosen) <= limit
 
 
-@pytest.mark.parametrize("card", TARGETS)
-def test_attention(card: str) -> None:
-    """Of the target with heads of 256, of the draft with heads of 128."""
+def sides(keys: str, values: str) -> tuple[dict, dict]:
+    """Constants of a pair of formats, and the types of what they are stored in."""
+    stored = {"float": "*fp16", "bf16": "*bf16"}
+    types = {"key_codes": stored.get(keys, "*u8"), "value_codes": stored.get(values, "*u8")}
+    return {"KEYS": keys.replace("bf16", "float"), "VALUES": values.replace("bf16", "float")}, types
+
+
+@pytest.mark.parametrize(
+    ("card", "pair"),
+    [(card, ("q8_0", "tq3_0")) for card in TARGETS]
+    + [("sm_90", ("q4_0", "q5_0")), ("sm_90", ("float", "bf16"))],
+)
+def test_cache(card: str, pair: tuple[str, str]) -> None:
+    constants, types = sides(*pair)
+    places = {"KV": 4, "PAGE": 64, "SIZE": 128}
+    chosen = {"num_warps": 1, "enable_fp_fusion": False}
+    compiled(
+        cache._cache_kernel, card, {**HEAD, **places, **constants, "STRETCH": 1.0}, chosen, scalars=types
+    )
+    if pair[0] != "float":
+        types = {"codes": "*u8", "scales": "*fp16", "out": "*fp16", "first": "i32", "count": "i32"}
+        constants = {**places, "D": 256, "FORMAT": pair[0], "BLOCK_N": 32}
+        assert compiled(cache._expand_kernel, card, constants, {}, scalars=types) <= TARGETS[card][1]
+
+
+@pytest.mark.parametrize(
+    ("card", "pair", "window"),
+    [(card, pair, False) for card in TARGETS for pair in (("float", "float"), ("q8_0", "q8_0"))]
+    + [
+        ("sm_90", ("q4_0", "tq3_0"), False),
+        ("sm_90", ("bf16", "q5_0"), True),
+        ("sm_86", ("tq3_0", "q4_0"), True),
+    ],
+)
+def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None:
+    """Of the target, with heads of 256."""
     target, limit = TARGETS[card]
-    constants = {**SPLIT, "LEAST": attention.LEAST, "PRECISION": "ieee", "PAGE": 64}
-    paged = compiled(attention._paged_kernel, card, constants, attention.tiles(256, capability(target)))
-    constants = {
-        **SPLIT,
-        "LEAST": attention.LEAST,
-        "PRECISION": "ieee",
-        "CAUSAL": True,
-        "D": 128,
-        "BLOCK": 128,
-    }
-    chosen = attention.tiles(128, capability(target))
-    ring = compiled(attention._ring_kernel, card, constants, chosen, scalars={"window": "i32"})
-    assert max(paged, ring) <= limit
+    constants, types = sides(*pair)
+    products = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
+    row_bytes = 512 if types["key_codes"] != "*u8" or types["value_codes"] != "*u8" else 256
+    constants |= {**SPLIT, "PRECISION": "ieee", "PAGE": 64, "WINDOW": window}
+    constants |= {"KEY_TYPE": products[0], "VALUE_TYPE": products[1]}
+    constants["TURN"] = 128 if types["key_codes"] == "*u8" else 0
+    chosen = attention.tiles(256, row_bytes, capability(target))
+    types["window"] = "i32"
+    assert compiled(attention._paged_kernel, card, constants, chosen, scalars=types) <= limit
+
+
+@pytest.mark.parametrize("card", TARGETS)
+def test_ring_attention(card: str) -> None:
+    """Of the draft, with heads of 128."""
+    target, limit = TARGETS[card]
+    constants = {**SPLIT, "PRECISION": "ieee", "CAUSAL": True, "D": 128, "BLOCK": 128}
+    chosen = attention.tiles(128, 256, capability(target))
+    assert compiled(attention._ring_kernel, card, constants, chosen, scalars={"window": "i32"}) <= limit
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])

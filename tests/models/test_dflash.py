@@ -31,6 +31,7 @@ from treeflash.gguf.quantise import quantise
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
+from treeflash.models import dflash
 from treeflash.models.dflash import DFlashDraft
 from treeflash.models.spec import ModelSpec
 from treeflash.state.draft_ring import draft_buffers
@@ -238,6 +239,28 @@ def test_what_is_not_committed_is_not_appended(target: ModelSpec, tmp_path: Path
         assert torch.equal(one.lengths, other.lengths)
         for a, b in zip(one.keys + one.values, other.keys + other.values, strict=True):
             assert torch.allclose(a, b, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 13, 30])
+def test_positions_that_no_ring_has_to_hold_are_skipped(
+    target: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """A prompt of which only the newest features come, in pieces: the rest is never seen."""
+    monkeypatch.setattr(dflash, "PIECE", 7)
+    config = draft_config(target, layer_types=SLIDING, sliding_window=13)
+    tensors = arrays(save_draft(tmp_path, config))
+    draft = DFlashDraft.load(tmp_path, target)
+    buffers, slot = poisoned(draft, context=kept + 2), torch.zeros(1, dtype=torch.int64)
+    plain = PlainDraft(config, tensors, context=kept + 2)
+    for number, (skipped, count) in enumerate(((20, kept), (0, 2))):
+        features = random_rows(1, count, 3 * target.width, seed=number)
+        draft.append(features, slot, buffers, skipped=skipped)
+        plain.append(np.concatenate([np.zeros((skipped, 3 * target.width)), features[0].numpy()]))
+    assert int(buffers.lengths[0]) == 22 + kept
+    assert int(buffers.starts[0]) == 20
+    if kept >= 13:  # shorter: the reference's sliding layers would see what was skipped
+        rows = random_rows(1, 16, target.width)
+        assert error(draft.block(rows, slot, buffers)[0], plain.block(rows[0].numpy())) <= TOLERANCE
 
 
 def test_slots_do_not_mix(target: ModelSpec, tmp_path: Path) -> None:

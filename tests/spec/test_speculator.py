@@ -34,7 +34,7 @@ class ScriptedDraft:
 
     def open(self) -> None: ...
 
-    def append(self, features: torch.Tensor) -> None:
+    def append(self, features: torch.Tensor, *, skipped: int = 0) -> None:
         self._length += len(features)
 
     def propose(self, anchor: int, rank, count: int) -> Proposal:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
-from treeflash.engine.memory import kv_pair
-from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
+from treeflash.engine.memory import kv_pair, total_memory
+from treeflash.engine.prefill import chunk_size, rows_wanted
+from treeflash.engine.prefix import PrefixCache
+from treeflash.engine.prefix_files import SnapshotFiles
+from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
@@ -22,7 +25,8 @@ from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
 from treeflash.spec.tree import DraftTree
-from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.sequences import SequenceStates
+from treeflash.state.snapshots import SavedStates
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -39,7 +43,7 @@ class Request:
     guide: Guide | None = None  # which tokens may follow
     draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
     trees: bool = False  # report every step's tree
-    # Behind how many of the prompt's tokens a state is worth keeping; None: nothing of this request is.
+    # Behind how many of the prompt's tokens turns begin; None: nothing of this request is worth keeping.
     boundaries: Mapping[int, Kind] | None = None
 
 
@@ -91,15 +95,16 @@ class Engine:
         target: Decoder,
         *,
         max_ctx: int,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         drafter: Drafter | None = None,
         max_rows: int = 1,
         kv: tuple[KVFormat, KVFormat] | None = None,
         window: int | None = None,
-        conversations: int = 0,
+        prefix_cache: int = 0,
+        prefix_files: SnapshotFiles | None = None,
         padded: bool | None = None,
     ):
-        """`conversations`: how many to remember the states of.
+        """`prefix_cache`: bytes of host memory for states of earlier requests; `prefix_files`: of other runs.
 
         `padded`: steps of a few sizes over tensors that stay where they are, as CUDA graphs need them; None:
         on a GPU.
@@ -108,7 +113,7 @@ class Engine:
         padded = target.device.type == "cuda" if padded is None else padded
         self.target = target
         self.max_ctx = max_ctx
-        self._chunk = prefill_chunk
+        self._chunk = prefill_chunk or chunk_size(target.device.type, total_memory(target.device))
         self.drafter = drafter or NoDrafter()
         check_taps(target.spec, self.drafter.taps)
         self.max_rows = max_rows
@@ -123,7 +128,7 @@ class Engine:
             whole=padded,
         )
         self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
-        self.prefixes = PrefixCache(self.states.forget, conversations=conversations)
+        self.prefixes = PrefixCache(SavedStates(self.states), budget=prefix_cache, files=prefix_files)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
@@ -159,6 +164,7 @@ class Engine:
             yield from self._run(request, sampler, stats, slot)
         finally:
             self.states.close(slot)
+            self.prefixes.write()
 
     def _check(self, request: Request) -> None:
         vocabulary = self.target.spec.vocab_size
@@ -177,8 +183,9 @@ class Engine:
     @torch.inference_mode()
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
         hidden, done = None, 0
-        stats.cached_tokens = self._resume(request, slot)
-        for last, count in self._prefill(request, slot):
+        ends = cuts(len(request.prompt), request.boundaries or {}, self._chunk)
+        stats.cached_tokens = self._resume(request, slot, ends)
+        for last, count in self._prefill(request, slot, ends):
             hidden, done = last, count
             yield Progress(done, len(request.prompt), stats.cached_tokens)
         if hidden is None or done < len(request.prompt) or request.cancelled():
@@ -231,49 +238,44 @@ class Engine:
             verified = self._step(slot, undecided[0], room, ahead, request, sampler, stats)
             fresh = verified.tokens
 
-    def _resume(self, request: Request, slot: int) -> int:
+    def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
         """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.match(request.prompt)
+        found = self.prefixes.resume(slot, request.prompt, ends)
         if found is None:
             return 0
-        while not self.states.has_room(slot, len(found.tokens) - PAGE * len(found.state.pages)):
-            if not self.prefixes.evict() or self.prefixes.match(request.prompt) is not found:
-                return 0
-        self.states.restore(slot, found.state)
-        self.drafter.restore(found.tokens, found.draft)
-        return len(found.tokens)
+        self.drafter.restore(request.prompt[: found.length], found.draft)
+        return found.length
 
     def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
         if request.boundaries is not None and tokens and self.prefixes.keeps:
-            assert len(tokens) == self.states.lengths[slot]
-            self.prefixes.put(Snapshot(tokens, kind, self.states.save(slot), self.drafter.save()))
+            self.prefixes.put(slot, tokens, kind, self.drafter.save)
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Room for the rows, if need be for the price of what is remembered of other requests."""
-        while not self.states.has_room(slot, rows) and self.prefixes.evict():
-            pass
+        self.prefixes.make_room(slot, rows)
         self.states.reserve(slot, rows)
 
-    def _prefill(self, request: Request, slot: int) -> Iterator[tuple[Tensor | None, int]]:
+    def _prefill(self, request: Request, slot: int, ends: list[int]) -> Iterator[tuple[Tensor | None, int]]:
         """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
-        device, start, end = self.target.device, self.states.lengths[slot], len(request.prompt)
+        device, start = self.target.device, self.states.lengths[slot]
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
-        boundaries = request.boundaries or {}
+        kept = worth_keeping(ends, request.boundaries or {})
         yield None, start
-        cuts = {*range(0, end, self._chunk), *boundaries, end}
-        for stop in sorted(cut for cut in cuts if start < cut <= end):
+        for stop in (end for end in ends if end > start):
             if request.cancelled():
                 return
             tokens = prompt[:, start:stop]
             self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
-            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps)
+            wanted = rows_wanted(start, stop, {*kept, ends[-1]}, self.drafter.reach)
+            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=wanted)
             self.states.advance(step)
             self.drafter.append(request.prompt[start:stop], output.features[0])
-            if stop in boundaries:
-                self._remember(request, request.prompt[:stop], boundaries[stop], slot)
-            yield output.hidden[:, -1], stop
+            if stop in kept:
+                self._remember(request, request.prompt[:stop], kept[stop], slot)
+            # A copy: a chunk's activations are large.
+            yield output.hidden[:, -1].clone(), stop
             start = stop
 
     def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:
@@ -369,8 +371,14 @@ class Engine:
     def _shown(self, verified: _Verified, count: int) -> Tree:
         """The step's tree, with the first `count` of the accepted rows."""
         tokens, parents = self.steps.shown(verified.size)
+        accepted = verified.rows[:count]
+        if accepted:
+            # Where the text ends nobody walks on, but a row that guessed its last token guessed right.
+            last = verified.tokens[count - 1]
+            children = (row for row, parent in enumerate(parents) if parent == accepted[-1])
+            accepted += [row for row in children if tokens[row] == last][:1]
         step_s = verified.draft_s + verified.verify_s
-        return Tree(tokens, parents, verified.rows[:count], verified.draft_s, step_s)
+        return Tree(tokens, parents, accepted, verified.draft_s, step_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
 from treeflash.kernels.places import Places, row_places
 from treeflash.kernels.quant_matmul import OpenSums, PackedRows
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
+from treeflash.models.measure import tile_space
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
@@ -21,7 +22,7 @@ from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 @dataclass(frozen=True, slots=True)
 class Output:
     hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
-    features: Tensor  # [B, T, taps * width]: the residual stream behind the tapped layers
+    features: Tensor  # [B, n, taps * width]: the last rows' residual stream behind the tapped layers
 
 
 class Block:
@@ -91,38 +92,59 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         expand: bool = True,
+        host_embedding: bool = False,
         progress: Progress | None = None,
     ) -> "Decoder":
-        """Reads all weights and holds them as `dtype`; without `expand` they stay packed."""
+        """Reads all weights and holds them as `dtype`; without `expand` they stay packed.
+
+        `host_embedding`: but for the embedding's rows, which stay in the host's memory, pinned.
+        """
         device = torch.device(device)
-        loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
-        spec = ModelSpec.from_gguf(file)
+        spec, space = ModelSpec.from_gguf(file), None
+        if device.type == "cuda":
+            space = tile_space(file, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+        loader = WeightLoader(
+            file,
+            device=device,
+            dtype=dtype,
+            expand=expand,
+            space=space,
+            host_embedding=host_embedding,
+            progress=progress,
+        )
         decoder = cls(spec, loader, device)
         _refuse_unknown(file, spec, loader.unread())
         return decoder
 
-    def forward(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> Output:
+    def forward(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
+    ) -> Output:
         """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows
         behind.
 
-        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer.
+        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer,
+        of the last `tapped` rows only; None: of all.
         """
         check_taps(self.spec, taps)
         frame = self._frame(step, buffers)
         x, add = self.embed(step.tokens), None
-        features: dict[int, Tensor] = {}
-        rows = step.tokens.numel()
+        skipped = 0 if tapped is None else max(0, step.rows - tapped)
+        features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
+        parts = features.split(self.spec.width, -1) if taps else ()
+        rows, waiting = step.tokens.numel(), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
             leave_open = any(following.packs(rows) for following in self._blocks[index + 1 : index + 2])
             entered, x, add = block(x, add, frame, layer, leave_open=leave_open)
-            if index - 1 in taps:
-                features[index - 1] = entered
+            waiting += [(part, entered) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
+            if step.is_chunk:  # large; of a tree copies wait for the end, where they hold nothing up
+                _take(waiting, skipped)
         buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
         assert not isinstance(add, OpenSums)
         total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps)
-        features[len(self._blocks) - 1] = total
-        tapped = torch.cat([features[tap] for tap in taps], -1) if taps else x[..., :0]
-        return Output(hidden, tapped)
+        last = len(self._blocks) - 1
+        waiting += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == last]
+        _take(waiting, skipped)
+        return Output(hidden, features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] to [..., vocabulary]."""
@@ -149,6 +171,7 @@ class Decoder:
             offsets=places.offsets,
             positions=step.positions,
             window=None if step.is_chunk else buffers.window,
+            span=int(places.lengths.max()) + step.rows if step.is_chunk else 0,
             pending=pending,
         )
 
@@ -169,6 +192,13 @@ def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
         raise UnsupportedModel(
             f"tap at layer {outside[0]}, the target has layers 0 to {len(spec.layers) - 1}"
         )
+
+
+def _take(waiting: list[tuple[Tensor, Tensor]], skipped: int) -> None:
+    """Copies the residual streams that wait, but for their first rows, to where they are wanted."""
+    while waiting:
+        part, stream = waiting.pop()
+        part.copy_(stream[:, skipped:])
 
 
 def _pending(places: Places) -> Pending:

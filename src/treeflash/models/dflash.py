@@ -1,5 +1,7 @@
 """The DFlash draft: fills a block of masked tokens from the target's hidden states. Owns no state."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,13 @@ from treeflash.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms
 from treeflash.kernels.quant_matmul import PackedRows
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.layers import FeedForward, PackedInput, by_item
+from treeflash.models.measure import tile_space
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import MAX_ROWS
-from treeflash.models.weights import Progress, WeightLoader
+from treeflash.models.weights import Progress, TensorSource, WeightLoader
+
+PIECE = 2048  # rows that `append` takes at a time: fused features are wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,28 @@ class DraftLayer:
         return x, self._ffn(h).view_as(x)
 
 
+@contextmanager
+def open_draft(
+    path: Path, target: ModelSpec, *, quant: QuantType | None = None, causal: bool | None = None
+) -> Generator[tuple[DraftSpec, TensorSource]]:
+    """What `DFlashDraft.load` reads: the draft's description, which fits the target, and its tensors."""
+    if path.suffix == ".gguf":
+        with GGUFFile.open(path) as file:
+            spec = DraftSpec.from_gguf(file, causal=causal)
+            spec.check_target(target)
+            spec.check_tensors(file.tensors, target, str(path))
+            yield spec, file
+        return
+    weights, config = find_checkpoint(path)
+    spec = DraftSpec.from_config(
+        read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
+    )
+    spec.check_target(target)
+    source = SafetensorsSource(weights, quant=quant)
+    spec.check_tensors(source.tensors, target, str(weights))
+    yield spec, source
+
+
 class DFlashDraft:
     def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device):
         self.spec = spec
@@ -134,30 +161,32 @@ class DFlashDraft:
         overrides the file for every layer.
         """
         device = torch.device(device)
-        options = {"device": device, "dtype": dtype, "expand": expand, "progress": progress}
-        if path.suffix == ".gguf":
-            with GGUFFile.open(path) as file:
-                spec = DraftSpec.from_gguf(file, causal=causal)
-                spec.check_target(target)
-                spec.check_tensors(file.tensors, target, str(path))
-                return cls(spec, WeightLoader(file, **options), device)
-        weights, config = find_checkpoint(path)
-        spec = DraftSpec.from_config(
-            read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
-        )
-        spec.check_target(target)
-        source = SafetensorsSource(weights, quant=quant)
-        spec.check_tensors(source.tensors, target, str(weights))
-        return cls(spec, WeightLoader(source, **options), device)
+        with open_draft(path, target, quant=quant, causal=causal) as (spec, source):
+            space = None
+            if device.type == "cuda":
+                space = tile_space(source, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+            loader = WeightLoader(
+                source, device=device, dtype=dtype, expand=expand, space=space, progress=progress
+            )
+            return cls(spec, loader, device)
 
-    def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
-        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold."""
+    def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, skipped: int = 0) -> None:
+        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold.
+
+        `skipped` positions between them go unread: no ring has to hold them.
+        """
+        longest = max(keys.shape[1] for keys in buffers.keys)
+        beyond = max(0, features.shape[1] - longest)
+        features, skipped = features[:, beyond:], skipped + beyond
+        first = buffers.lengths[slots] + skipped
+        if skipped:
+            buffers.lengths[slots] = buffers.starts[slots] = first
+        if features.shape[1] > PIECE:
+            for piece in features.split(PIECE, 1):
+                self.append(piece, slots, buffers)
+            return
         if not features.shape[1]:
             return
-        longest = max(keys.shape[1] for keys in buffers.keys)
-        skipped = max(0, features.shape[1] - longest)
-        first = buffers.lengths[slots] + skipped
-        features = features[:, skipped:]
         positions = first[:, None] + torch.arange(features.shape[1], device=self.device)
         x = rms_norm(self._fuse(features), self._fuse_norm, self.spec.eps)
         angles = rope_angles(positions, self._frequencies)
@@ -169,8 +198,6 @@ class DFlashDraft:
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
                 pool[places[ring]] = rows[:, -ring:].to(pool.dtype)
         buffers.lengths[slots] = positions[:, -1] + 1
-        if skipped:
-            buffers.starts[slots] = first
 
     def keep(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
         """The same where only the first `count` [B] positions are committed, which the device alone knows."""

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from treeflash.kernels.attention import paged_attention
-from treeflash.kernels.causal_conv import chunk_conv, delta_gates, split_heads, tree_conv
-from treeflash.kernels.gated_delta import advance, chunk_delta, tree_delta
+from treeflash.kernels.attention import chunk_attention, paged_attention
+from treeflash.kernels.causal_conv import chunk_heads, tree_conv
+from treeflash.kernels.gated_delta import fold_path, slot_delta, tree_delta
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, head_rope, silu_mul
 from treeflash.kernels.quant_matmul import BUCKETS, OpenSums, PackedRows, PackedWeight, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec
@@ -32,6 +32,7 @@ class Frame:
     offsets: Tensor  # [B * T] and the place in it
     positions: Tensor  # [B, T]
     window: int | None  # how far back the rows look; None for a chunk
+    span: int  # tokens that the longest sequence holds with a chunk's rows; 0 for a tree
     pending: Pending  # of these slots only; P rows of path, of which `count` are to be committed
 
 
@@ -89,7 +90,10 @@ class Attention:
         places = {"keys": keys, "values": values, "pages": frame.pages, "offsets": frame.offsets}
         cache_heads(k, v, self._norms[1], spec.eps, **options, **places)
         seen = (frame.page_table, frame.lengths, frame.ancestors, frame.positions)
-        out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
+        if frame.ancestors is None:
+            out = chunk_attention(q, keys, values, *seen[:2], span=frame.span, gate=gate)
+        else:
+            out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
         out = out.flatten(-2)
         if not (leave_open and self._packs_out(out.shape[0] * out.shape[1])):
             return self._out(out)[0]
@@ -153,28 +157,12 @@ class GatedDelta:
     def _chunk(
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
     ) -> Tensor:
-        slots = frame.slots
-        state, window = buffers.state[slots], buffers.window[slots]
-        if bool((frame.pending.count > 0).any()):
-            window = self._commit(state, window, frame, buffers)
-        g, beta = delta_gates(alpha, beta, self._decay, self._time_bias)
-        mixed, window = chunk_conv(inputs.to(window.dtype), window, self._conv)
-        q, k, v = split_heads(mixed, self._delta.key_heads, self._delta.head_dim)
-        out, state = chunk_delta(q, k, v, g, beta, state)
-        buffers.state[slots], buffers.window[slots] = state, window
-        return out
-
-    def _commit(self, state: Tensor, window: Tensor, frame: Frame, buffers: DeltaBuffers) -> Tensor:
-        """Advances `state` over the path that the last tree left, in place; returns the window behind it."""
-        slots, path, count = frame.slots, frame.pending.path, frame.pending.count
-        inputs, gates = buffers.tree_inputs[slots[:, None], path], buffers.tree_gates[slots[:, None], path]
-        behind = (torch.arange(path.shape[1], device=slots.device) >= count[:, None])[..., None]
-        mixed, _ = chunk_conv(inputs.masked_fill(behind, 0), window, self._conv)
-        _, k, v = split_heads(mixed, self._delta.key_heads, self._delta.head_dim)
-        # Behind a shorter path: no decay and nothing written.
-        advance(state, k, v, *gates.masked_fill(behind[..., None], 0).unbind(2))
-        kept = torch.arange(window.shape[1], device=slots.device) + count[:, None]
-        return torch.cat([window, inputs], 1)[torch.arange(len(slots), device=slots.device)[:, None], kept]
+        slots, pending = frame.slots, frame.pending
+        rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
+        rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
+        fold_path(buffers.state, self._conv, tree_gates=buffers.tree_gates, **rest)
+        rows = chunk_heads(inputs, alpha, beta, self._conv, self._decay, self._time_bias, **rest)
+        return slot_delta(*rows, buffers.state, slots=slots)
 
 
 class FeedForward:

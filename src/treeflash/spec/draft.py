@@ -54,12 +54,20 @@ class Drafter(Protocol):
         """Target layers whose outputs `append` wants."""
         ...
 
+    @property
+    def reach(self) -> int:
+        """Of how many positions, the newest, it has any use for those outputs."""
+        ...
+
     def open(self) -> None:
         """A new sequence begins."""
         ...
 
     def append(self, tokens: list[int], features: Tensor | None) -> None:
-        """The target has processed `tokens`, and they stay; features [n, taps * width], None: kept before."""
+        """The target has processed `tokens`, and they stay; features [n, taps * width] of the last n of them.
+
+        None: kept before.
+        """
         ...
 
     def fix(self, rank: Rank) -> list[Part]:
@@ -99,6 +107,7 @@ class NoDrafter:
     """Plain decoding: the root alone."""
 
     taps: tuple[int, ...] = ()
+    reach = 0
 
     def open(self) -> None: ...
 
@@ -151,8 +160,20 @@ class BlockDraft:
         restore_rings(self._buffers, 0, saved)
         self._waiting = []
 
-    def append(self, features: Tensor) -> None:
-        """features [n, taps * width]; they wait until a proposal needs them."""
+    @property
+    def reach(self) -> int:
+        """Positions that the longest ring holds."""
+        return max(keys.shape[1] for keys in self._buffers.keys)
+
+    def append(self, features: Tensor, *, skipped: int = 0) -> None:
+        """features [n, taps * width], behind `skipped` positions whose features nobody will need.
+
+        A few wait until a proposal needs them.
+        """
+        if skipped or len(features) >= 64:
+            self.flush()
+            self._draft.append(features[None], self._slots, self._buffers, skipped=skipped)
+            return
         self._waiting.append(features)
         if sum(map(len, self._waiting)) >= 64:
             self.flush()

@@ -84,6 +84,10 @@ class Speculator:
     def taps(self) -> tuple[int, ...]:
         return self._draft.spec.taps if self._draft else ()
 
+    @property
+    def reach(self) -> int:
+        return self._draft.reach if self._draft else 0
+
     def open(self) -> None:
         self._lookup = ContextLookup()
         self._processed = 0
@@ -120,7 +124,7 @@ class Speculator:
         new = self._processed - len(self._lookup)
         self._lookup.append(tokens[len(tokens) - new :])
         if self._draft and features is not None:
-            self._draft.append(features)
+            self._draft.append(features, skipped=len(tokens) - len(features))
 
     def save(self) -> SavedRings | None:
         return self._draft.save() if self._draft else None

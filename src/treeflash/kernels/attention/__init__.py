@@ -5,7 +5,7 @@ from torch import Tensor
 from treeflash.kernels.attention import reference
 from treeflash.kernels.kv_cache.format import HeadPool
 
-__all__ = ["block_attention", "paged_attention"]
+__all__ = ["block_attention", "chunk_attention", "paged_attention"]
 
 LEAST_DIM = 16  # what a product on tensor cores takes
 
@@ -22,15 +22,34 @@ def paged_attention(
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    if q.is_cuda and ancestors is not None and q.shape[-1] >= LEAST_DIM:
+    if q.is_cuda and ancestors is not None:
         from treeflash.kernels.attention import kernel
 
-        return kernel.paged_attention(
-            q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
-        )
+        if kernel.takes(keys) and kernel.takes(values):
+            return kernel.paged_attention(
+                q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
+            )
     return reference.paged_attention(
         q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
     )
+
+
+def chunk_attention(
+    q: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    span: int,
+    gate: Tensor | None = None,
+) -> Tensor:
+    if q.is_cuda:
+        from treeflash.kernels.attention import prefill
+
+        if prefill.takes(keys):
+            return prefill.chunk_attention(q, keys, values, page_table, lengths, span=span, gate=gate)
+    return reference.paged_attention(q, keys, values, page_table, lengths, None, gate=gate)
 
 
 def block_attention(

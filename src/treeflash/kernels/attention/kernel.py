@@ -9,15 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLITS = 32  # of the context; one more holds the step's own rows. 4 KV heads x 33 fill an H200's 132 SMs
-LEAST = 64  # keys in a split, or merging costs more than it gains
+from treeflash.kernels.attention import reference
+from treeflash.kernels.kv_cache.format import HeadPool
+from treeflash.kernels.kv_cache.kernel import form, load_rows, takes, tensors, turn, turning
+from treeflash.kernels.kv_cache.rotation import group_size
+
+SPLITS = 64  # of the context, at most; one more holds the step's own rows
+SINKS = tl.constexpr(reference.SINKS)
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def _accumulate(queries, keys, values, seen, top, weight, sum_, PRECISION: tl.constexpr):
-    """One block of keys [D, N] and values [N, D] into the running maximum, weight and sum of each row."""
-    scores = tl.dot(queries, keys, input_precision=PRECISION)
+    """One block of keys and values [N, D] into the running maximum, weight and sum of each row."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     scores = tl.where(seen, scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen nothing yet: any finite number will do.
@@ -30,102 +35,136 @@ def _accumulate(queries, keys, values, seen, top, weight, sum_, PRECISION: tl.co
 
 
 @triton.jit
-def _extent(span, split, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First and last key of a split of `span` keys, and how many splits have any; the last split has none."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N, LEAST)
+def _extent(span, split, SPLITS: tl.constexpr):
+    """First and last key of a split of `span` keys, and how many splits have any; the last split has none.
+
+    64 keys at least and half of the splits up to 8192 keys, since a split's sums are written and read again;
+    all of them from 16384 on, for two programs on each of an H200's 132 SMs with 4 KV heads and a row.
+    """
+    size = tl.maximum(tl.cdiv(span, SPLITS), tl.minimum(tl.cdiv(span, SPLITS // 2), 256))
+    size = tl.maximum(tl.cdiv(size, 64) * 64, 64)
     first = tl.where(split < SPLITS, tl.minimum(split * size, span), span)
     return first, tl.minimum(first + size, span), tl.cdiv(span, size)
 
 
 @triton.jit
 def _keep(
-    part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, top, weight, sum_, padded,
+    part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, count, top, weight, sum_,
     KV: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores a split's result."""
-    at = ((item * KV + head) * (SPLITS + 1) + split) * padded + rows
-    dims = tl.arange(0, BLOCK)
-    tl.store(part_top + at, top)
-    tl.store(part_weight + at, weight)
-    tl.store(part_sum + at[:, None] * D + dims[None, :], sum_, mask=(dims < D)[None, :])
+    """Stores a split's result for the rows there are, `count`."""
+    at = ((item * KV + head) * (SPLITS + 1) + split) * count + rows
+    dims, live = tl.arange(0, BLOCK), rows < count
+    tl.store(part_top + at, top, mask=live)
+    tl.store(part_weight + at, weight, mask=live)
+    tl.store(part_sum + at[:, None] * D + dims[None, :], sum_, mask=live[:, None] & (dims < D)[None, :])
     if (split == SPLITS) & (head == 0) & (tile == 0):
         tl.store(active + item, used)
 
 
-@triton.jit(do_not_specialize=["T", "table_stride", "padded"])
+@triton.jit
+def _queries(
+    q, item, head, tile, T, scale, TURN: tl.constexpr, TYPE: tl.constexpr, KV: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK] queries of a tile, node-major, scaled; rotated in groups of TURN unless that is 0."""
+    # A rotated group of values is a row of its own.
+    PARTS: tl.constexpr = BLOCK // TURN if TURN else 1
+    WIDTH: tl.constexpr = BLOCK // PARTS
+    part = tl.arange(0, BLOCK_M * PARTS)
+    rows, dims = (
+        tile * BLOCK_M + part // PARTS,
+        (part % PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :],
+    )
+    node = rows // GROUP
+    at = ((item * T + node) * KV * GROUP + head * GROUP + rows % GROUP)[:, None] * D + dims
+    queries = tl.load(q + at, mask=(node < T)[:, None] & (dims < D), other=0.0).to(tl.float32) * scale
+    queries = queries.to(TYPE)
+    if TURN:
+        turned = tl.dot(queries, turning(TURN, False)) * (TURN**-0.5)
+        queries = tl.reshape(turned.to(TYPE), (BLOCK_M, BLOCK))
+    return queries
+
+
+@triton.jit(do_not_specialize=["T", "table_stride", "window"])
 def _paged_kernel(
-    q, keys, values, table, lengths, ancestors, part_top, part_weight, part_sum, active,
-    scale, T, table_stride, padded,
+    q, key_codes, key_scales, value_codes, value_scales, table, lengths, ancestors, positions,
+    part_top, part_weight, part_sum, active, scale, T, table_stride, window,
     KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TURN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One KV head, one split, BLOCK_M of its rows (node-major) a program."""
     tile, split, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     item, head = unit // KV, unit % KV
     length = tl.load(lengths + item).to(tl.int32)
-    first, last, used = _extent(length, split, SPLITS, LEAST, BLOCK_N)
+    # A window's context is the first tokens and what the root sees, from `low` on; others see no more.
+    sinks, low = length, length
+    if WINDOW:
+        sinks = tl.minimum(length, SINKS)
+        low = tl.maximum((length - window + 1) // 64 * 64, sinks)
+    first, last, used = _extent(sinks + length - low, split, SPLITS)
     own = tl.where(split == SPLITS, T, 0)
     if (first < last) | (own > 0):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         node = rows // GROUP
         live = node < T
-        dims = tl.arange(0, BLOCK)
-        inside = dims < D
-        at = ((item * T + node) * KV * GROUP + head * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
-        queries = tl.load(q + at, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32) * scale
-        queries = queries.to(keys.dtype.element_ty)
+        queries = _queries(q, item, head, tile, T, scale, TURN, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M)
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
         sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+        table += item * table_stride
+        oldest = rows
+        if WINDOW:
+            oldest = tl.load(positions + item * T + node, mask=live, other=0).to(tl.int32) - window + 1
         for start in range(first, last, BLOCK_N):
-            index = start + tl.arange(0, BLOCK_N)
-            present = index < last
+            offset = tl.arange(0, BLOCK_N)
+            present = start + offset < last
+            begin = start
+            if WINDOW:
+                # Both parts begin at multiples of 64, unless the context ends in the first.
+                begin = tl.where(start < sinks, start, start - sinks + low)
+            index = begin + offset
             if PAGE % BLOCK_N == 0:
                 # A block lies in one page; one number for it lets the copies behind it run ahead.
-                page = tl.load(table + item * table_stride + start // PAGE).to(tl.int64)
+                page = tl.load(table + begin // PAGE).to(tl.int64)
+                place, row = (page * KV + head) * PAGE + begin % PAGE, offset
             else:
-                page = tl.load(table + item * table_stride + index // PAGE, mask=present, other=0).to(
-                    tl.int64
-                )
-            place = ((page * PAGE + index % PAGE) * KV + head) * D
-            k = tl.load(
-                keys + place[None, :] + dims[:, None], mask=present[None, :] & inside[:, None], other=0.0
-            )
-            v = tl.load(
-                values + place[:, None] + dims[None, :], mask=present[:, None] & inside[None, :], other=0.0
-            )
-            top, weight, sum_ = _accumulate(queries, k, v, present[None, :], top, weight, sum_, PRECISION)
+                page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
+                place, row = 0, (page * KV + head) * PAGE + index % PAGE
+            k = load_rows(key_codes, key_scales, place, row, present, KEYS, D, BLOCK, KEY_TYPE)
+            v = load_rows(value_codes, value_scales, place, row, present, VALUES, D, BLOCK, VALUE_TYPE)
+            seen = present[None, :]
+            if WINDOW:
+                seen = seen & ((index < SINKS)[None, :] | (index[None, :] >= oldest[:, None]))
+            top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
         bits = tl.load(ancestors + item * T + node, mask=live, other=0)
         for start in tl.range(0, own, BLOCK_N, num_stages=1):
             row = start + tl.arange(0, BLOCK_N)
             present = row < T
             index = length + row
-            page = tl.load(table + item * table_stride + index // PAGE, mask=present, other=0).to(tl.int64)
-            place = ((page * PAGE + index % PAGE) * KV + head) * D
-            k = tl.load(
-                keys + place[None, :] + dims[:, None], mask=present[None, :] & inside[:, None], other=0.0
-            )
-            v = tl.load(
-                values + place[:, None] + dims[None, :], mask=present[:, None] & inside[None, :], other=0.0
-            )
-            seen = ((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0
-            top, weight, sum_ = _accumulate(
-                queries, k, v, seen & present[None, :], top, weight, sum_, PRECISION
-            )
+            page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
+            place = (page * KV + head) * PAGE + index % PAGE
+            k = load_rows(key_codes, key_scales, 0, place, present, KEYS, D, BLOCK, KEY_TYPE)
+            v = load_rows(value_codes, value_scales, 0, place, present, VALUES, D, BLOCK, VALUE_TYPE)
+            seen = (((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0) & present[None, :]
+            if WINDOW:
+                held = tl.load(positions + item * T + row, mask=present, other=0).to(tl.int32)
+                seen = seen & ((held < SINKS)[None, :] | (held[None, :] >= oldest[:, None]))
+            top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
         _keep(
-            part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, top, weight, sum_,
-            padded, KV, SPLITS, D, BLOCK,
+            part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, T * GROUP,
+            top, weight, sum_, KV, SPLITS, D, BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "ring", "window", "padded"])
+@triton.jit(do_not_specialize=["T", "ring", "window"])
 def _ring_kernel(
     q, own_keys, own_values, positions, keys, values, slots, lengths, starts,
-    part_top, part_weight, part_sum, active, scale, T, ring, window, padded,
+    part_top, part_weight, part_sum, active, scale, T, ring, window,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same over a ring, in which position p lies at p modulo ring; window 0: none."""
     tile, split, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -133,17 +172,14 @@ def _ring_kernel(
     slot = tl.load(slots + item).to(tl.int64)
     length = tl.load(lengths + slot).to(tl.int32)
     begin = tl.load(starts + slot).to(tl.int32)
-    first, last, used = _extent(tl.minimum(length, ring), split, SPLITS, LEAST, BLOCK_N)
+    first, last, used = _extent(tl.minimum(length, ring), split, SPLITS)
     own = tl.where(split == SPLITS, T, 0)
     if (first < last) | (own > 0):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         node = rows // GROUP
         live = node < T
-        dims = tl.arange(0, BLOCK)
-        inside = dims < D
-        at = ((item * T + node) * KV * GROUP + head * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
-        queries = tl.load(q + at, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32) * scale
-        queries = queries.to(keys.dtype.element_ty)
+        TYPE: tl.constexpr = keys.dtype.element_ty
+        queries = _queries(q, item, head, tile, T, scale, 0, TYPE, KV, GROUP, D, BLOCK, BLOCK_M)
         query = tl.load(positions + item * T + node, mask=live, other=0).to(tl.int32)
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -153,13 +189,9 @@ def _ring_kernel(
             present = index < last
             # The newest position below `length` that falls on this place of the ring.
             held = length - 1 - (length - 1 - index) % ring
-            place = ((slot * ring + index) * KV + head) * D
-            k = tl.load(
-                keys + place[None, :] + dims[:, None], mask=present[None, :] & inside[:, None], other=0.0
-            )
-            v = tl.load(
-                values + place[:, None] + dims[None, :], mask=present[:, None] & inside[None, :], other=0.0
-            )
+            place = (slot * ring + index) * KV + head
+            k = load_rows(keys, keys, 0, place, present, "float", D, BLOCK, TYPE)
+            v = load_rows(values, values, 0, place, present, "float", D, BLOCK, TYPE)
             apart = query[:, None] - held[None, :]
             seen = (present & (held >= begin))[None, :] & ((window == 0) | (tl.abs(apart) < window))
             if CAUSAL:
@@ -169,44 +201,38 @@ def _ring_kernel(
             row = start + tl.arange(0, BLOCK_N)
             present = row < T
             held = tl.load(positions + item * T + row, mask=present, other=0).to(tl.int32)
-            place = ((item * T + row) * KV + head) * D
-            k = tl.load(
-                own_keys + place[None, :] + dims[:, None], mask=present[None, :] & inside[:, None], other=0.0
-            )
-            v = tl.load(
-                own_values + place[:, None] + dims[None, :],
-                mask=present[:, None] & inside[None, :],
-                other=0.0,
-            )
+            place = (item * T + row) * KV + head
+            k = load_rows(own_keys, own_keys, 0, place, present, "float", D, BLOCK, TYPE)
+            v = load_rows(own_values, own_values, 0, place, present, "float", D, BLOCK, TYPE)
             apart = query[:, None] - held[None, :]
             seen = (present & (held >= begin))[None, :] & ((window == 0) | (tl.abs(apart) < window))
             if CAUSAL:
                 seen = seen & (apart >= 0)
-            k, v = k.to(keys.dtype.element_ty), v.to(values.dtype.element_ty)
             top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
         _keep(
-            part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, top, weight, sum_,
-            padded, KV, SPLITS, D, BLOCK,
+            part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, T * GROUP,
+            top, weight, sum_, KV, SPLITS, D, BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "padded"])
+@triton.jit(do_not_specialize=["T"])
 def _merge_kernel(
-    part_top, part_weight, part_sum, active, gate, out, gate_row, gate_head, T, padded,
-    KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr,
+    part_top, part_weight, part_sum, active, gate, out, gate_row, gate_head, T,
+    KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one row a program: its splits by their log-sum-exp, then the gate."""
+    """One query head of one row a program: its splits by their log-sum-exp, rotated back, then the gate."""
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, node = row // T, row % T
     head = query_head // GROUP
     used = tl.load(active + item)
-    base = (item * KV + head) * (SPLITS + 1) * padded + node * GROUP + query_head % GROUP
+    count = T * GROUP
+    base = (item * KV + head) * (SPLITS + 1) * count + node * GROUP + query_head % GROUP
     split = tl.arange(0, PARTS)
     filled = (split < used) | (split == SPLITS)
-    tops = tl.load(part_top + base + split * padded, mask=filled, other=-float("inf"))
+    tops = tl.load(part_top + base + split * count, mask=filled, other=-float("inf"))
     level = tl.max(tops, 0)
-    weights = tl.load(part_weight + base + split * padded, mask=filled, other=0.0)
+    weights = tl.load(part_weight + base + split * count, mask=filled, other=0.0)
     weight = tl.sum(weights * tl.exp2(tops - level), 0)
     dims = tl.arange(0, BLOCK)
     sum_ = tl.zeros((BLOCK,), tl.float32)
@@ -215,29 +241,39 @@ def _merge_kernel(
         number = start + tl.arange(0, STEP)
         number = tl.where(number == used, SPLITS, number)
         some = (start + tl.arange(0, STEP)) <= used
-        at = base + number * padded
+        at = base + number * count
         share = tl.exp2(tl.load(part_top + at, mask=some, other=-float("inf")) - level)
         part = tl.load(
             part_sum + at[:, None] * D + dims[None, :], mask=some[:, None] & (dims < D)[None, :], other=0.0
         )
         sum_ += tl.sum(part * share[:, None], 0)
     result = sum_ / weight
+    if TURN:
+        result = turn(result, TURN, True)
     if GATE:
         place = gate + row * gate_row + query_head * gate_head + dims
         result *= tl.sigmoid(tl.load(place, mask=dims < D, other=0.0).to(tl.float32))
     tl.store(out + (row * KV * GROUP + query_head) * D + dims, result, mask=dims < D)
 
 
-def tiles(dim: int, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Rows (nodes x query heads) and keys at a time, stages, warps; by shared memory.
+def tiles(dim: int, row_bytes: int, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Rows (nodes x query heads) and keys at a time, stages, warps; by shared memory and registers.
 
-    sm_75 has 64 KiB a program, sm_86 and sm_89 99 KiB. dim: of a head in 16 bits, twice as many in 32;
-    capability: of an NVIDIA card; None for others.
+    row_bytes: of a stored key or value, whichever is larger; capability: of an NVIDIA card, None for others.
+    sm_75 has 64 KiB a program, sm_86 and sm_89 99 KiB. The rows of a step are not asked for, since a row's
+    sums must not depend on them. 64 rows in 4 warps hold their sums in half of an SM's registers, so that one
+    program's products run beside the other's decoding; 128 rows in 8 warps take as many instructions for the
+    144 rows of a tree of 24 nodes, and there is no second program.
     """
+    wide = max(dim, row_bytes // 2)
     if capability is None or capability < (8, 0):
-        return {"BLOCK_M": 32 if dim > 128 else 64, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
-    keys = 64 if dim <= 128 else 32 if dim <= 256 else 16
-    stages = 3 if capability in ((8, 0), (9, 0), (10, 0)) else 2
+        warps = 8 if capability is not None and wide > 128 else 4
+        return {"BLOCK_M": 32 if wide > 128 else 64, "BLOCK_N": 16, "num_stages": 1, "num_warps": warps}
+    keys = 64 if wide <= 128 else 32 if wide <= 256 else 16
+    # Two stages more keep one more block on its way, since a block's page is a load of its own; small blocks
+    # need that to fill the memory's latency.
+    roomy = capability in ((8, 0), (9, 0), (10, 0))
+    stages = 5 if roomy and row_bytes < 2 * dim else 3
     return {"BLOCK_M": 64, "BLOCK_N": keys, "num_stages": stages, "num_warps": 4}
 
 
@@ -249,17 +285,20 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 class _Parts:
     """Room for the splits' results, and the merge of them."""
 
-    def __init__(self, q: Tensor, kv_heads: int, block: int):
+    def __init__(self, q: Tensor, kv_heads: int):
         batch, rows, heads, dim = q.shape
         self._q, self._kv_heads, self._group = q, kv_heads, heads // kv_heads
-        self.tiles = triton.cdiv(rows * self._group, block)
-        self.padded = self.tiles * block
-        splits = (batch, kv_heads, SPLITS + 1, self.padded)
+        splits = (batch, kv_heads, SPLITS + 1, rows * self._group)
         self.tops, self.weights = (torch.empty(splits, device=q.device) for _ in range(2))
         self.sums = torch.empty(*splits, dim, device=q.device)
         self.active = torch.empty(batch, dtype=torch.int32, device=q.device)
 
-    def merge(self, gate: Tensor | None) -> Tensor:
+    def grid(self, block: int) -> tuple[int, int, int]:
+        batch, rows = self._q.shape[:2]
+        return triton.cdiv(rows * self._group, block), SPLITS + 1, batch * self._kv_heads
+
+    def merge(self, gate: Tensor | None, turn: int = 0) -> Tensor:
+        """turn: values of a group to be rotated back; 0: none."""
         batch, rows, heads, dim = self._q.shape
         out = torch.empty(batch, rows, heads, dim, device=self._q.device)
         opened = out if gate is None else gate
@@ -267,48 +306,62 @@ class _Parts:
             opened = opened.contiguous()
         _merge_kernel[(heads, batch * rows)](
             self.tops, self.weights, self.sums, self.active, opened, out, opened.stride(1), opened.stride(2),
-            rows, self.padded,
-            KV=self._kv_heads, GROUP=self._group, D=dim, BLOCK=triton.next_power_of_2(dim), SPLITS=SPLITS,
-            PARTS=triton.next_power_of_2(SPLITS + 1), STEP=8, GATE=gate is not None, num_warps=4,
+            rows,
+            KV=self._kv_heads, GROUP=self._group, D=dim, BLOCK=triton.next_power_of_2(dim), TURN=turn,
+            SPLITS=SPLITS, PARTS=triton.next_power_of_2(SPLITS + 1), STEP=32, GATE=gate is not None,
+            num_warps=8,
         )  # fmt: skip
         return out
 
 
-def _checked(q: Tensor, keys: Tensor, values: Tensor) -> None:
-    dim = q.shape[-1]
-    assert keys.dtype == values.dtype and keys.shape == values.shape, f"{keys.dtype}, {values.dtype}"
-    assert q.is_contiguous() and keys.is_contiguous() and values.is_contiguous(), (
-        f"{q.stride()}, {keys.stride()}"
-    )
-    assert dim >= 16 and q.shape[2] % keys.shape[2] == 0, f"heads of {dim}, {q.shape[2]} over {keys.shape[2]}"
+def _type(pool: HeadPool) -> tl.dtype:
+    """Of the operands of a product with rows of a pool."""
+    if pool.codes.dtype == torch.float32:
+        return tl.float32
+    if pool.codes.dtype == torch.bfloat16:
+        # Only the interpreter runs on a CPU, and it takes bfloat16 in a product for integers.
+        return tl.float32 if pool.codes.device.type == "cpu" else tl.bfloat16
+    return tl.float16
 
 
 def paged_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor,
+    positions: Tensor | None = None,
     *,
+    window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention; for a tree of at most 64 rows."""
+    """See reference.paged_attention; for a tree of at most 64 rows, the root at position `lengths`.
+
+    Two launches, whatever the formats: queries are rotated in the first, the output back in the second.
+    """
     q = q.contiguous()
-    _checked(q, keys, values)
     batch, rows, heads, dim = q.shape
-    page, kv_heads = keys.shape[1:3]
+    kv_heads, page = keys.codes.shape[1:3]
     assert rows <= 64, f"{rows} rows, at most 64"
-    chosen = tiles(dim * keys.element_size() // 2, _capability(q.device))
-    parts = _Parts(q, kv_heads, chosen["BLOCK_M"])
-    _paged_kernel[(parts.tiles, SPLITS + 1, batch * kv_heads)](
-        q, keys, values, page_table, lengths, ancestors.contiguous(),
+    assert takes(keys) and takes(values) and keys.dim == values.dim == dim, f"heads of {dim}"
+    assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
+    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
+    assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
+    parts, turn = _Parts(q, kv_heads), group_size(dim)
+    row_bytes = max(keys.format.code_bytes(dim), values.format.code_bytes(dim))
+    chosen = tiles(dim, row_bytes, _capability(q.device))
+    _paged_kernel[parts.grid(chosen["BLOCK_M"])](
+        q, *tensors(keys), *tensors(values), page_table, lengths, ancestors.contiguous(),
+        ancestors if positions is None else positions.contiguous(),
         parts.tops, parts.weights, parts.sums, parts.active,
-        dim**-0.5 * LOG2_E, rows, page_table.stride(0), parts.padded,
+        dim**-0.5 * LOG2_E, rows, page_table.stride(0), window or 0,
         KV=kv_heads, GROUP=heads // kv_heads, PAGE=page, D=dim, BLOCK=triton.next_power_of_2(dim),
-        SPLITS=SPLITS, LEAST=LEAST, PRECISION="ieee", **chosen,
+        TURN=turn if keys.format.quantised else 0, KEYS=form(keys), VALUES=form(values),
+        KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, WINDOW=window is not None,
+        PRECISION="ieee", **chosen,
     )  # fmt: skip
-    return parts.merge(gate)
+    return parts.merge(gate, turn if values.format.quantised else 0)
 
 
 def block_attention(
@@ -327,16 +380,18 @@ def block_attention(
 ) -> Tensor:
     """See reference.block_attention."""
     q, k, v = (x.contiguous() for x in (q, k, v))
-    _checked(q, ring_keys, ring_values)
-    batch, rows, heads, dim = q.shape
+    rows, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
-    chosen = tiles(dim * ring_keys.element_size() // 2, _capability(q.device))
-    parts = _Parts(q, kv_heads, chosen["BLOCK_M"])
-    _ring_kernel[(parts.tiles, SPLITS + 1, batch * kv_heads)](
+    assert ring_keys.dtype == ring_values.dtype and ring_keys.shape == ring_values.shape, f"{ring_keys.dtype}"
+    assert ring_keys.is_contiguous() and ring_values.is_contiguous(), f"{ring_keys.stride()}"
+    assert dim >= 16 and heads % kv_heads == 0, f"heads of {dim}, {heads} over {kv_heads}"
+    parts = _Parts(q, kv_heads)
+    chosen = tiles(dim, dim * ring_keys.element_size(), _capability(q.device))
+    _ring_kernel[parts.grid(chosen["BLOCK_M"])](
         q, k, v, positions.contiguous(), ring_keys, ring_values, slots, lengths, starts,
         parts.tops, parts.weights, parts.sums, parts.active, dim**-0.5 * LOG2_E, rows, ring_keys.shape[1],
-        window or 0, parts.padded,
+        window or 0,
         KV=kv_heads, GROUP=heads // kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim), SPLITS=SPLITS,
-        LEAST=LEAST, CAUSAL=causal, PRECISION="ieee", **chosen,
+        CAUSAL=causal, PRECISION="ieee", **chosen,
     )  # fmt: skip
     return parts.merge(None)

@@ -5,7 +5,7 @@ from torch import Tensor
 from treeflash.kernels.causal_conv import reference
 from treeflash.kernels.causal_conv.reference import chunk_conv, delta_gates, split_heads
 
-__all__ = ["chunk_conv", "conv_index", "delta_gates", "split_heads", "tree_conv"]
+__all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "split_heads", "tree_conv"]
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
@@ -14,6 +14,17 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
     from treeflash.kernels.causal_conv import kernel
 
     return kernel.conv_index(parents, width, count, path)
+
+
+def chunk_heads(
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if inputs.is_cuda:
+        from treeflash.kernels.causal_conv import chunk, kernel
+
+        if kernel.takes(weight, alpha, state["key_heads"]):
+            return chunk.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
+    return reference.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
 
 
 def tree_conv(

@@ -23,6 +23,36 @@ def chunk_conv(inputs: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, 
     return silu((taps * weight).sum(-1)), series[:, rows:]
 
 
+def chunk_heads(
+    inputs: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    *,
+    window: Tensor,
+    tree_inputs: Tensor,
+    slots: Tensor,
+    path: Tensor,
+    count: Tensor,
+    key_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the delta rule takes of a chunk that follows the path which the last tree left to commit.
+
+    Shapes as in `tree_conv`. Returns q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv]; moves the
+    windows behind the chunk.
+    """
+    dim = weight.shape[0] // (2 * key_heads + alpha.shape[2])
+    before = window[slots]
+    if path.shape[1]:
+        batch = torch.arange(len(slots), device=slots.device)[:, None]
+        kept = torch.arange(before.shape[1], device=slots.device) + count[:, None]
+        before = torch.cat([before, tree_inputs[slots[:, None], path]], 1)[batch, kept]
+    mixed, window[slots] = chunk_conv(inputs.to(window.dtype), before, weight)
+    return *split_heads(mixed, key_heads, dim), *delta_gates(alpha, beta, decay, bias)
+
+
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
     """Where [window, path rows, tree rows] holds the inputs of each row: [B, path + T, width], oldest first.
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from treeflash.kernels.gated_delta import reference
 from treeflash.kernels.gated_delta.reference import advance, chunk_delta
 
-__all__ = ["advance", "chunk_delta", "tree_delta"]
+__all__ = ["advance", "chunk_delta", "fold_path", "slot_delta", "tree_delta"]
 
 
 def tree_delta(
@@ -19,3 +19,23 @@ def tree_delta(
         if kernel.takes(state):
             return kernel.tree_delta(q, k, v, g, beta, state, **rows)
     return reference.tree_delta(q, k, v, g, beta, state, **rows)
+
+
+def slot_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, slots: Tensor
+) -> Tensor:
+    if q.is_cuda:
+        from treeflash.kernels.gated_delta import chunk
+
+        if chunk.takes(state):
+            return chunk.slot_delta(q, k, v, g, beta, state, slots=slots)
+    return reference.slot_delta(q.float(), k.float(), v, g, beta, state, slots=slots)
+
+
+def fold_path(state: Tensor, weight: Tensor, **rest) -> None:
+    if state.is_cuda:
+        from treeflash.kernels.gated_delta import chunk
+
+        if chunk.takes(state):
+            return chunk.fold_path(state, weight, **rest)
+    return reference.fold_path(state, weight, **rest)

@@ -8,6 +8,8 @@ state [B, Hv, D, D], row = key index. Value head h uses q and k of head h % Hk. 
 import torch
 from torch import Tensor
 
+from treeflash.kernels.causal_conv.reference import chunk_conv, split_heads
+
 CHUNK = 64
 
 
@@ -44,6 +46,39 @@ def chunk_delta(
         carried = (k[:, c] * tail[:, c, ..., None]).mT @ writes
         state = state * grown[:, c, :, -1, None, None] + carried
     return torch.cat(outputs, 2).transpose(1, 2)[:, :tokens], state
+
+
+def slot_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, slots: Tensor
+) -> Tensor:
+    """Outputs [B, T, Hv, D] of a run of tokens; moves the slots' states [slots, Hv, D, D] behind it."""
+    out, state[slots] = chunk_delta(q, k, v, g, beta, state[slots])
+    return out
+
+
+def fold_path(
+    state: Tensor,
+    weight: Tensor,
+    *,
+    window: Tensor,
+    tree_inputs: Tensor,
+    tree_gates: Tensor,
+    slots: Tensor,
+    path: Tensor,
+    count: Tensor,
+    key_heads: int,
+) -> None:
+    """Advances the slots' states over the paths that their last trees left to commit, see tree_conv."""
+    if not path.shape[1]:
+        return
+    inputs, gates = tree_inputs[slots[:, None], path], tree_gates[slots[:, None], path]
+    behind = (torch.arange(path.shape[1], device=slots.device) >= count[:, None])[..., None]
+    mixed, _ = chunk_conv(inputs.masked_fill(behind, 0), window[slots], weight)
+    _, k, v = split_heads(mixed, key_heads, state.shape[-1])
+    # Behind a shorter path: no decay and nothing written.
+    committed = state[slots]
+    advance(committed, k, v, *gates.masked_fill(behind[..., None], 0).unbind(2))
+    state[slots] = committed
 
 
 def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

@@ -97,7 +97,12 @@ def head_rope(
 def cache_heads(
     k: Tensor, v: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, **places
 ) -> None:
-    _of(k).cache_heads(k, v, norm, eps, cos, sin, **places)
+    if k.is_cuda:
+        from treeflash.kernels.kv_cache import kernel
+
+        if kernel.takes(places["keys"]) and kernel.takes(places["values"]):
+            return kernel.cache_heads(k, v, norm, eps, cos, sin, **places)
+    reference.cache_heads(k, v, norm, eps, cos, sin, **places)
 
 
 def ring_heads(

@@ -206,24 +206,6 @@ def _head_kernel(
     tl.store(out + (row * HEADS + head) * D + dims, turned, mask=dims < D)
 
 
-@triton.jit
-def _cache_kernel(
-    k, v, norm, cos, sin, keys, values, rows, k_stride, k_head_stride, v_stride, v_head_stride, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """One head of one row a program: its key, normed and rotated, and its value into the cache."""
-    row, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    dims = tl.arange(0, BLOCK)
-    inside = dims < D
-    at = (tl.load(rows + row).to(tl.int64) * HEADS + head) * D + dims
-    source = k + row * k_stride + head * k_head_stride
-    turned = _turned(source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
-    tl.store(keys + at, turned.to(keys.dtype.element_ty), mask=inside)
-    value = tl.load(v + row * v_stride + head * v_head_stride + dims, mask=inside)
-    tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
-
-
 @cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Options of a launch that may begin early: on NVIDIA cards from Hopper on."""
@@ -342,27 +324,3 @@ def head_rope(
         INTERLEAVED=interleaved, num_warps=1,
     )  # fmt: skip
     return out
-
-
-def cache_heads(
-    k: Tensor,
-    v: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    keys: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    interleaved: bool,
-) -> None:
-    heads, dim = k.shape[-2:]
-    k, v = _heads(k), _heads(v)
-    assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}, {values.stride()}"
-    _cache_kernel[(heads, len(k))](
-        k, v, k if norm is None else norm, cos, sin, keys, values, rows,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), eps,
-        HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), NORM=norm is not None,
-        INTERLEAVED=interleaved, num_warps=1,
-    )  # fmt: skip

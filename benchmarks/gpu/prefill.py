@@ -1,0 +1,357 @@
+"""Prompt text on a GPU: the kernels against their references, then whole prefills of a random 27B model.
+
+PYTHONPATH=src python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 90] [--only kernels,model]
+
+The model is written beside the kernels' checks, in another process. --device cpu tries the checks on small
+shapes (with TRITON_INTERPRET=1).
+"""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from prefill_checks import (
+    LARGE,
+    SMALL,
+    AttentionWork,
+    DeltaWork,
+    check_attention,
+    check_causal,
+    check_delta,
+    error,
+)
+from step import GROWING_CORES, Report, guarded, load, place, waited, write_models
+from torch import Tensor
+
+from treeflash.config import SpecConfig
+from treeflash.engine.engine import Done, Engine, Request
+from treeflash.engine.prefill import prefill_bytes
+from treeflash.kernels.attention import prefill as attention
+from treeflash.kernels.gated_delta import chunk as delta
+from treeflash.models.spec import ModelSpec
+
+# Columns, stages, warps of the walk; rows, keys, stages, warps of attention.
+WALKS = ((64, 2, 8), (64, 3, 8), (64, 2, 4), (32, 2, 4), (32, 1, 4), (32, 3, 8))
+TILES = ((128, 64, 2, 8), (128, 64, 3, 8), (128, 32, 2, 8), (128, 32, 3, 8), (64, 64, 2, 4))
+GROUPS = {
+    "delta: inverse": ("_prepare_kernel",),
+    "delta: walk": ("_walk_kernel", "_fold_kernel"),
+    "convolution": ("_chunk_conv_kernel",),
+    "attention": ("_chunk_attention_kernel", "_expand_kernel"),
+    "weights expanded": ("expand",),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "norms and gates": ("norm", "silu", "gated", "rows_", "head_", "cache"),
+    "scaled and copied": ("elementwise", "copy", "index", "Memcpy", "Memset"),
+}
+
+
+def median_ms(work: Callable[[], object], repeats: int = 5) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def arithmetic(report: Report) -> float:
+    """Multiplications and additions a second of 8192 cubed in bf16 on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    rate = 2 * 8192**3 / median_ms(lambda: a @ b, 20) * 1e3
+    report.tell("arithmetic", bf16_8192_tflops=round(rate / 1e12, 1))
+    return rate
+
+
+def time_delta(report: Report) -> None:
+    """48 layers take 48 times as long; two in turn, so that little of a layer is left in L2 from before."""
+    for tokens in (2048, 8192):
+        works = [DeltaWork(LARGE["delta"], tokens, 0, "cuda") for _ in range(2)]
+        report.tell("fold, a layer", tokens=tokens, ms=round(median_ms(partial(fold, works)) / 2, 4))
+        report.tell("convolution, a layer", tokens=tokens, ms=round(median_ms(partial(heads, works)) / 2, 3))
+        run = partial(deltas, works, heads(works))
+        report.tell("delta rule, a layer", tokens=tokens, ms=round(median_ms(run) / 2, 3))
+    guarded(report, "delta tiles", partial(tune_delta, report, run))
+
+
+def fold(works: list[DeltaWork]) -> None:
+    for work in works:
+        work.fold()
+
+
+def heads(works: list[DeltaWork]) -> list[tuple[Tensor, ...]]:
+    return [work.heads() for work in works]
+
+
+def deltas(works: list[DeltaWork], ready: list[tuple[Tensor, ...]]) -> None:
+    for work, parts in zip(works, ready, strict=True):
+        delta.slot_delta(*parts, work.state, slots=work.places["slots"])
+
+
+def tune_delta(report: Report, run: Callable[[], None]) -> None:
+    walk, prepare = delta.walk_tiles, delta.prepare_tiles
+    try:
+        for columns, stages, warps in (
+            (64, 2, 8),
+            (64, 3, 8),
+            (64, 2, 4),
+            (32, 2, 4),
+            (32, 1, 4),
+            (32, 3, 8),
+        ):
+            chosen = {"COLUMNS": columns, "num_stages": stages, "num_warps": warps}
+            delta.walk_tiles = lambda *_, chosen=chosen: chosen
+            report.tell("walk tiles", ms=round(median_ms(run) / 2, 3), **chosen)
+        delta.walk_tiles = walk
+        for exact, warps in (("tf32x3", 4), ("tf32x3", 8), ("tf32", 4), ("tf32", 8)):
+            chosen = {"LEVELS": 6, "EXACT": exact, "num_stages": 1, "num_warps": warps}
+            delta.prepare_tiles = lambda *_, chosen=chosen: chosen
+            report.tell("inverse tiles", ms=round(median_ms(run) / 2, 3), exact=exact, warps=warps)
+    finally:
+        delta.walk_tiles, delta.prepare_tiles = walk, prepare
+
+
+def time_attention(report: Report) -> None:
+    for rows, length in ((2048, 0), (8192, 0), (8192, 24576), (8192, 122880)):
+        flops = 4 * 24 * 256 * (rows * length + rows * rows / 2)
+        for format in ("f16", "q8_0"):
+            work = AttentionWork(LARGE["attention"], rows, length, [format] * 2, "cuda")
+            ms = median_ms(work.run, 3)
+            facts = {"rows": rows, "behind": length, "format": format, "ms": round(ms, 2)}
+            report.tell("attention, a layer", tflops=round(flops / ms / 1e9), **facts)
+            if format == "f16" and length == 24576:
+                guarded(report, "attention tiles", partial(tune_attention, report, work, flops))
+
+
+def tune_attention(report: Report, work: AttentionWork, flops: float) -> None:
+    plain = attention.tiles
+    for tile in TILES:
+        chosen = dict(zip(("BLOCK_M", "BLOCK_N", "num_stages", "num_warps"), tile, strict=True))
+        attention.tiles = lambda *_, chosen=chosen: dict(chosen)
+        try:
+            report.tell("attention tiles", tflops=round(flops / median_ms(work.run, 3) / 1e9), **chosen)
+        except Exception as failure:
+            report.tell("attention tiles", failed=str(failure)[:80], **chosen)
+        finally:
+            attention.tiles = plain
+
+
+def time_products(report: Report) -> None:
+    """What many rows' products spend beside the arithmetic: their scales are a second pass."""
+    for rows in (2048, 8192):
+        x, scale = torch.randn(rows, 5120, device="cuda").half(), torch.rand(rows, 1, device="cuda")
+        weight = torch.randn(12800, 5120, device="cuda").half().T
+        out = torch.empty(rows, 34816, device="cuda")[:, :12800]
+        product = torch.mm(x, weight, out_dtype=torch.float32)
+        works = {
+            "product": partial(torch.mm, x, weight, out_dtype=torch.float32),
+            "product into place": partial(torch.mm, x, weight, out_dtype=torch.float32, out=out),
+            "product in float16": partial(torch.mm, x, weight),
+            "scaled into place": partial(torch.mul, product, scale, out=out),
+            "scaled in place": partial(out.mul_, scale),
+        }
+        for name, work in works.items():
+            try:
+                ms = median_ms(work)
+                facts = {"ms": round(ms, 3), "tflops": round(2 * rows * 5120 * 12800 / ms / 1e9)}
+            except Exception as failure:
+                facts = {"failed": str(failure)[:120]}
+            report.tell(name, rows=rows, **facts)
+
+
+def kernels(report: Report) -> None:
+    shapes = LARGE if report.device == "cuda" else SMALL
+    torch.manual_seed(1)
+    for check in (check_delta, check_causal, check_attention):
+        guarded(report, check.__name__, lambda check=check: check(report, shapes))
+    if report.device == "cuda":
+        for timing in (arithmetic, time_delta, time_attention, time_products):
+            guarded(report, timing.__name__, lambda timing=timing: timing(report))
+
+
+def prefill_flops(spec: ModelSpec, tokens: int) -> float:
+    """Of products and attention; the delta rule's own 0.9 percent left out."""
+    weights = 3 * spec.width * spec.feed_forward * len(spec.layers)
+    inner = spec.heads * spec.head_dim
+    weights += spec.attention_layers * spec.width * (3 * inner + 2 * spec.kv_heads * spec.head_dim)
+    if spec.delta is not None:
+        wide = spec.delta.channels + 2 * spec.delta.inner + 2 * spec.delta.value_heads
+        weights += spec.delta_layers * spec.width * wide
+    return 2.0 * weights * tokens + 2.0 * spec.attention_layers * inner * tokens**2
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 5000, (tokens,), generator=generator).tolist()
+
+
+def first_token_s(engine: Engine, tokens: int, seed: int) -> float:
+    *_, done = engine.generate(Request(prompt=prompt_of(tokens, seed), max_tokens=1))
+    assert isinstance(done, Done)
+    return done.stats.ttft_s
+
+
+@torch.inference_mode()
+def last_logits(engine: Engine, prompt: list[int], chunk: int) -> Tensor:
+    plain, engine._chunk = engine._chunk, chunk
+    slot = engine.states.open()
+    engine.drafter.open()
+    try:
+        *_, (hidden, _) = engine._prefill(Request(prompt=prompt), slot)
+        return engine.target.logits(hidden)[0]
+    finally:
+        engine.states.close(slot)
+        engine._chunk = plain
+
+
+def model(report: Report) -> None:
+    folder = waited(report, "random")
+    longest = 131072 if report.device == "cuda" else 700
+    options = {
+        "max_ctx": longest + 256,
+        "speculation": SpecConfig(budget=22, adaptive=False),
+        "graphs": False,
+    }
+    session = load(report, "random 27b", folder / "target.gguf", folder / "draft.gguf", **options)
+    shutil.rmtree(folder, ignore_errors=True)
+    engine, spec = session.engine, session.engine.target.spec
+    prompt = prompt_of(700)
+    one, other = last_logits(engine, prompt, 8192), last_logits(engine, prompt, 150)
+    report.check(
+        "logits of one chunk and of several",
+        error(one, other) < 3e-2 and bool(one.isfinite().all()),
+        error=f"{error(one, other):.1e}",
+        same_first=int(one.argmax()) == int(other.argmax()),
+    )
+    if report.device != "cuda":
+        return
+    rate = arithmetic(report)
+    for tokens in (512, 2048, 8192, 32768, longest):
+        if report.left < 6 + tokens / 4000:
+            report.tell("left out", tokens=tokens)
+            continue
+        first_token_s(engine, tokens, 0) if tokens <= 8192 else None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        repeats = 3 if tokens <= 8192 else 1
+        seconds = statistics.median(first_token_s(engine, tokens, seed + 1) for seed in range(repeats))
+        peak = torch.cuda.max_memory_allocated() - before
+        planned = prefill_bytes(spec, min(engine._chunk, tokens), len(engine.drafter.taps))
+        report.tell(
+            "prefill",
+            tokens=tokens,
+            tok_s=round(tokens / seconds),
+            share=round(prefill_flops(spec, tokens) / seconds / rate, 3),
+            seconds=round(seconds, 3),
+            peak_mib=round(peak / 2**20),
+            planned_mib=round(planned / 2**20),
+        )
+        report.check(f"memory of {tokens} tokens", peak <= planned, over=round(peak / planned, 2))
+    guarded(report, "chunks", lambda: chunks(report, engine))
+    guarded(report, "groups", lambda: groups(report, engine))
+
+
+def chunks(report: Report, engine: Engine) -> None:
+    plain = engine._chunk
+    for chunk in (512, 1024, 2048, 4096, 8192):
+        engine._chunk = chunk
+        first_token_s(engine, 8192, 0)
+        report.tell("chunk size", chunk=chunk, tok_s_at_8192=round(8192 / first_token_s(engine, 8192, 1)))
+    engine._chunk = plain
+
+
+def groups(report: Report, engine: Engine) -> None:
+    """Milliseconds of a prefill of 8192 tokens by what they are spent on, and the kernels that take most."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        first_token_s(engine, 8192, 2)
+        torch.cuda.synchronize()
+    found, names = defaultdict(float), defaultdict(float)
+    for event in profile.key_averages():
+        ms = event.self_device_time_total / 1000
+        group = next(
+            (group for group, parts in GROUPS.items() if any(p in event.key for p in parts)), "other"
+        )
+        found[group] += ms
+        names[event.key[:80]] += ms
+    report.tell(
+        "time by group", **{name: round(ms, 1) for name, ms in sorted(found.items(), key=lambda x: -x[1])}
+    )
+    for name, ms in sorted(names.items(), key=lambda x: -x[1])[:25]:
+        print(f"    {ms:9.2f} ms {name}", flush=True)
+
+
+PARTS = {"kernels": kernels, "model": model}
+
+
+def orchestrate(options: argparse.Namespace) -> int:
+    """Each part in a process of its own, so that an error that spoils the device spoils one part only."""
+    begin, folder, writer, failed = time.perf_counter(), place().with_name("treeflash-prefill"), None, 0
+    if options.out:
+        options.out.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    chosen = options.only.split(",")
+    if "model" in chosen:
+        cores = max(1, min(GROWING_CORES, len(os.sched_getaffinity(0)) - 3))
+        spawned = multiprocessing.get_context("spawn")
+        writer = spawned.Process(target=write_models, args=(folder, options.shape, cores), daemon=True)
+        writer.start()
+    try:
+        for name in chosen:
+            left = options.seconds - (time.perf_counter() - begin)
+            command = [sys.executable, __file__, "--part", name, "--seconds", str(left)]
+            command += ["--device", options.device, "--folder", str(folder)]
+            command += ["--out", str(options.out)] if options.out else []
+            while name == "model" and writer and writer.is_alive() and not (folder / "random").exists():
+                time.sleep(0.2)
+            if name == "model" and writer and writer.is_alive():
+                writer.kill()  # the other model is not needed here
+            try:
+                failed |= subprocess.run(command, timeout=max(5.0, left + 20)).returncode
+            except subprocess.TimeoutExpired:
+                print("FAIL", name, "took too long", flush=True)
+                failed = 1
+    finally:
+        if writer is not None and writer.is_alive():
+            writer.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    print("FAIL" if failed else "PASS", "in all", flush=True)
+    return int(bool(failed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="kernels,model", help="parts, in their order")
+    parser.add_argument("--shape", default="27b", help="of the model: 27b, or double for a trial")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is None:
+        return orchestrate(options)
+    report = Report(options.out, options.seconds, options.device, options.folder)
+    facts = {"torch": torch.__version__}
+    if options.device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    report.tell(options.part, **facts)
+    report.part(PARTS[options.part], needs=10.0)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The Triton kernels that write and read the cache against their references; run by test_triton_cache."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreted_layers import close, poisoned, tree_of
+from treeflash.kernels.attention import kernel as attention_kernel
+from treeflash.kernels.attention import reference as attention
+from treeflash.kernels.kv_cache import kernel
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.kv_cache.reference import decode, encode, unpack
+from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
+from treeflash.kernels.norm_rope import reference as norm
+
+__all__ = ["poisoned"]
+
+CPU = torch.device("cpu")
+QUANTISED = [name for name, format in FORMATS.items() if format.quantised]
+# Relative, of products in float16.
+TOLERANCE = 8e-4
+
+
+def filled(name: str, shape: tuple[int, ...], dim: int, used: Tensor) -> HeadPool:
+    """A pool of random rows; pages that nobody uses read as NaN."""
+    pool, rows = HeadPool.empty(FORMATS[name], shape, dim, CPU), torch.randn(*shape, dim)
+    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
+    for plane, part in zip(pool.planes, parts, strict=True):
+        plane.copy_(part)
+        plane[~used] = torch.nan if plane.is_floating_point() else 255
+    return pool
+
+
+def check_attention(
+    formats: tuple[str, str],
+    *,
+    dim: int,
+    group: int,
+    rows: int,
+    lengths: tuple[int, ...],
+    heads: int = 1,
+    page: int = 64,
+    window: int | None = None,
+    tolerance: float = TOLERANCE,
+) -> None:
+    count = max(-(-(length + rows) // page) for length in lengths)
+    pages = len(lengths) * count + 2
+    table, used = torch.randperm(pages)[:-2].view(len(lengths), count), torch.zeros(pages, dtype=torch.bool)
+    for item, length in enumerate(lengths):
+        used[table[item, : -(-(length + rows) // page)]] = True
+    pools = [filled(name, (pages, heads, page), dim, used) for name in formats]
+    step = tree_of(rows, len(lengths))
+    behind = torch.tensor(lengths)
+    places = (*pools, table, behind, step.ancestors, behind[:, None] + step.positions)
+    q = torch.randn(len(lengths), rows, heads * group, dim)
+    gate = torch.randn(len(lengths), rows, heads * group, 2 * dim)[..., dim:]
+    found = attention_kernel.paged_attention(q, *places, window=window, gate=gate)
+    close(found, attention.paged_attention(q, *places, window=window, gate=gate), tolerance)
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="/".join)
+def test_attention_over_every_pair(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "SPLITS", 2)
+    check_attention(pair, dim=32, group=2, rows=3, lengths=(70,))
+
+
+@pytest.mark.parametrize(
+    ("pair", "dim", "group", "rows", "lengths", "page"),
+    [
+        (("f16", "f16"), 16, 3, 1, (0, 70), 8),
+        (("f32", "f16"), 24, 3, 11, (5, 130), 8),
+        (("f16", "q8_0"), 64, 6, 11, (64, 1), 64),
+        (("q8_0", "q4_0"), 128, 2, 7, (63, 130), 64),
+        (("tq3_0", "q5_0"), 128, 1, 2, (0, 65), 16),
+        (("q4_0", "tq3_0"), 256, 6, 12, (33,), 64),
+        (("q5_0", "q8_0"), 256, 1, 1, (129,), 64),
+    ],
+)
+def test_attention_of_odd_sizes(
+    pair: tuple[str, str],
+    dim: int,
+    group: int,
+    rows: int,
+    lengths: tuple[int, ...],
+    page: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    check_attention(pair, dim=dim, group=group, rows=rows, lengths=lengths, heads=2, page=page)
+
+
+def test_attention_in_float32_is_exact_in_many_splits() -> None:
+    check_attention(("f32", "f32"), dim=16, group=1, rows=5, lengths=(700,), page=8, tolerance=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [(1, (200, 64)), (2, (65, 0)), (70, (333, 70)), (128, (192, 127)), (900, (300, 64))],
+)
+@pytest.mark.parametrize("page", [8, 64])
+def test_a_window(window: int, lengths: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    sizes = {"dim": 16, "group": 1, "rows": 6, "lengths": lengths, "page": page, "window": window}
+    check_attention(("f32", "f32"), tolerance=2e-6, **sizes)
+
+
+def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those pages hold NaN, and a value times a share of 0 would still be NaN."""
+    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    dim, page, length, window = 16, 64, 600, 100
+    table = torch.randperm(10)[None]
+    keys, values = torch.randn(2, 10, 1, page, dim)
+    # Row 0 sees positions 501 and on; behind the first page, pages 1 to 6 end at 447.
+    keys[table[0, 1:7]] = values[table[0, 1:7]] = torch.nan
+    pools = [HeadPool(FORMATS["f32"], dim, pool, None) for pool in (keys, values)]
+    step, behind = tree_of(4, 1), torch.tensor([length])
+    q = torch.randn(1, 4, 1, dim)
+    places = (table, behind, step.ancestors, behind[:, None] + step.positions)
+    found = attention_kernel.paged_attention(q, *pools, *places, window=window)
+    cleaned = [HeadPool(FORMATS["f32"], dim, pool.nan_to_num(), None) for pool in (keys, values)]
+    close(found, attention.paged_attention(q, *cleaned, *places, window=window))
+
+
+@pytest.mark.parametrize("pair", [("f16", "f16"), ("q8_0", "q4_0")])
+def test_a_row_comes_out_the_same_among_others(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    dim, group, rows, length = 64, 6, 23, 150
+    pools = [filled(name, (4, 1, 64), dim, torch.ones(4, dtype=torch.bool)) for name in pair]
+    q, step = torch.randn(1, rows, group, dim), tree_of(rows, 1)
+    assert step.ancestors is not None
+    places = (*pools, torch.randperm(4)[None], torch.tensor([length]))
+    alone = attention_kernel.paged_attention(q[:, :1], *places, step.ancestors[:, :1])
+    among = attention_kernel.paged_attention(q, *places, step.ancestors)
+    assert torch.equal(alone, among[:, :1])
+
+
+def write(implementation, pair: tuple[str, str], k: Tensor, v: Tensor, factor: Tensor | None, **options):
+    """Both pools, after heads [2, 3, 2, D] went to places of their own."""
+    angles = norm.rope_angles(
+        options.pop("positions"), torch.rand(4, generator=torch.Generator().manual_seed(3))
+    )
+    pools = [HeadPool.empty(FORMATS[name], (4, 2, 8), k.shape[-1], CPU) for name in pair]
+    places = {"pages": torch.tensor([3, 0, 3, 1, 1, 1]), "offsets": torch.tensor([7, 0, 2, 5, 4, 3])}
+    implementation.cache_heads(
+        k, v, factor, 1e-6, *angles, keys=pools[0], values=pools[1], **places, **options
+    )
+    return pools
+
+
+@pytest.mark.parametrize("dim", [32, 64, 256])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) -> None:
+    """Whole numbers, whose sums and differences no order of adding rounds."""
+    k, v = (torch.randn(2, 2, 3, 2, dim) * 60).round()
+    k[0, 0], v[0, 1] = 0, 0
+    k[0, 1] *= 1e-12
+    v[0, 0, :, :3] *= 2.0**22
+    v[1, 0] = torch.tensor([1.0, -1.0]).repeat(dim // 2)
+    options = {"positions": torch.zeros(2, 3, dtype=torch.int64), "interleaved": False}
+    found, wanted = (write(one, (name, name), k, v, None, **options) for one in (kernel, norm))
+    for one, other in zip(found, wanted, strict=True):
+        if name == "tq3_0":
+            # A group's length is a sum of many squares: its last bit depends on their order.
+            close(one.scales.float(), other.scales.float(), 2e-4)
+            apart = unpack(one.codes, one.format, dim) != unpack(other.codes, other.format, dim)
+            assert apart.float().mean() < 1e-3
+        else:
+            assert torch.equal(one.codes, other.codes)
+            assert torch.equal(one.scales, other.scales)
+
+
+@pytest.mark.parametrize(
+    ("pair", "dim", "interleaved"),
+    [
+        (("f16", "f32"), 24, False),
+        (("f32", "q4_0"), 64, True),
+        (("q8_0", "tq3_0"), 128, False),
+        (("q5_0", "f16"), 256, True),
+        (("tq3_0", "q8_0"), 64, False),
+    ],
+)
+def test_heads_are_normed_rotated_and_written(pair: tuple[str, str], dim: int, interleaved: bool) -> None:
+    k, v = torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
+    options = {"positions": torch.randint(0, 900, (2, 3)), "interleaved": interleaved}
+    for factor in (None, torch.randn(dim)):
+        found, wanted = (write(one, pair, k, v, factor, **options) for one in (kernel, norm))
+        for one, other in zip(found, wanted, strict=True):
+            if one.scales is None or other.scales is None:
+                # The interpreter does not round to the nearest float16.
+                close(one.codes.float(), other.codes.float(), 2e-6 if one.format.name == "f32" else 5e-4)
+                continue
+            levels = [unpack(pool.codes, pool.format, dim).int() for pool in (one, other)]
+            # A value between two codes may go either way, when its last bits differ.
+            assert (levels[0] != levels[1]).float().mean() < 1e-2
+            close(*(decode(pool.codes, pool.scales, pool.format, dim) for pool in (one, other)), 2e-3)
+
+
+@pytest.mark.parametrize(("name", "dim"), [("q8_0", 64), ("q5_0", 32), ("q4_0", 256), ("tq3_0", 128)])
+def test_rows_expand_to_what_they_were(name: str, dim: int) -> None:
+    table = torch.tensor([2, 5, 0])
+    pool = filled(name, (6, 2, 16), dim, torch.isin(torch.arange(6), table))
+    rows = rotate_back(decode(pool.codes, pool.scales, pool.format, dim))[table].transpose(1, 2).flatten(0, 1)
+    for first, count in ((0, 1), (5, 33), (16, 32)):
+        found = kernel.expand(pool, table, first, count)
+        assert found.dtype == torch.float16
+        close(found.float(), rows[first : first + count], TOLERANCE)

@@ -1,0 +1,159 @@
+"""The Triton kernels of prompt text against their references, in Triton's interpreter; for test_prefill."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
+from treeflash.kernels.attention import prefill
+from treeflash.kernels.attention import reference as attention
+from treeflash.kernels.causal_conv import chunk as conv_chunk
+from treeflash.kernels.causal_conv import reference as conv
+from treeflash.kernels.gated_delta import chunk as delta_chunk
+from treeflash.kernels.gated_delta import reference as delta
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.kv_cache.reference import encode
+from treeflash.kernels.kv_cache.rotation import rotate
+from treeflash.kernels.norm_rope.reference import l2_norm
+
+torch.set_num_threads(1)
+HALF = 4e-4  # what rounding queries, keys and their products to float16 leaves
+KEY_HEADS, VALUE_HEADS, DIM, WIDTH, SAVED = 1, 3, 16, 4, 9
+CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM
+
+
+def left_behind(dtype: torch.dtype) -> dict[str, Tensor]:
+    """What slots hold of the text and of their last trees."""
+    window, stash = (torch.randn(3, size, CHANNELS).to(dtype) for size in (WIDTH - 1, SAVED))
+    gates = torch.stack([-torch.rand(3, SAVED, VALUE_HEADS), torch.rand(3, SAVED, VALUE_HEADS)], 2)
+    return {"window": window, "tree_inputs": stash, "tree_gates": gates}
+
+
+def places(counts: tuple[int, int]) -> dict:
+    path = torch.stack([torch.randperm(SAVED)[:6].sort().values for _ in range(2)])
+    return {
+        "slots": torch.tensor([2, 0]),
+        "path": path,
+        "count": torch.tensor(counts),
+        "key_heads": KEY_HEADS,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "dtype"),
+    [(1, (0, 1), torch.float16), (2, (6, 0), torch.float32), (16, (2, 5), torch.float32),
+     (37, (1, 0), torch.float16)],
+)  # fmt: skip
+def test_chunk_heads(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
+    kept, where = left_behind(dtype), places(counts)
+    del kept["tree_gates"]
+    inputs, alpha, beta = torch.randn(2, rows, CHANNELS + 6).split([CHANNELS, 3, 3], -1)
+    weights = torch.randn(CHANNELS, WIDTH), -torch.rand(VALUE_HEADS), 30 * torch.randn(VALUE_HEADS)
+    copy = {name: part.clone() for name, part in kept.items()}
+    found = conv_chunk.chunk_heads(inputs, alpha, beta, *weights, **kept, **where)
+    wanted = conv.chunk_heads(inputs, alpha, beta, *weights, **copy, **where)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, HALF if one.dtype == torch.float16 else 2e-6)
+    close(kept["window"], copy["window"])
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (3, 6)])
+def test_fold_path(counts: tuple[int, int]) -> None:
+    kept, where, weight = left_behind(torch.float32), places(counts), torch.randn(CHANNELS, WIDTH)
+    states = [torch.randn(3, VALUE_HEADS, DIM, DIM)] * 2
+    states[1] = states[0].clone()
+    for implementation, state in zip((delta_chunk, delta), states, strict=True):
+        implementation.fold_path(state, weight, **kept, **where)
+    close(states[0], states[1])
+
+
+def rows_of(
+    tokens: int, batch: int = 2, heads: tuple[int, int] = (1, 3), dim: int = 32
+) -> tuple[Tensor, ...]:
+    q, k = l2_norm(torch.randn(2, batch, tokens, heads[0], dim), 1e-6).half()
+    v = torch.randn(batch, tokens, heads[1], dim)
+    # Decays from none at all to a state that is gone within a token.
+    g = -30 * torch.rand(batch, tokens, heads[1]) ** 8
+    return q * dim**-0.5, k, v, g, torch.rand(batch, tokens, heads[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 150])
+def test_slot_delta(tokens: int) -> None:
+    q, k, v, g, beta = rows_of(tokens)
+    states = [torch.randn(3, 3, 32, 32)] * 2
+    states[1] = states[0].clone()
+    slots = torch.tensor([2, 0])
+    found = delta_chunk.slot_delta(q, k, v.clone(), g, beta, states[0], slots=slots)
+    wanted = delta.slot_delta(q.float(), k.float(), v, g, beta, states[1], slots=slots)
+    close(found, wanted, HALF)
+    close(states[0], states[1], HALF)
+    assert torch.equal(states[0][1], states[1][1])
+
+
+def test_what_comes_after_changes_nothing() -> None:
+    """A row is the same bits whatever follows, and a text cut in two gives the state of the whole."""
+    q, k, v, g, beta = rows_of(100, batch=1)
+    state, slots = torch.randn(1, 3, 32, 32), torch.tensor([0])
+    whole = state.clone()
+    out = delta_chunk.slot_delta(q, k, v.clone(), g, beta, whole, slots=slots)
+    head = [part[:, :77].contiguous() for part in (q, k, v, g, beta)]
+    rest = [part[:, 77:].contiguous() for part in (q, k, v, g, beta)]
+    begun = delta_chunk.slot_delta(*head, state, slots=slots)
+    assert torch.equal(begun, out[:, :77])
+    close(delta_chunk.slot_delta(*rest, state, slots=slots), out[:, 77:], HALF)
+    close(state, whole, HALF)
+
+
+PAGE, PAGES = 16, 20
+
+
+def pool_of(format: str, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
+    """Random rows in the used pages; in the others NaN, where a format has one."""
+    pool = HeadPool.empty(FORMATS[format], (2 * PAGES, kv_heads, PAGE), dim, torch.device("cpu"))
+    rows = torch.randn(2 * PAGES, kv_heads, PAGE, dim)
+    if pool.scales is None:
+        pool.codes.fill_(torch.nan)
+        pool.codes[used] = rows[used].to(pool.codes.dtype)
+    else:
+        codes, scales = encode(rotate(rows), pool.format)
+        pool.codes.copy_(codes)
+        pool.scales.fill_(torch.nan)
+        pool.scales[used] = scales[used]
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "dim", "formats", "gated", "tolerance"),
+    [
+        (1, (0, 70), 16, ("f32", "f32"), True, 2e-6),
+        (16, (5, 0), 16, ("f32", "f32"), False, 2e-6),
+        (75, (64, 130), 64, ("f16", "f16"), True, 1e-3),
+        (70, (33, 16), 32, ("q8_0", "q8_0"), True, 1e-3),
+        (33, (100, 0), 32, ("f16", "q4_0"), True, 1e-3),
+        (65, (1, 63), 32, ("q5_0", "f32"), False, 1e-3),
+    ],
+)
+def test_chunk_attention(
+    rows: int,
+    lengths: tuple[int, int],
+    dim: int,
+    formats: tuple[str, str],
+    gated: bool,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in slices, which is how a quantised context is read."""
+    kv_heads, group = 2, 3
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
+    table = torch.randperm(2 * PAGES).view(2, PAGES)
+    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
+    keys, values = (pool_of(format, kv_heads, dim, used) for format in formats)
+    q = torch.randn(2, rows, kv_heads * group, dim)
+    gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:] if gated else None
+    places = (keys, values, table, torch.tensor(lengths))
+    found = prefill.chunk_attention(q, *places, span=max(lengths) + rows, gate=gate)
+    for one in range(2):
+        lone = slice(one, one + 1)
+        alone = (keys, values, table[lone], torch.tensor(lengths[lone]))
+        opened = None if gate is None else gate[lone]
+        close(found[lone], attention.paged_attention(q[lone], *alone, None, gate=opened), tolerance)

@@ -1,0 +1,49 @@
+"""The kernels of prompt text: interpreted, in a process of their own, and compiled for every listed card."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory
+from treeflash.kernels.attention import prefill as attention
+from treeflash.kernels.causal_conv import chunk as conv
+from treeflash.kernels.gated_delta import chunk as delta
+
+
+def test_kernels_are_their_references_in_the_interpreter() -> None:
+    script = Path(__file__).parent / "interpreted_prefill.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128}
+HALVES = dict.fromkeys(("q", "k", "erase", "attention"), "*fp16") | {"peaks": "*i32", "runs": "i32"}
+
+
+@pytest.mark.parametrize("card", [card for card in TARGETS if card[:2] == "sm" and card != "sm_75"])
+def test_the_delta_rule_compiles(card: str) -> None:
+    target, limit = TARGETS[card]
+    tiles = delta.prepare_tiles(capability(target)), delta.walk_tiles(128, capability(target))
+    for kernel, chosen in zip((delta._prepare_kernel, delta._walk_kernel), tiles, strict=True):
+        assert compiled(kernel, card, {**HEADS, "C": 64}, chosen, scalars=HALVES) <= limit
+    width = {**HEADS, "WIDTH": 4}
+    assert shared_memory(delta._fold_kernel, target, {**width, "COLUMNS": 32}) <= limit
+    rows = {**width, "ROWS": conv.ROWS, "WINDOW": 4}
+    assert shared_memory(conv._chunk_conv_kernel, target, rows, scalars={"q": "*fp16", "k": "*fp16"}) <= limit
+
+
+@pytest.mark.parametrize("card", TARGETS)
+def test_attention_compiles(card: str) -> None:
+    """Over pages, and over the first of several expanded slices."""
+    target, limit = TARGETS[card]
+    for dim, paged in ((256, True), (256, False), (128, True))[: 3 if card == "sm_90" else 1]:
+        places = {"KEYS_PAGED": paged, "VALUES_PAGED": paged, "BEGIN": True, "END": paged, "GATE": paged}
+        constants = {"KV": 4, "GROUP": 6, "PAGE": 64, "D": dim, "PRECISION": "ieee", **places}
+        chosen = attention.tiles(dim, capability(target))
+        scalars = {"first": "i32", "last": "i32"}
+        assert compiled(attention._chunk_attention_kernel, card, constants, chosen, scalars=scalars) <= limit
