@@ -21,7 +21,7 @@ TYPING = ("Any", "Dict", "List", "Optional", "Tuple", "Union")
 MODULES = ("collections", "functools", "itertools", "math", "re", "string")
 HELPER_SHARE, RENAMED_SHARE = 0.1, 0.4
 MAX_HELPER_CHARACTERS = 300
-MAX_CHARACTERS = 1000  # of an answer: with its request it fits into a row of the trainer
+MAX_CHARACTERS = 1200  # of an answer: with its request it fits into a row of the trainer
 OWN_WORDS, OWN_SHARE = 5, 0.45  # of one author, and how often he takes one of them
 # Few symbols, so that what comes next is told by the place alone.
 ALPHABETS = (
