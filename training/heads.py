@@ -129,12 +129,12 @@ class _Author:
         rng = self.rng
         width = rng.choice((48, 64, 72, 80, 96, 110, 150))
         said = [self.aside() for _ in range(rng.choice((0, 0, 1, 1, 2, 2, 3)))]
-        if said and rng.random() < 0.35:
+        for _ in range(rng.choice((0, 0, 0, 1, 1, 2)) if said else 0):
             said.append(self._varied(said[-1]))
         said.insert(0 if rng.random() < 0.7 else rng.randint(0, len(said)), self._lead(solution))
         sentences = said if rng.random() < 0.3 else [" ".join(said)]
         blocks = [[line for text in sentences for line in textwrap.wrap(text, width)]]
-        if rng.random() < 0.3:
+        if rng.random() < 0.4:
             blocks.append(self._legend())
         if solution.examples and rng.random() < 0.92:
             blocks.append(self._examples(solution))
@@ -197,10 +197,10 @@ class _Author:
         return " ".join(words)
 
     def _legend(self) -> list[str]:
-        """Two to five lines of one form: a table, a list of points, rows of a picture."""
+        """Two to five lines of one form: a table, a list of points, rows of a picture, calls of something."""
         rng = self.rng
         count = rng.randint(2, 5)
-        match rng.randrange(5):
+        match rng.randrange(7):
             case 0:
                 head = rng.choice(("Legend:", "Here is what they mean:", "Rules:", ""))
                 sign = rng.choice("-*:=")
@@ -221,10 +221,29 @@ class _Author:
             case 3:
                 head, width = f"The {self.word()}:", rng.randint(4, 9)
                 rows = [f"    {self.symbols(width)}" for _ in range(count)]
+            case 4 | 5:
+                head, rows = rng.choice(("Similar:", "Compare:", "See also:", "")), self._calls(count)
             case _:
                 head = ""
                 rows = [f"{number}. {self.aside()}" for number in range(1, min(count, 3) + 1)]
         return [head, *rows] if head else rows
+
+    def _calls(self, count: int) -> list[str]:
+        """Calls of another function whose arguments hardly differ."""
+        rng = self.rng
+        name, sign = self.name(), rng.choice(("->", "=>", "==>", "➞", "==", "returns"))
+        values = rng.choice((("True", "False"), ("0", "1", "2"), ("[]", "None", "[1]"), NUMERALS))
+        items: list[str] = [rng.choice((self.word(), self.number())) for _ in range(rng.randint(1, 4))]
+        rows = []
+        for _ in range(count):
+            argument = self._spelt(items) if rng.random() < 0.9 else self.literal()
+            rows.append(f"{name}({argument}) {sign} {rng.choice(values)}")
+            place = rng.randrange(len(items) + 1)
+            items[place : place + rng.randint(0, 1)] = [rng.choice((*items, self.word(), self.number()))]
+        return rows
+
+    def _spelt(self, items: list[str]) -> str:
+        return f'"{" ".join(items)}"' if all(item.isalpha() for item in items) else repr(items)
 
     def _examples(self, solution: Solution) -> list[str]:
         rng = self.rng
@@ -278,7 +297,7 @@ class _Author:
             case 1:
                 return repr(self.symbols(rng.randint(2, 20)))
             case 2:
-                return repr([rng.choice(NUMERALS[:4]) for _ in range(rng.randint(1, 5))])
+                return repr([rng.choice(NUMERALS[: rng.randint(2, 10)]) for _ in range(rng.randint(1, 9))])
             case 3:
                 return repr([round(rng.uniform(-9, 9), rng.choice((1, 2))) for _ in range(rng.randint(1, 5))])
             case 4:
