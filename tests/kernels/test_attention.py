@@ -63,3 +63,27 @@ def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, 
             else:
                 seen[length : length + rows] = visible[item, row]
             assert torch.allclose(out[item, row], plain(q[item, row], k, v, seen), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, 500])
+@pytest.mark.parametrize("length", [0, 20, 63, 64, 150])
+def test_a_window_hides_what_is_far_but_not_the_beginning(window: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(window)
+    rows = 9
+    keys, values = torch.randn(2, 50, 2, PAGE, 8, generator=generator)
+    table = torch.randperm(50, generator=generator)[None]
+    lengths = torch.tensor([length])
+    q = torch.randn(1, rows, 4, 8, generator=generator)
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 4, 2, 5, 7]])
+    step = Step.tree(torch.tensor([0]), parents, parents, lengths)
+    places = (floats(keys), floats(values), table, lengths, step.ancestors, step.positions)
+    out = paged_attention(q, *places, window=window)
+    k, v = (pool[table[0]].transpose(1, 2).flatten(0, 1) for pool in (keys, values))
+    at = torch.cat([torch.arange(length), step.positions[0]])
+    for row in range(rows):
+        position = int(step.positions[0, row])
+        seen = torch.zeros(len(k), dtype=torch.bool)
+        for index, other in enumerate(at.tolist()):
+            ancestor = index < length or bool(visibility(parents)[0, row, index - length])
+            seen[index] = ancestor and (other < 64 or other >= position - window + 1)
+        assert torch.allclose(out[0, row], plain(q[0, row], k, v, seen), atol=1e-5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import PAGE, SequenceStates
@@ -79,6 +80,38 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     fresh = Sequence(target, states)
     states.reserve(fresh.slot, 1000)
     assert states.has_room(fresh.slot, 1024)
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [("f16", "bf16"), ("q8_0", "q8_0"), ("q5_0", "f32"), ("q8_0", "q4_0"), ("tq3_0", "tq3_0")],
+    ids="-".join,
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_format_is_saved_restored_and_trimmed(
+    target: Decoder, kv: tuple[str, str], whole: bool
+) -> None:
+    formats = FORMATS[kv[0]], FORMATS[kv[1]]
+    states = SequenceStates(target.spec, max_ctx=512, slots=3, max_rows=MAX_ROWS, kv=formats, whole=whole)
+    first = Sequence(target, states)
+    first.chunk(PAGE + 9, seed=1)
+    # The last rows of an accepted path are taken back: as if it had been shorter.
+    first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
+    states.trim(first.slot, 2)
+    saved = states.save(first.slot)
+    shorter = Sequence(target, states)
+    shorter.chunk(PAGE + 9, seed=1)
+    shorter.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 2)
+    expected = first.go_on()
+    assert bool(expected.isfinite().all())
+    assert torch.equal(shorter.go_on(), expected)
+    states.close(first.slot)
+    states.close(shorter.slot)
+    other = Sequence(target, states)
+    other.chunk(300, seed=3)
+    again = Sequence(target, states)
+    states.restore(again.slot, saved)
+    assert torch.equal(again.go_on(), expected)
 
 
 def test_full_pages_are_shared_and_room_is_counted(target: Decoder) -> None:
