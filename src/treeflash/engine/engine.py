@@ -12,7 +12,7 @@ from torch import Tensor
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
-from treeflash.engine.prefill import chunk_size, rows_wanted
+from treeflash.engine.prefill import chunk_size, compile_chunk, rows_wanted
 from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
@@ -132,7 +132,9 @@ class Engine:
         slot = self.states.open()
         self.drafter.open()
         try:
-            return self.steps.capture(progress)
+            captured = self.steps.capture(progress)
+            compile_chunk(self.target, self.states, slot)
+            return captured
         finally:
             self.states.close(slot)
 
@@ -275,8 +277,7 @@ class Engine:
             self.drafter.append(request.prompt[start:stop], output.features[0])
             if stop in boundaries:
                 self._remember(request, request.prompt[:stop], boundaries[stop], slot)
-            # A copy: a chunk's activations are large.
-            yield output.hidden[:, -1].clone(), stop
+            yield output.hidden[:, -1].clone(), stop  # not the whole chunk's
             start = stop
 
     def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:
