@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,10 @@ from treeflash.engine.prefill import EXPANDED_PAGES, EXPANDED_WEIGHTS, chunk_siz
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.quant_matmul import packed
+from treeflash.models.decoder import Decoder
 from treeflash.models.spec import ModelSpec
+from treeflash.models.step import Step
+from treeflash.state.sequences import SequenceStates
 
 
 def test_chunks_by_the_card() -> None:
@@ -51,3 +55,18 @@ def test_bytes_of_a_chunk_grow_with_it(tiny_model: Callable[..., Path], family: 
 def test_it_counts_on_the_slices_that_the_kernels_take() -> None:
     assert packed._SLICE == EXPANDED_WEIGHTS
     assert attention.SLICE_BYTES == EXPANDED_PAGES
+
+
+@torch.inference_mode()
+def test_taps_of_the_last_rows_only(tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("qwen35")) as file:
+        target = Decoder.load(file)
+    last, found = len(target.spec.layers) - 1, []
+    for tapped in (None, 100, 5, 0):
+        states = SequenceStates(target.spec, max_ctx=64)
+        slots = torch.tensor([states.open()])
+        states.reserve(0, 20)
+        step = Step.chunk(slots, torch.arange(20)[None], states.buffers.lengths[slots])
+        found.append(target.forward(step, states.buffers, taps=(0, last, 1), tapped=tapped).features)
+    assert [part.shape for part in found] == [(1, n, 3 * target.spec.width) for n in (20, 20, 5, 0)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0][:, -5:], found[2])

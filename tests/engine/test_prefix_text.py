@@ -137,7 +137,8 @@ def test_text_with_the_cache_is_text_without(pair: Pair, tmp_path: Path, seed: i
 
     def engine() -> Engine:
         folder = SnapshotFiles(tmp_path, "tiny" * 8, limit=60 * each) if files else None
-        return pair.engine(prefix_cache=budget, prefix_files=folder)
+        # Every third one has a pool that is whole from the start and steps over fixed tensors, like a GPU.
+        return pair.engine(prefix_cache=budget, prefix_files=folder, padded=seed % 3 == 2)
 
     cached, hits = engine(), 0
     for _ in range(10):

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treeflash.engine.cut import cut_text
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
-from treeflash.engine.prefill import chunk_size, rows_wanted
+from treeflash.engine.prefill import chunk_size, compile_chunk, rows_wanted
 from treeflash.engine.prefix import PrefixCache
 from treeflash.engine.prefix_files import SnapshotFiles
 from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
@@ -136,7 +137,9 @@ class Engine:
         slot = self.states.open()
         self.drafter.open()
         try:
-            return self.steps.capture(progress)
+            captured = self.steps.capture(progress)
+            compile_chunk(self.target, self.states, slot)
+            return captured
         finally:
             self.states.close(slot)
 
@@ -210,7 +213,7 @@ class Engine:
                 if self._may_go_on(request, fresh, limit - stats.generated_tokens):
                     # The device drafts while the host looks at the text; if it ends here, for nothing.
                     ahead = self._propose(slot, fresh[-1], request, sampler)
-            cut = _cut(fresh, request, limit - stats.generated_tokens)
+            cut = cut_text(fresh, request, limit - stats.generated_tokens)
             if cut.tokens:
                 stats.token_came()
             if verified is not None:
@@ -379,26 +382,3 @@ class Engine:
             accepted += [row for row in children if tokens[row] == last][:1]
         step_s = verified.draft_s + verified.verify_s
         return Tree(tokens, parents, accepted, verified.draft_s, step_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    tokens: list[int]  # delivered
-    reason: Literal["stop", "length"] | None
-    rows: int  # of the step, processed by the time plain decoding would have ended
-
-
-def _cut(fresh: list[int], request: Request, room: int) -> _Cut:
-    """The tokens that plain decoding would have delivered, and why it would have ended there."""
-    kept = fresh[:room]
-    cut = _Cut(kept, "length" if len(fresh) >= room else None, len(kept))
-    for count, token in enumerate(kept):
-        if token in request.stop_ids:
-            # An end token is drawn from the row before it, which has therefore been processed.
-            cut = _Cut(kept[:count], "stop", count + 1)
-            break
-    if request.guide is not None:
-        count = request.guide.accept(cut.tokens)
-        cut = cut if count is None else _Cut(cut.tokens[:count], "stop", count)
-    count = request.cut(cut.tokens)
-    return cut if count is None else _Cut(cut.tokens[:count], "stop", count)

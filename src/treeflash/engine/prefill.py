@@ -1,12 +1,17 @@
 """How a prompt is read in chunks: their size, what one takes of a GPU's memory, what the draft needs of them.
 
-Numbers only. The size follows from the card alone, so that where a prompt is cut follows from its tokens.
+The size follows from the card alone, so that where a prompt is cut follows from its tokens.
 """
 
 from collections.abc import Iterable
 
+import torch
+
+from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE
 from treeflash.models.spec import ModelSpec
+from treeflash.models.step import MAX_ROWS, Step
+from treeflash.state.sequences import SequenceStates
 
 CPU_CHUNK = 512  # a larger one is no faster there, and tells less often how far it is
 # Bytes of a GPU, and tokens: the more rows share an expanded weight, the less it costs (18% of the arithmetic
@@ -30,6 +35,15 @@ def rows_wanted(start: int, stop: int, ends: Iterable[int], reach: int) -> int:
     """
     needed = min(end for end in ends if end >= stop) - reach
     return min(stop - start, max(0, stop - needed))
+
+
+def compile_chunk(target: Decoder, states: SequenceStates, slot: int) -> None:
+    """Runs a small chunk that leaves nothing, so that the first prompt does not wait for its kernels."""
+    rows = min(2 * MAX_ROWS, states.max_ctx)
+    states.reserve(slot, rows)
+    slots = torch.tensor([slot], device=target.device)
+    step = Step.chunk(slots, torch.zeros_like(slots).expand(1, rows), states.buffers.lengths[slots])
+    target.forward(step, states.buffers)
 
 
 def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0) -> int:
