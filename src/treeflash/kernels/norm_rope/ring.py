@@ -44,6 +44,7 @@ def ring_heads(
 ) -> None:
     """See reference.ring_heads."""
     rows, heads, dim = k.shape[1:]
+    assert rows <= keys.shape[1], f"{rows} rows, a ring of {keys.shape[1]}"
     k, v = _heads(k), _heads(v)
     assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}, {values.stride()}"
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
