@@ -12,7 +12,7 @@ from torch import Tensor
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
-from treeflash.engine.prefill import chunk_size, compile_chunk, rows_wanted
+from treeflash.engine.prefill import chunk_size, compile_chunk, read_chunk, rows_wanted
 from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
@@ -272,12 +272,12 @@ class Engine:
             self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
             wanted = rows_wanted(start, stop, {*boundaries, end}, self.drafter.reach)
-            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=wanted)
-            self.states.advance(step)
-            self.drafter.append(request.prompt[start:stop], output.features[0])
+            last = read_chunk(
+                self.target, self.states, self.drafter, step, request.prompt[start:stop], wanted
+            )
             if stop in boundaries:
                 self._remember(request, request.prompt[:stop], boundaries[stop], slot)
-            yield output.hidden[:, -1].clone(), stop  # not the whole chunk's
+            yield last, stop
             start = stop
 
     def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:
