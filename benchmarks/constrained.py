@@ -88,7 +88,7 @@ def main() -> None:
     session = Session.load(
         pair.target,
         # Nothing is remembered: both ways read their question.
-        EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft), conversations=0),
+        EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft), prefix_cache=0),
     )
     choose = random.Random(11)
     held, free = Sum(), Sum()

@@ -1,6 +1,6 @@
 """What a useless draft costs: the pair's target with a draft whose rows are shuffled, against plain decoding.
 
-    python benchmarks/random_draft.py [--rounds 5] [--n-gen 200]
+    python benchmarks/random_draft.py [--rounds 5] [--n-gen 200] [--target T.gguf --draft RANDOM.gguf]
 
 Rounds of plain and controlled decoding alternate in one process, greedy, the same text. Prints and appends
 one line to benchmarks/results/random_draft.jsonl: the median ratio of their speeds.
@@ -64,19 +64,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--n-gen", type=int, default=200)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--target", type=Path, help="another target, with a draft that knows nothing of it")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_draft.jsonl"))
     options = parser.parse_args()
     found = named("treeflash-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
+    target, draft = options.target or pair.target, options.draft
     with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder) / "draft.gguf"
-        shuffled(pair.draft, draft)
+        if draft is None:
+            draft = Path(folder) / "draft.gguf"
+            shuffled(pair.draft, draft)
         # Without copies from the text, which are worth their cost and would hide what the draft costs.
         tree = EngineConfig(
             options.device, 1024, speculation=SpecConfig(lookup=False), draft=DraftConfig(draft)
         )
-        controlled = Session.load(pair.target, tree)
-        plain = Session.load(pair.target, EngineConfig(options.device, 1024, speculation=None))
+        controlled = Session.load(target, tree)
+        plain = Session.load(target, EngineConfig(options.device, 1024, speculation=None))
     ratios, accepted = [], []
     for number in range(options.rounds):
         for prompt in PROMPTS:
@@ -90,6 +95,7 @@ def main() -> None:
     line = {
         "ratio": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        "target": target.name,
         "acceptance_length": round(statistics.mean(accepted), 3),
         "device": torch.cuda.get_device_name()
         if plain.engine.target.device.type == "cuda"
@@ -99,7 +105,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     print(json.dumps(line))
-    with Path("benchmarks/results/random_draft.jsonl").open("a") as results:
+    with options.out.open("a") as results:
         results.write(json.dumps(line) + "\n")
 
 

@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stop-after", type=float, help="minutes; leaves a checkpoint for --resume")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--continue-from", type=Path, help="draft whose weights to start with")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--n-gen", type=int, default=384)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
@@ -110,6 +111,7 @@ def main() -> None:
             seed=args.seed,
             gguf=args.gguf,
         ),
+        begin=args.continue_from,
         resume=args.resume,
         device=args.device,
     )

@@ -16,6 +16,7 @@ import platform
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -31,31 +32,31 @@ from shards import HELD_OUT, Encoded, Job, Shard, is_held_out, make_shard, start
 from tokenizers import Tokenizer
 
 WORK = Path(__file__).parent / "work"
-# Percent of the tokens seen: 28 short Python, 18 library functions, 26 mathematics, 18 chat, 9 English.
+# Percent of the tokens seen: 36 short Python, 21 library functions, 22 mathematics, 14 chat, 7 English.
 WEIGHTS = {
-    "task_dialogues": 18.0, "task_sources": 5.0, "code_io": 5.0, "mbpp": 0.2,
-    "library": 6.5, "library_plain": 3.0, "library_completions": 8.5,
-    "mathematics": 15.0, "gsm8k": 6.0, "math": 1.5, "worked": 4.0,
-    "library_dialogues": 3.0, "topical": 4.0, "chatter": 0.15, "talk": 4.0, "wordnet": 2.0, "tldr": 4.0,
+    "task_dialogues": 13.0, "task_sources": 3.5, "heads": 16.0, "code_io": 3.0, "mbpp": 0.2,
+    "library": 4.5, "library_plain": 2.5, "library_completions": 11.0,
+    "mathematics": 11.5, "gsm8k": 6.0, "math": 1.5, "worked": 3.5,
+    "library_dialogues": 3.0, "topical": 4.0, "chatter": 0.15, "talk": 4.0, "wordnet": 1.5, "tldr": 3.5,
     "manual_dialogues": 0.85,
-    "novels": 5.5, "manual": 3.0, "prose": 0.8,
+    "novels": 3.5, "manual": 2.5, "prose": 0.8,
 }  # fmt: skip
 # Percent of the tokens of the instruction phase.
 INSTRUCT = {
-    "task_dialogues": 36, "code_io": 4, "mbpp": 1, "library_dialogues": 5, "library_completions": 13,
-    "mathematics": 16, "gsm8k": 10, "math": 3, "topical": 2, "chatter": 0.3, "talk": 6, "wordnet": 1,
-    "tldr": 2, "manual_dialogues": 0.7,
+    "task_dialogues": 18, "heads": 32, "code_io": 2.5, "mbpp": 1, "library_dialogues": 3.5,
+    "library_completions": 14, "mathematics": 10, "gsm8k": 8, "math": 3, "topical": 1.5, "chatter": 0.3,
+    "talk": 4, "wordnet": 0.5, "tldr": 1, "manual_dialogues": 0.7,
 }  # fmt: skip
-INSTRUCT_TOKENS = 0.12  # of the tokens seen
 # A short part is repeated in the instruction phase, but not more often.
 MAX_REPEATS = 4
 # Percent of the prompts.
 PROMPTS = {
-    "code": 9, "completion": 14, "explanation": 1, "code_io": 3, "mbpp": 0.5, "library_dialogues": 5,
-    "library_completions": 20, "story": 4, "gsm8k": 19, "algebra": 4, "drill": 1, "math": 13.5, "talk": 2,
-    "topical": 2, "chatter": 0.5, "wordnet": 0.5, "tldr": 0.5, "manual_dialogues": 0.5,
+    "code": 7, "completion": 6, "heads": 22, "explanation": 1, "code_io": 2, "mbpp": 0.5,
+    "library_dialogues": 3, "library_completions": 16, "story": 3, "gsm8k": 16, "algebra": 3, "drill": 1,
+    "math": 13.5, "talk": 2, "topical": 2, "chatter": 0.5, "wordnet": 0.5, "tldr": 0.5,
+    "manual_dialogues": 0.5,
 }  # fmt: skip
-GENERATED = ("task_dialogues", "task_sources", "mathematics", "talk")
+GENERATED = ("task_dialogues", "task_sources", "heads", "mathematics", "talk")
 # Talk is drawn from short lists: more of it would only repeat.
 MAX_GENERATED = {"talk": 4_000_000}
 # Copies of a function under other class names have other texts but one key.
@@ -230,7 +231,9 @@ def write(options: argparse.Namespace, shards: list[Shard], tokenizer: Tokenizer
             "epochs_in_budget": round(WEIGHTS[name] / 100 * options.budget_tokens / len(part.ids), 2),
             "sha256": sha256(work / file),
         }
-    ids, shares = instructions(parts, tokens=INSTRUCT_TOKENS * options.budget_tokens, seed=options.seed)
+    ids, shares = instructions(
+        parts, tokens=options.instruct_tokens * options.budget_tokens, seed=options.seed
+    )
     mask = answer_mask(ids, tokenizer)
     ids.astype("<u2").tofile(work / "instruct.bin")
     mask.tofile(work / "instruct.mask")
@@ -280,6 +283,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--math-documents", type=int, help="instead of as many as the budget asks for")
     parser.add_argument("--prompts", type=int, default=40_000)
     parser.add_argument("--budget-tokens", type=int, default=200_000_000, help="tokens the training will see")
+    parser.add_argument(
+        "--instruct-tokens", type=float, default=0.12, help="of the instruction phase, as a share of those"
+    )
+    parser.add_argument(
+        "--benchmarks", type=Path, help="folder of benchmarks: what shares 13 words with them is left out"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
@@ -294,14 +303,18 @@ def main() -> None:
     tokenizer_file = str(options.work / "tokenizer.json")
     context = multiprocessing.get_context("spawn")
     shards = []
-    with ProcessPoolExecutor(options.jobs, context, start_worker, (tokenizer_file,)) as pool:
+    with ProcessPoolExecutor(
+        options.jobs, context, start_worker, (tokenizer_file, options.benchmarks)
+    ) as pool:
         for shard in pool.map(make_shard, jobs):
             shards.append(shard)
             if len(shards) % 50 == 0:
                 log.info(f"{len(shards)} of {len(jobs)} jobs after {time.monotonic() - began:.0f} s")
     log.info(f"encoded after {time.monotonic() - began:.0f} s")
     record = write(options, shards, Tokenizer.from_file(tokenizer_file))
+    record["dropped"] = dict(sorted(sum((shard.dropped for shard in shards), Counter()).items()))
     record["inputs"] = inputs(options, shards, jobs)
+    record["benchmarks_compared"] = options.benchmarks is not None
     record |= {"seed": options.seed, "budget_tokens": options.budget_tokens}
     record["seconds"] = round(time.monotonic() - began, 1)
     (options.work / "prepare.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

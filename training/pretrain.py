@@ -3,6 +3,7 @@
     PYTHONPATH=src python training/pretrain.py --minutes 9
     PYTHONPATH=src python training/pretrain.py --benchmark 20    speed and a profile, nothing is written
     PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    and then the same with --resume
+    PYTHONPATH=src python training/pretrain.py --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
 
 Writes TreeFlash-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
 into the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and
@@ -27,6 +28,7 @@ from torch import Tensor
 from treeflash.train.delta import CHUNK, fused_error
 from treeflash.train.muon import Muon
 from treeflash.train.target import Target, TargetConfig, save_target
+from treeflash.train.target_file import read_target
 
 NAME = "TreeFlash-40M"  # of the folder, and so of the model
 WARM_UP, DECAY = 0.02, 0.4  # shares of the time: at the start, at the end
@@ -47,6 +49,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--pause-after", type=float, help="minutes after which this call stops, for --resume")
     parser.add_argument("--resume", action="store_true", help="continue from work/checkpoint.pt")
+    parser.add_argument(
+        "--continue-from", type=Path, help="GGUF file of a target whose weights to begin with"
+    )
     parser.add_argument("--instruct-share", type=float, default=0.15, help="last part of the time")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--seq", type=int, default=512, help="a multiple of 64")
@@ -86,6 +91,8 @@ class Pretraining:
             torch.set_float32_matmul_precision("high")
         self.fused, self.compiled = options.triton and self._kernels_agree(), False
         self.target = self._build()
+        if options.continue_from is not None:
+            self.target.load_state_dict(read_target(options.continue_from, config))
         self._load_data()
         self.generator = torch.Generator(self.device).manual_seed(options.seed)
         self.optimisers = self._optimisers()
@@ -227,6 +234,9 @@ def train(run: Pretraining, started: float) -> bool:
     earlier, limit = run.spent, 60 * (options.pause_after or math.inf)
     with (work / "log.jsonl").open("a" if options.resume else "w") as log:
         run.warm_up()
+        if options.continue_from is not None and run.step == 0:
+            run.finished["start"] = run.evaluate()
+            say(f"held-out loss of {options.continue_from}: {run.finished['start']:.4f}")
         run.spent = earlier + time.monotonic() - started
         run.begun = run.begun or run.spent
         if run.begun >= budget:

@@ -37,8 +37,8 @@ GENERATED = re.compile(
 MAX_FILE_BYTES = 60_000
 MIN_LINES, MAX_LINES = 3, 60
 MAX_LINE_CHARACTERS = 120
-# A longer docstring is cut to its first paragraph.
-MAX_DOCSTRING_LINES = 12
+# A longer docstring is cut to its first paragraph: what is copied fits into a row of the trainer.
+MAX_DOCSTRING_LINES, MAX_DOCSTRING_CHARACTERS = 24, 700
 MAX_REQUEST_LINES = 30
 COMPLETION_SHARE = 0.6  # of the functions with a docstring; the others are read as they are
 MAX_FREE_NAMES = 2
@@ -180,7 +180,8 @@ def _function(node: ast.FunctionDef, lines: list[str], *, is_class: bool) -> Fun
     head_lines = lines[first - 1 : head_end]
     if docstring is not None:
         opening = node.body[0].lineno
-        if head_end - opening + 1 > MAX_DOCSTRING_LINES or (docstring and not docstring.strip()):
+        too_long = head_end - opening + 1 > MAX_DOCSTRING_LINES or len(docstring) > MAX_DOCSTRING_CHARACTERS
+        if too_long or (docstring and not docstring.strip()):
             paragraph = docstring.strip().split("\n\n")[0]
             indent = " " * node.body[0].col_offset
             if paragraph.count("\n") + 1 > MAX_DOCSTRING_LINES or '"""' in paragraph or "\\" in paragraph:

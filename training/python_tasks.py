@@ -15,6 +15,7 @@ from domains import Domain, domain
 
 TEMPLATES = Path(__file__).parent / "templates" / "tasks"
 MAX_EXAMPLE_CHARACTERS = 72
+MAX_EXAMPLES = 6
 EMPTY = ("[]", "{}", "''", "None", "0", "[[]]")
 # Names that may stand for the one written in a template; the template's own is the likeliest.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -296,6 +297,6 @@ def _run(
         if all(example.call != other.call for other in examples):
             values.add(example.value)
             examples.append(example)
-        if len(examples) == 3:
+        if len(examples) == MAX_EXAMPLES:
             break
     return tuple(examples)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Any
 import corpus
 import numpy as np
 import python_code
-from documents import END_OF_TEXT, Dialogue, Document, fingerprint, spells_special
+from documents import END_OF_TEXT, TURN_START, Dialogue, Document, fingerprint, spells_special
+from heads import head_dialogue
 from mathematics import mathematics_dialogue
+from overlap import benchmark_runs, overlaps
 from talk import talk_dialogue
 from task_documents import task_dialogue, task_source
 from tokenizers import Tokenizer
 
 Item = Document | Dialogue
+Prompt = tuple[str, int, list[dict[str, str]]]  # kind, hash of the key, messages
 # Dialogue kinds that go into one part; any other kind is a part of its own.
 PART_OF_KIND = {
     "code": "task_dialogues",
@@ -28,6 +32,7 @@ PART_OF_KIND = {
     "algebra": "mathematics",
 }
 GENERATORS: dict[str, Callable[[random.Random], Item]] = {
+    "heads": head_dialogue,
     "task_dialogues": task_dialogue,
     "task_sources": task_source,
     "mathematics": mathematics_dialogue,
@@ -43,6 +48,8 @@ SYSTEM_SHARE = 0.06
 CHUNK = 256
 # One document in this many is never trained on.
 HELD_OUT = 256
+# Where a turn says a run of so many tokens so often, it teaches to go in circles.
+LOOP, LOOP_TIMES = 12, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +78,19 @@ class Encoded:
 @dataclass(slots=True)
 class Shard:
     parts: dict[str, Encoded]
-    # Kind, hash of the key, and messages.
-    prompts: list[tuple[str, int, list[dict[str, str]]]]
+    prompts: list[Prompt]
     # Of what was read, for the record.
     bytes_read: int = 0
     sha256: str = ""
+    # Documents that were left out, by part and reason.
+    dropped: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
 class _Builder:
     tokenizer: Tokenizer
+    benchmarks: frozenset[str]
+    dropped: Counter[str] = field(default_factory=Counter)
     pieces: dict[str, list[np.ndarray]] = field(default_factory=dict)
     lengths: dict[str, list[int]] = field(default_factory=dict)
     keys: dict[str, list[int]] = field(default_factory=dict)
@@ -92,19 +102,34 @@ class _Builder:
         fresh = []
         for part, text, key in items:
             print_ = fingerprint(text)
-            if (part, print_) not in self.seen:
-                self.seen.add((part, print_))
+            if (part, print_) in self.seen:
+                continue
+            self.seen.add((part, print_))
+            if self.benchmarks and overlaps(text, self.benchmarks):
+                self.dropped[f"{part}: overlap"] += 1
+            else:
                 fresh.append((part, text, fingerprint(key), print_))
         encodings = self.tokenizer.encode_batch_fast([text + END_OF_TEXT for _, text, _, _ in fresh])
         total = 0
         for (part, _, key, print_), encoding in zip(fresh, encodings, strict=True):
             ids = np.array(encoding.ids, np.uint16)
+            if loops(ids, self.tokenizer.token_to_id(TURN_START)):
+                self.dropped[f"{part}: loop"] += 1
+                continue
             self.pieces.setdefault(part, []).append(ids)
             self.lengths.setdefault(part, []).append(len(ids))
             self.keys.setdefault(part, []).append(key)
             self.texts.setdefault(part, []).append(print_)
             total += len(ids)
         return total
+
+    def unknown(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Those that no benchmark asks."""
+        if not self.benchmarks:
+            return prompts
+        kept = [each for each in prompts if not overlaps(each[2][-1]["content"], self.benchmarks)]
+        self.dropped["prompts: overlap"] += len(prompts) - len(kept)
+        return kept
 
     def parts(self) -> dict[str, Encoded]:
         return {
@@ -118,28 +143,42 @@ class _Builder:
         }
 
 
+def loops(ids: np.ndarray, turn_start: int) -> bool:
+    """Whether one of the turns, or the text where it has none, repeats itself."""
+    weights = np.cumprod(np.full(LOOP, 0x9E3779B97F4A7C15, np.uint64))  # of a hash that wraps around
+    for turn in np.split(ids, np.flatnonzero(ids == turn_start)):
+        if len(turn) < LOOP + LOOP_TIMES - 1:
+            continue
+        windows = np.lib.stride_tricks.sliding_window_view(turn.astype(np.uint64), LOOP)
+        if np.unique(windows @ weights, return_counts=True)[1].max() >= LOOP_TIMES:
+            return True
+    return False
+
+
 class _Worker:
     """Set once per process."""
 
     tokenizer: Tokenizer
+    benchmarks: frozenset[str]
 
 
-def start_worker(tokenizer_file: str) -> None:
+def start_worker(tokenizer_file: str, benchmarks: Path | None = None) -> None:
     # one thread per process: the processes already fill the cores
     os.environ["RAYON_NUM_THREADS"] = "1"
     _Worker.tokenizer = Tokenizer.from_file(tokenizer_file)
+    _Worker.benchmarks = benchmark_runs(benchmarks) if benchmarks is not None else frozenset()
 
 
 def make_shard(job: Job) -> Shard:
     """All items of a job, encoded, and the prompts it was asked for."""
     rng = random.Random(job.seed)
-    builder = _Builder(_Worker.tokenizer)
-    prompts: list[tuple[str, int, list[dict[str, str]]]] = []
+    builder = _Builder(_Worker.tokenizer, _Worker.benchmarks)
+    prompts: list[Prompt] = []
     if job.source in GENERATORS:
         _generate(job, builder, rng)
         fresh = (GENERATORS[job.source](rng) for _ in range(job.prompts))
         prompts += (_prompt(item, rng) for item in fresh if isinstance(item, Dialogue))
-        return Shard(builder.parts(), prompts)
+        return Shard(builder.parts(), builder.unknown(prompts), dropped=builder.dropped)
     digest, count = hashlib.sha256(), 0
     for items, text in _read(job, rng):
         digest.update(text.encode("utf-8", "replace"))
@@ -150,7 +189,7 @@ def make_shard(job: Job) -> Shard:
     for part, record in job.records:
         for question, key in corpus.more_prompts(part, record, rng):
             prompts.append((part, fingerprint(key), [{"role": "user", "content": question}]))
-    return Shard(builder.parts(), prompts, count, digest.hexdigest())
+    return Shard(builder.parts(), builder.unknown(prompts), count, digest.hexdigest(), builder.dropped)
 
 
 def _generate(job: Job, builder: _Builder, rng: random.Random) -> None:
@@ -192,7 +231,7 @@ def _triple(item: Item, rng: random.Random) -> tuple[str, str, str]:
     return part, item.text(), item.key
 
 
-def _prompt(item: Dialogue, rng: random.Random) -> tuple[str, int, list[dict[str, str]]]:
+def _prompt(item: Dialogue, rng: random.Random) -> Prompt:
     """The conversation up to one of its answers."""
     turns = rng.randrange(len(item.messages) // 2) * 2 + 1
     messages = [{"role": role, "content": content} for role, content in item.messages[:turns]]

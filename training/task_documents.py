@@ -9,6 +9,7 @@ from documents import Dialogue, Document, dialogue, fenced
 from python_tasks import Solution, indented, solve, templates
 
 COMPOSED_SHARE = 0.25
+SHOWN = 3  # examples in assertions and answers
 
 
 def draw_solution(rng: random.Random) -> Solution:
@@ -46,13 +47,15 @@ def task_source(rng: random.Random) -> Document:
     elif rng.random() < 0.3:
         calls = [f"    print({example.call})" for s in solutions for example in s.examples[:1]]
         pieces.append("\n".join(['if __name__ == "__main__":', *calls]))
-    return Document("task_sources", "\n\n\n".join(pieces) + "\n", _key(solutions[0]))
+    return Document("task_sources", "\n\n\n".join(pieces) + "\n", solution_key(solutions[0]))
 
 
 def request(solution: Solution, rng: random.Random) -> Dialogue:
     """A wish in words, answered with a fenced function."""
     docstring = rng.choice(("none", "none", "line", "line", "doctest"))
-    return dialogue("code", _wish(solution, rng), _answer(solution, docstring, rng), key=_key(solution))
+    return dialogue(
+        "code", _wish(solution, rng), _answer(solution, docstring, rng), key=solution_key(solution)
+    )
 
 
 def completion(solution: Solution, rng: random.Random) -> Dialogue:
@@ -60,7 +63,12 @@ def completion(solution: Solution, rng: random.Random) -> Dialogue:
     docstring = rng.choice(("line", "doctest", "doctest", "tight", "tight", "arrow", "equal", "arguments"))
     code = function(solution, docstring)
     head = code[: len(code) - len(indented(solution.body))].rstrip("\n")
-    asked = rng.choice(
+    return dialogue("completion", completion_request(head, rng), fenced(code), key=solution_key(solution))
+
+
+def completion_request(head: str, rng: random.Random) -> str:
+    """The wish that a function be completed, in one of several forms."""
+    return rng.choice(
         (
             f"Complete this function:\n```python\n{head}\n```",
             f"Complete this function:\n```python\n{head}\n```",
@@ -72,7 +80,6 @@ def completion(solution: Solution, rng: random.Random) -> Dialogue:
             head,
         )
     )
-    return dialogue("completion", asked, fenced(code), key=_key(solution))
 
 
 def signature_only(solution: Solution, rng: random.Random) -> Dialogue:
@@ -82,7 +89,7 @@ def signature_only(solution: Solution, rng: random.Random) -> Dialogue:
         solution = replace(solution, signature=solution.bare_signature, imports=untyped)
     code = function(solution, rng.choice(("none", "line")))
     head = rng.choice((solution.signature, solution.signature, f"```python\n{solution.signature}\n```"))
-    return dialogue("completion", head, fenced(code), key=_key(solution))
+    return dialogue("completion", head, fenced(code), key=solution_key(solution))
 
 
 def explanation(solution: Solution, rng: random.Random) -> Dialogue:
@@ -92,7 +99,7 @@ def explanation(solution: Solution, rng: random.Random) -> Dialogue:
     answer = f"The function `{solution.name}` {third_person(solution.statement)}"
     if solution.examples:
         answer += f" For example, `{solution.examples[0].call}` returns `{solution.examples[0].value}`."
-    return dialogue("explanation", f"{asked}\n{code}", answer, key=_key(solution))
+    return dialogue("explanation", f"{asked}\n{code}", answer, key=solution_key(solution))
 
 
 def prediction(solution: Solution, rng: random.Random) -> Dialogue:
@@ -104,7 +111,9 @@ def prediction(solution: Solution, rng: random.Random) -> Dialogue:
     asked = rng.choice(
         (f"{code}\nWhat does `{example.call}` return?", f"What is the value of `{example.call}`?\n{code}")
     )
-    return dialogue("explanation", asked, f"`{example.call}` returns `{example.value}`.", key=_key(solution))
+    return dialogue(
+        "explanation", asked, f"`{example.call}` returns `{example.value}`.", key=solution_key(solution)
+    )
 
 
 def two_turns(solution: Solution, rng: random.Random) -> Dialogue:
@@ -125,13 +134,13 @@ def two_turns(solution: Solution, rng: random.Random) -> Dialogue:
             return request(solution, rng)
     else:
         asked = rng.choice(("How do I call it?", "Give me an example.", "Show me how to use it."))
-        lines = [f"{example.call}  # {example.value}" for example in solution.examples]
+        lines = [f"{example.call}  # {example.value}" for example in solution.examples[:SHOWN]]
         answer = fenced("\n".join(lines))
-    return Dialogue("code", (*first, ("user", asked), ("assistant", answer)), _key(solution))
+    return Dialogue("code", (*first, ("user", asked), ("assistant", answer)), solution_key(solution))
 
 
 def assertions(solution: Solution, rng: random.Random) -> str:
-    return "\n".join(assertion(solution, index) for index in range(len(solution.examples)))
+    return "\n".join(assertion(solution, index) for index in range(min(SHOWN, len(solution.examples))))
 
 
 def assertion(solution: Solution, index: int) -> str:
@@ -245,5 +254,6 @@ def _answer(solution: Solution, docstring: str, rng: random.Random) -> str:
     return answer
 
 
-def _key(solution: Solution) -> str:
+def solution_key(solution: Solution) -> str:
+    """What a solution is known by, whatever is said about it."""
     return f"{solution.name}\n{solution.body}"

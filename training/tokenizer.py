@@ -1,6 +1,7 @@
 """Trains the small target's vocabulary and writes it as Hugging Face files; knows no model.
 
-    python training/tokenizer.py --corpus training/work/text.jsonl.xz
+    PYTHONPATH=src python training/tokenizer.py --corpus training/work/text.jsonl.xz
+    PYTHONPATH=src python training/tokenizer.py --model TARGET.gguf    takes over a target's vocabulary
 
 Byte-level BPE, NFC, the word pattern of Qwen3.5, 16,384 entries; the special tokens have the last ids.
 """
@@ -35,6 +36,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from treeflash.gguf.reader import GGUFFile
+
 VOCABULARY = 16_384
 WORK = Path(__file__).parent / "work"
 # llama.cpp's `qwen35`; the converter knows it by exactly this text.
@@ -62,7 +65,37 @@ def chat_template() -> str:
 
 def train(texts: Iterator[str], size: int = VOCABULARY) -> Tokenizer:
     """A tokenizer of exactly `size` entries."""
-    tokenizer = Tokenizer(BPE())
+    tokenizer = _around(BPE())
+    trainer = BpeTrainer(
+        vocab_size=size - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=32,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    _add_special(tokenizer)
+    if tokenizer.get_vocab_size() != size:
+        raise SystemExit(
+            f"the sample gives {tokenizer.get_vocab_size()} tokens, needed: {size}; give more text"
+        )
+    return tokenizer
+
+
+def from_model(path: Path) -> Tokenizer:
+    """The tokenizer that a target made here was trained with."""
+    with GGUFFile.open(path) as file:
+        tokens = file.require("tokenizer.ggml.tokens", list)
+        merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges", list)]
+    words, special = tokens[: -len(SPECIAL_TOKENS)], tokens[-len(SPECIAL_TOKENS) :]
+    if tuple(special) != SPECIAL_TOKENS:
+        raise SystemExit(f"{path}: the last tokens are {special}, needed: {list(SPECIAL_TOKENS)}")
+    tokenizer = _around(BPE({word: id for id, word in enumerate(words)}, merges))
+    _add_special(tokenizer)
+    return tokenizer
+
+
+def _around(model: BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -71,21 +104,13 @@ def train(texts: Iterator[str], size: int = VOCABULARY) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=size - len(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-        max_token_length=32,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _add_special(tokenizer: Tokenizer) -> None:
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in USER_TOKENS])
     tokenizer.add_special_tokens([AddedToken(MASK_TOKEN, special=True)])
-    if tokenizer.get_vocab_size() != size:
-        raise SystemExit(
-            f"the sample gives {tokenizer.get_vocab_size()} tokens, needed: {size}; give more text"
-        )
-    return tokenizer
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -175,8 +200,12 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=WORK / "text.jsonl.xz")
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", type=Path, help="GGUF file to take the vocabulary of, instead of training")
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    if options.model is not None:
+        save(from_model(options.model), options.work)
+        return
     texts = sample(options.corpus, options.seed)
     tokenizer = train(itertools.chain.from_iterable(map(pieces, texts.values())))
     save(tokenizer, options.work)

@@ -32,7 +32,7 @@ from treeflash.kernels.norm_rope import reference as norm
 from treeflash.models.step import Step
 
 SECONDS = 80  # behind which no further part begins
-WORKERS = 12
+WORKERS = 14
 LAYERS = 16  # with attention, of the 27B
 NAMES = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 TIMED = ("f16", "q8_0", "q5_0", "q4_0", "tq3_0")
@@ -238,7 +238,7 @@ def check_rows_alone(device: str) -> None:
     for name in ("f16", "q8_0", "q4_0", "tq3_0"):
         for length, window in ((1000, None), (40000, None), (9000, 500)):
             case = Case((name, name), 64, (length,), window=window)
-            q, gate, step, positions = case.q, case.gate, case.step, case.positions
+            q, gate, positions = case.q, case.gate, case.positions
             results = []
             for rows in (1, 8, 24, 64):
                 case.q, case.gate, case.step = q[:, :rows], gate[:, :rows], tree_of(rows, 1, device)
@@ -320,8 +320,12 @@ def time_expand(device: str) -> None:
     for name in NAMES[2:]:
         pool = noise(name, (4 * count // PAGE, KV_HEADS, PAGE), HEAD)
         table = torch.randperm(4 * count // PAGE, device=device)
-        work = [lambda i=i: cache_kernel.expand(pool, table, i * count, count) for i in range(4)]
-        us = milliseconds(lambda: [one() for one in work]) * 250
+
+        def work(pool=pool, table=table) -> None:
+            for part in range(4):
+                cache_kernel.expand(pool, table, part * count, count)
+
+        us = milliseconds(work) * 250
         moved = count * KV_HEADS * (FORMATS[name].row_bytes(HEAD) + 2 * HEAD)
         say(f"expand {name}, {count} tokens: {us:.1f} us, {moved / us / 1e6:.2f} TB/s")
         LINES.append({"time": "expand", "format": name, "us": us})
@@ -330,9 +334,8 @@ def time_expand(device: str) -> None:
 def time_variants(device: str) -> None:
     """Tiles and splits besides those chosen; the best of each column is what to choose."""
     for name, length, rows in itertools.product(("q8_0", "q4_0", "f16"), (8 << 10, 64 << 10), (24, 1)):
-        say(
-            f"{name} {length >> 10}K {rows} rows, as chosen: {attention_time(name, length, rows) * 1e3:.1f} us"
-        )
+        us = attention_time(name, length, rows) * 1e3
+        say(f"{name} {length >> 10}K {rows} rows, as chosen: {us:.1f} us")
         for number, chosen in enumerate(VARIANTS):
             label = " ".join(f"{key} {value}" for key, value in chosen.items())
             try:
@@ -364,39 +367,41 @@ def run_jobs(jobs: list[str]) -> None:
                 LINES.append({"check": job, "error": 1.0, "passed": False})
 
 
+def keep(out: Path | None) -> None:
+    if out is not None:
+        with out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in LINES)
+    LINES.clear()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--jobs", nargs="*")
+    parser.add_argument("--jobs", nargs="*", default=[])
     options = parser.parse_args()
     torch.manual_seed(0)
-    parts: list[Callable[[str], None]] = [check_write, check_expand, check_pairs]
-    if options.jobs is not None:
-        run_jobs(options.jobs)
-        parts = []
-    elif options.device == "cuda":
+    run_jobs(options.jobs)
+    keep(options.out)
+    parts: list[Callable[[str], None]] = [check_write, check_expand, check_pairs] if not options.jobs else []
+    if parts and options.device == "cuda":
         say(torch.cuda.get_device_name(), "torch", torch.__version__)
         parts += [check_rows_alone, time_attention, time_writes, time_windows, time_expand, time_variants]
     begin = time.monotonic()
-    for part in [*parts, None]:
-        if part is not None:
-            if time.monotonic() - begin > SECONDS:
-                say("no time left for", part.__name__)
-                continue
-            started = time.monotonic()
-            try:
-                with torch.inference_mode():
-                    part(options.device)
-            except Exception:
-                FAILED.append(part.__name__)
-                say("FAIL", part.__name__, traceback.format_exc())
-            summary(part.__name__, LINES)
-            say(f"part {part.__name__} took {time.monotonic() - started:.1f} s")
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in LINES)
-        LINES.clear()
+    for part in parts:
+        started = time.monotonic()
+        if started - begin > SECONDS:
+            say("no time left for", part.__name__)
+            continue
+        try:
+            with torch.inference_mode():
+                part(options.device)
+        except Exception:
+            FAILED.append(part.__name__)
+            say("FAIL", part.__name__, traceback.format_exc())
+        summary(part.__name__, LINES)
+        say(f"part {part.__name__} took {time.monotonic() - started:.1f} s")
+        keep(options.out)
     say("FAILED: " + "; ".join(FAILED) if FAILED else "all checks passed")
     return 1 if FAILED else 0
 

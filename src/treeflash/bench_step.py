@@ -35,11 +35,12 @@ def bench_step(
     repeats: int = 15,
     save: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    warming: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Loads a model and measures its steps; `save`: one JSON line is appended there."""
     if config.speculation is not None:
         config = replace(config, speculation=replace(config.speculation, adaptive=False))
-    session = Session.load(target, config, progress=progress)
+    session = Session.load(target, config, progress=progress, warming=warming)
     result = measure_steps(session, context=context, repeats=repeats)
     result["model"] = target.name
     if save is not None:

@@ -29,17 +29,26 @@ class DraftConfig:
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     max_ctx: int | None = None  # None: what the model was made for, as far as memory allows
-    # Tokens; cuts fall on multiples of it, so that they are a function of the prompt. None: by the device.
+    # Tokens; cuts fall on multiples of it, so that they are a function of the prompt. None: by its memory.
     prefill_chunk: int | None = None
     weights: Literal["auto", "expanded", "packed"] = "auto"
-    # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f16 on a GPU, f32 on a CPU
+    # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
     kv_k: str = "auto"  # keys
     kv_v: str = "auto"  # values
+    vram_limit: int | None = None  # bytes of a GPU that may be in use, others' included; None: all
     window: int | None = None  # decoding looks back so many tokens, and on the first 64; None: on all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
     draft: DraftConfig | None = None  # None: copies from the text alone
     costs: Path | None = None  # where measured step costs are kept from run to run
-    conversations: int = 2  # whose states are remembered for their next turn; 0: none
+    # Bytes of host memory for states of earlier requests; 0: none; None: a quarter of the free, up to 8 GiB.
+    prefix_cache: int | None = None
+    prefix_cache_dir: Path | None = None  # where they outlive the process; None: nowhere
+    prefix_cache_dir_size: int = 32 << 30  # bytes, at most
+
+    @property
+    def max_rows(self) -> int:
+        """Of a step: the root and what is proposed below it."""
+        return self.speculation.budget + 1 if self.speculation else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.options import bias, device, size, unescape
+from treeflash.cli.options import bias, device, memory, size, unescape
 from treeflash.errors import UsageError
 
 
@@ -68,3 +68,17 @@ def test_biases():
 def test_biases_that_are_none(text):
     with pytest.raises(UsageError, match="needed a token's number and a value"):
         bias([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("24g", 24 << 30), ("24GiB", 24 << 30), ("1.5gb", 3 << 29), ("512m", 512 << 20), ("1000", 1000)],
+)
+def test_amounts_of_memory(text, bytes_):
+    assert memory(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["", "g", "24t", "-1g", "24 g b", "1e9"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(typer.BadParameter, match="24g"):
+        memory(text)

@@ -1,12 +1,17 @@
 """`treeflash run` inside the test process."""
 
+import io
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from treeflash.cli import view
+from treeflash.cli.footprint import on_cpu
+from treeflash.cli.loading import LoadingBar
 from treeflash.engine import memory
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
@@ -163,7 +168,7 @@ def test_an_empty_name_is_no_model(treeflash):
 def test_weights_that_do_not_fit_expanded(treeflash, monkeypatch, tiny_model):
     model = tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m")
     with GGUFFile.open(model) as file:
-        _, expanded = memory.weight_sizes(file, ModelSpec.from_gguf(file), torch.float32)
+        expanded = on_cpu(file, ModelSpec.from_gguf(file)).weights
     free = int(1.1 * expanded)
     monkeypatch.setattr(memory, "available_memory", lambda device: free)
     result = treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64)
@@ -173,6 +178,34 @@ def test_weights_that_do_not_fit_expanded(treeflash, monkeypatch, tiny_model):
     assert f"{view.amount(free)} are free on this CPU" in warning and "very slowly" in warning
     assert hint.startswith("hint: close other programs, take a model with fewer parameters")
     assert treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64, "-q").stderr == ""
+
+
+def test_approximate_keys_and_values_are_told_of(treeflash, model):
+    result = treeflash("run", model, "hello", "-n", 2, "--kv", "q4_0", "--max-ctx", 128)
+    assert result.exit_code == 0
+    notice, line, *_ = result.stderr.splitlines()
+    assert notice == "Approximate: keys and values in q4_0. docs/long-context.md has the cost."
+    assert line.startswith("Keys and values in q4_0, context 128 tokens (as asked for), 0.0")
+    exact = treeflash("run", model, "hello", "-n", 2, "--kv", "q8_0")
+    assert exact.exit_code == 0 and "Keys and values" not in exact.stderr
+    refused = treeflash("run", model, "hello", "--vram-limit", "24g", "--device", "cpu")
+    assert refused.exit_code == 2 and "--vram-limit is for a GPU" in refused.stderr
+
+
+def test_a_bar_for_bytes_and_then_for_graphs(monkeypatch):
+    monkeypatch.setattr(view, "PATIENCE_S", 0.0)
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", screen)
+    with LoadingBar("model.gguf", view.Screen()) as bar:
+        bar.reading(1 << 20, 2 << 20)
+        time.sleep(0.3)
+        for done in range(1, 10):
+            bar.warming(done, 9)
+            time.sleep(0.05)
+    shown = screen.getvalue()
+    assert "Loading model.gguf" in shown and "Making CUDA graphs" in shown and "/9" in shown
+    assert shown.index("Loading") < shown.index("Making")
 
 
 def test_without_a_chat_template_chatml_is_a_notice(treeflash, tmp_path, model):

@@ -9,10 +9,8 @@ import torch
 
 from treeflash.cli.show import show
 from treeflash.config import EngineConfig
-from treeflash.engine.memory import weight_sizes
+from treeflash.engine.plan import LADDER, LAST
 from treeflash.engine.session import Session
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
 from treeflash.tools.tiny import FAMILIES
 
 
@@ -54,8 +52,8 @@ def test_as_a_person_sees_it(treeflash, tiny_model):
         "Q4_K",
         "Q6_K",
         "4,096",
-        "2.54 MiB as stored; loaded 15.52 MiB on a CPU (32 bits each), 7.78 MiB on a GPU (16)",
-        "context on a CPU on a GPU 4,096 19.57 MiB 9.83 MiB",
+        "2.54 MiB as stored, and about that on a GPU; 15.52 MiB on a CPU (32 bits each)",
+        "context on a CPU on a GPU 4,096 19.57 MiB",
     ):
         assert part in text, part
 
@@ -67,17 +65,38 @@ def test_memory_is_what_the_engine_plans_and_takes(treeflash, tiny_model, family
         mtp = False  # other families have no prediction blocks
     path = tiny_model(family, mtp=True) if mtp else tiny_model(family)
     facts = json.loads(treeflash("show", path, "--json").stdout)
-    with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file)
-        for place, dtype in (("cpu", torch.float32), ("gpu", torch.bfloat16)):
-            stored, expanded = weight_sizes(file, spec, dtype)
-            assert facts["stored_bytes"] == stored
-            assert facts["memory"][0][place]["weights"] == expanded
+    assert facts["stored_bytes"] == facts["memory"][0]["gpu"]["weights"] <= path.stat().st_size
     plan = Session.load(path, EngineConfig(device="cpu")).plan
     need = facts["memory"][-1]["cpu"]
     assert plan.expanded and plan.max_ctx == 4096
     taken = (plan.weights, plan.recurrent, plan.kv_per_token * plan.max_ctx)
     assert (need["weights"], need["recurrent"], need["kv"]) == taken
+
+
+def test_what_fits_on_a_gpu_that_is_not_here(treeflash, tiny_model):
+    path = tiny_model(width=256, mix="q4_k_m")
+    facts = json.loads(treeflash("show", path, "--fit", "--vram-limit", "2g", "--json").stdout)["fit"]
+    plan = facts["plan"]
+    assert facts["limit_bytes"] == 2 << 30 and facts["problem"] is None and facts["draft"] is None
+    assert (plan["keys"], plan["values"], plan["context"]) == ("f16", "f16", 4096)
+    assert sum(plan["parts"].values()) == plan["total_bytes"] < 2 << 30
+    names = [(pair["keys"], pair["values"]) for pair in facts["pairs"]]
+    assert names == [*LADDER, LAST] and all(pair["max_context"] == 4096 for pair in facts["pairs"])
+    shown = " ".join(treeflash("show", path, "--fit", "--vram-limit", "2g").stdout.split())
+    for part in ("On a GPU with 2.00 GiB", "token embedding", "f16 4,096", "chosen", "q8_0/q5_0", "tq3_0"):
+        assert part in shown, part
+    small = treeflash("show", path, "--fit", "--vram-limit", "256MiB")
+    assert small.exit_code == 0 and "too large" in small.stdout
+    assert "any of these fits: a smaller model" in " ".join(small.stdout.split())
+
+
+def test_what_fits_needs_a_gpu_or_a_size(treeflash, tiny_model):
+    if not torch.cuda.is_available():
+        result = treeflash("show", tiny_model(), "--fit")
+        assert result.exit_code == 2 and "--vram-limit 24g" in result.stderr
+    assert treeflash("show", tiny_model(), "--max-ctx", "1k").exit_code == 2
+    assert treeflash("show", tiny_model(), "--fit", "--vram-limit", "24x").exit_code == 2
+    assert treeflash("show", tiny_model(), "--fit", "--vram-limit", "24g", "--draft", "none").exit_code == 0
 
 
 @pytest.mark.parametrize("columns", [30, 45, 60, 80])

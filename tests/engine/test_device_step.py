@@ -1,6 +1,7 @@
 """Steps of a few fixed sizes, as CUDA graphs need them, give the text of steps as large as their tree."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,26 @@ def test_log_probabilities_and_trees_are_those_of_the_exact_steps(
         for run in found
     ]
     assert shapes[0] == shapes[1] and any(len(accepted) > 3 for _, _, accepted in shapes[0])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rightly_guessed_end_is_shown_as_accepted(
+    target: Decoder, plain: dict[str, list[int]], padded: bool
+) -> None:
+    answer = plain["greedy"]
+    guessed = 0
+    for last in (place for place in range(20, 60) if answer[place] not in answer[:place]):
+        oracle = Oracle(len(PROMPT), answer, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, padded=padded)
+        options = {"stop_ids": frozenset([answer[last]]), "trees": True}
+        found = events(engine, PROMPT, SAMPLINGS["greedy"], **options)
+        tree = [event for event in found if isinstance(event, Tree)][-1]
+        path = [tree.tokens[row] for row in tree.accepted]
+        end = last + (path[-1] == answer[last])
+        assert path == answer[end - len(path) : end]
+        assert all(tree.parents[b] == a for a, b in pairwise(tree.accepted))
+        guessed += end > last
+    assert guessed > 2
 
 
 @pytest.mark.parametrize("config", [FIXED, SpecConfig(), SpecConfig(chain=True, budget=15, adaptive=False)])

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.oracles import Oracle, RandomTrees
 from tests.engine.test_embedded_pair import PROMPTS
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
+from treeflash.engine.memory import kv_pair
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.session import Finished, Session, TextRequest
 from treeflash.errors import UsageError
@@ -126,3 +128,11 @@ def test_heads_that_no_block_fits_are_refused_at_load(tiny_model: Callable[..., 
     with pytest.raises(UsageError, match=r"'q9'.* needed one of f32, f16"):
         Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_k="q9"))
     assert Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_k="f16")).plan.kv_per_token
+
+
+def test_a_gpu_has_its_own_default(target: Decoder) -> None:
+    gpu = torch.device("cuda")
+    names = [format.name for format in (*kv_pair(target.spec, gpu), *kv_pair(target.spec, target.device))]
+    assert names == ["f16", "f16", "f32", "f32"]
+    with pytest.raises(UsageError, match="f32 is for a CPU"):
+        kv_pair(target.spec, gpu, ("f32", "auto"))

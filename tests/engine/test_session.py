@@ -8,7 +8,8 @@ import torch
 
 from treeflash.config import EngineConfig
 from treeflash.engine.engine import Progress
-from treeflash.engine.memory import pick_device, plan_memory
+from treeflash.engine.memory import Room, pick_device
+from treeflash.engine.plan import Survey
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.session import Finished, Session, Text, TextRequest, file_sampling
 from treeflash.errors import ResourceError, UsageError
@@ -116,7 +117,7 @@ def test_loading_reports_every_byte(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_the_plan_expands_what_fits_and_refuses_what_does_not(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path],
 ) -> None:
     cpu = torch.device("cpu")
     with GGUFFile.open(tiny_model(mix="q8_0")) as file:
@@ -124,21 +125,18 @@ def test_the_plan_expands_what_fits_and_refuses_what_does_not(
         floats = 4 * sum(info.elements for info in file.tensors.values())
         packed = sum(info.nbytes for info in file.tensors.values())
 
-        def plan(free: int, **options):
-            monkeypatch.setattr("treeflash.engine.memory.available_memory", lambda device: free)
-            settings = {"dtype": torch.float32, "max_ctx": None, "weights": "auto", **options}
-            return plan_memory(file, spec, cpu, **settings)
+        def plan(free: int):
+            return Survey.of(file, spec, EngineConfig(), cpu, Room(free, 0)).decide()
 
         assert plan(1 << 40).expanded
         assert plan(1 << 40).max_ctx == min(spec.context_length, 32768)
         small = plan(floats)
-        assert not small.expanded and small.weights == packed
+        assert not small.expanded and packed <= small.weights < 1.1 * packed
         # The context shrinks to what is left when none was asked for.
-        room = int(0.9 * floats) - packed - spec.recurrent_bytes()
-        assert small.max_ctx == min(
-            spec.context_length, room // spec.kv_bytes_per_token(*[4 * spec.head_dim] * 2)
-        )
+        assert 256 <= small.max_ctx < spec.context_length and small.total <= 0.9 * floats
+        longer = small.needs.kv(small.kv, small.max_ctx + 64) - small.needs.kv(small.kv, small.max_ctx)
+        assert small.total + longer > int(0.9 * floats)
         with pytest.raises(
-            ResourceError, match=r"needs .* GiB with a context of 256 tokens, .* GiB are free on cpu"
+            ResourceError, match=r"needs .* GiB with a context of 256 tokens in f32, .* GiB are free"
         ):
             plan(packed)

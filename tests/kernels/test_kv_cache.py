@@ -7,6 +7,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import floats, lists
 
 from treeflash.kernels.attention import paged_attention
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, approximations
@@ -127,6 +129,17 @@ def test_blocks_are_ggmls(name: str, dim: int) -> None:
         else:
             decoded = np.zeros(x.shape, np.float32)
         assert np.array_equal(decode(codes, scales, format, dim).numpy(), decoded), kind
+
+
+@pytest.mark.parametrize(("name", "steps"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])
+@given(values=lists(floats(-5e5, 5e5, width=32), min_size=32, max_size=32))
+def test_no_value_is_off_by_more_than_a_step(name: str, steps: int, values: list[float]) -> None:
+    x = torch.tensor([values])
+    decoded = decode(*encode(x, FORMATS[name]), FORMATS[name], 32)
+    # A whole step at the end that has one level fewer; and what rounding a scale to float16 adds.
+    largest = float(x.abs().max())
+    limit = largest / steps * (0.5 if name == "q8_0" else 1) * 1.001 + largest * 2**-11 + steps * 2**-25
+    assert float((decoded - x).abs().max()) <= limit
 
 
 @pytest.mark.parametrize("dim", [128, 256])

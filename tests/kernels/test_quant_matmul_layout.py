@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul.layout import LAYOUTS, layout_of, pack, packed_size, unpack
+from treeflash.kernels.quant_matmul.layout import LAYOUTS, empty_packed, layout_of, pack, unpack
 
 # Byte offsets of the float16 fields of a block; every other byte may hold anything.
 _HALVES = {
@@ -40,7 +40,8 @@ def test_tiles_hold_what_the_blocks_say(type: QuantType, shape: tuple[int, int])
     data = random_blocks(type, *shape)
     packed = pack(data, type)
     assert packed.data.shape[2] == packed.layout.tile_bytes
-    assert packed.nbytes == packed_size(type, *shape)
+    empty = empty_packed(type, *shape, packed.data.device)
+    assert packed.data.shape == empty.data.shape and packed.row_scale.shape == empty.row_scale.shape
     assert torch.equal(unpack(packed), dequantise(data, type))
 
 

@@ -79,6 +79,8 @@ def test_told_to_end_it_finishes_what_it_began(surroundings: dict[str, str]):
         props = httpx2.get(f"{url}/props").json()
         assert props["model"] == "treeflash-40m" and props["max_ctx"] == 512
         assert props["device"] == "cpu" and props["draft"] == "draft.gguf" and props["budget"] == 22
+        assert props["prefix_cache"]["snapshots"] == props["prefix_cache"]["host_bytes"] == 0
+        assert 'treeflash:prefix_cache{what="host_bytes"} 0.0' in httpx2.get(f"{url}/metrics").text
         with httpx2.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as answer:
             chunks = pieces(answer)
             seen = [next(chunks) for _ in range(4)]

@@ -1,12 +1,16 @@
 """What is counted and told of a request: usage, limits, the line in the log."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx2
 
 from tests.server.conftest import openai_client
-from tests.server.live import Live, scripted
+from tests.server.live import Live, live, scripted
+from treeflash.config import EngineConfig
 from treeflash.engine.requests import Text
+from treeflash.engine.session import Session
 from treeflash.errors import UsageError
 from treeflash.server.run import line
 
@@ -24,6 +28,23 @@ def test_usage_covers_all_answers(echo_server: Live):
     for name in ("steps", "drafted_tokens", "accepted_tokens"):
         assert three["speculation"][name] == 3 * one["speculation"][name] > 0
     assert three["speculation"]["acceptance_length"] == one["speculation"]["acceptance_length"]
+
+
+def test_usage_names_what_is_approximate(echo_server: Live, tiny_model: Callable[..., Path]):
+    config = EngineConfig(device="cpu", max_ctx=512, kv_k="q8_0", kv_v="q4_0", window=100)
+    asked = [{"role": "user", "content": "one"}]
+    bodies = {
+        "/v1/chat/completions": {"messages": asked, "max_tokens": 4},
+        "/v1/completions": {"prompt": "one", "max_tokens": 4},
+        "/v1/responses": {"input": "one", "max_output_tokens": 4},
+        "/v1/messages": {"messages": asked, "max_tokens": 4},
+    }
+    with live(lambda progress: Session.load(tiny_model(), config, progress=progress)) as server:
+        for route, body in bodies.items():
+            usage = httpx2.post(server.url + route, json={"model": "m"} | body, timeout=60).json()["usage"]
+            assert usage["approximate"] == ["values in q4_0", "a window of 100 tokens"], route
+            exact = httpx2.post(echo_server.url + route, json={"model": "m"} | body, timeout=60).json()
+            assert "approximate" not in exact["usage"], route
 
 
 def test_more_tokens_than_fit_are_as_many_as_fit(pair_server: Live):

@@ -208,3 +208,50 @@ def test_closing_ends_what_runs_and_what_waits():
             worker.submit(ask("late"))
 
     run(main(), worker)
+
+
+def test_a_device_that_fails_for_good_ends_the_service_and_says_so():
+    class AcceleratorError(RuntimeError):
+        """Named as torch names it."""
+
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    def script(request):
+        begun.set()
+        go_on.wait(5)
+        raise AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    worker = started(ScriptedSession(script))
+
+    async def main():
+        broken = worker.submit(ask("a"))
+        await asyncio.to_thread(begun.wait, 5)
+        behind = worker.submit(ask("b"))
+        go_on.set()
+        with pytest.raises(AcceleratorError):
+            await text_of(broken)
+        with pytest.raises(Unavailable, match="the GPU failed; start the server again"):
+            await text_of(behind)
+        assert worker.state is State.failed
+        assert worker.describe()["status"] == "failed"
+        with pytest.raises(Unavailable, match="illegal memory access"):
+            worker.submit(ask("c"))
+
+    run(main(), worker)
+
+
+def test_an_error_of_one_request_leaves_the_service_as_it_is():
+    def script(request):
+        if request.messages[-1]["content"] == "a":
+            raise RuntimeError("a shape is wrong")
+        yield Text("b")
+
+    worker = started(ScriptedSession(script))
+
+    async def main():
+        with pytest.raises(RuntimeError, match="a shape is wrong"):
+            await text_of(worker.submit(ask("a")))
+        assert await text_of(worker.submit(ask("b"))) == "b"
+
+    run(main(), worker)

@@ -11,6 +11,7 @@ from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.snapshots import SavedStates
 
 MAX_ROWS = 8
 
@@ -60,10 +61,11 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     if in_tree:
         # Accepted rows that are not the tree's first, still to be folded into the recurrent states.
         first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
-    saved = states.save(first.slot)
+    saves = SavedStates(states)
+    saved = saves.save(first.slot)
     expected = first.go_on()
     second = Sequence(target, states)
-    states.restore(second.slot, saved)
+    saves.restore(second.slot, saved)
     assert states.lengths[second.slot] == saved.length == length + (4 if in_tree else 0)
     assert torch.equal(second.go_on(), expected)
     states.close(first.slot)
@@ -72,14 +74,14 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     other = Sequence(target, states)
     other.chunk(400, seed=3)
     third = Sequence(target, states)
-    states.restore(third.slot, saved)
+    saves.restore(third.slot, saved)
     assert torch.equal(third.go_on(), expected)
-    states.forget(saved)
+    saves.forget(saved)
     for sequence in (other, third):
         states.close(sequence.slot)
     fresh = Sequence(target, states)
     states.reserve(fresh.slot, 1000)
-    assert states.has_room(fresh.slot, 1024)
+    assert states.shortage(fresh.slot, 1024) == 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,8 @@ def test_every_format_is_saved_restored_and_trimmed(
     # The last rows of an accepted path are taken back: as if it had been shorter.
     first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
     states.trim(first.slot, 2)
-    saved = states.save(first.slot)
+    saves = SavedStates(states)
+    saved = saves.save(first.slot)
     shorter = Sequence(target, states)
     shorter.chunk(PAGE + 9, seed=1)
     shorter.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 2)
@@ -107,21 +110,64 @@ def test_every_format_is_saved_restored_and_trimmed(
     assert torch.equal(shorter.go_on(), expected)
     states.close(first.slot)
     states.close(shorter.slot)
-    other = Sequence(target, states)
-    other.chunk(300, seed=3)
-    again = Sequence(target, states)
-    states.restore(again.slot, saved)
-    assert torch.equal(again.go_on(), expected)
+    for spilled in (False, True):
+        for page in saved.pages if spilled else ():
+            saves.copy_out(page)
+            saves.leave_pool(page)
+        other = Sequence(target, states)
+        other.chunk(300, seed=3)
+        again = Sequence(target, states)
+        saves.restore(again.slot, saved)
+        assert torch.equal(again.go_on(), expected)
+        states.close(other.slot)
+        states.close(again.slot)
 
 
 def test_full_pages_are_shared_and_room_is_counted(target: Decoder) -> None:
     states = SequenceStates(target.spec, max_ctx=4 * PAGE - MAX_ROWS, max_rows=MAX_ROWS)
     sequence = Sequence(target, states)
     sequence.chunk(2 * PAGE + 1, seed=1)
-    saved = states.save(sequence.slot)
-    assert len(saved.pages) == 2 and saved.tail[0].shape[2] == 1
+    saves = SavedStates(states)
+    saved = saves.save(sequence.slot)
+    assert len(saved.pages) == 2 and saved.tail is not None
+    assert saves.missing(saved) == 1 and saves.device_bytes == 2 * saves.cell_bytes
     states.close(sequence.slot)
     slot = states.open()
-    assert states.has_room(slot, 2 * PAGE) and not states.has_room(slot, 2 * PAGE + 1)
-    states.restore(slot, saved)
-    assert states.has_room(slot, PAGE)
+    assert [states.shortage(slot, count) for count in (2 * PAGE, 2 * PAGE + 1, 4 * PAGE)] == [0, 1, 2]
+    saves.restore(slot, saved)
+    assert states.shortage(slot, PAGE) == 0
+
+
+def test_pages_leave_the_pool_and_come_back(target: Decoder) -> None:
+    states = SequenceStates(target.spec, max_ctx=8 * PAGE - MAX_ROWS, slots=2, max_rows=MAX_ROWS)
+    saves = SavedStates(states)
+    first = Sequence(target, states)
+    first.chunk(3 * PAGE + 7, seed=1)
+    short = saves.save(first.slot)
+    first.chunk(2 * PAGE, seed=2)
+    saved = saves.save(first.slot)
+    expected = first.go_on()
+    assert saved.pages[:3] == short.pages and not any(map(saves.is_idle, saved.pages))
+    states.close(first.slot)
+    assert all(map(saves.is_idle, saved.pages))
+    for page in saved.pages[1:]:
+        saves.copy_out(page)
+        saves.leave_pool(page)
+    assert saves.device_bytes == saves.cell_bytes and saves.missing(saved) == 5 and saves.missing(short) == 3
+    other = Sequence(target, states)
+    other.chunk(6 * PAGE, seed=3)  # over all that is free
+    states.close(other.slot)
+    for _ in range(2):
+        again = Sequence(target, states)
+        saves.restore(again.slot, saved)
+        assert saves.missing(saved) == 1
+        assert torch.equal(again.go_on(), expected)
+        states.close(again.slot)
+    # What of the longer one is shared stays with the shorter one.
+    saves.forget(saved)
+    assert [page.holders for page in short.pages] == [1, 1, 1]
+    assert saves.device_bytes == 3 * saves.cell_bytes and saves.cells_bytes == 3 * saves.cell_bytes
+    saves.forget(short)
+    assert saves.device_bytes == saves.cells_bytes == 0
+    fresh = Sequence(target, states)
+    assert states.shortage(fresh.slot, states.max_ctx) == 0

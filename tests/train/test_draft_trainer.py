@@ -114,6 +114,32 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_were_not(tiny_target, data, tmp
     assert again.finished and again.step == 6
 
 
+def test_a_draft_is_trained_further(tiny_target, data, tmp_path):
+    first = Trainer(tiny_target, data, tmp_path / "first", replace(QUICK, gguf=True))
+    assert first.run().finished
+    for path, tolerance in ((tmp_path / "first", 0.0), (tmp_path / "first" / "draft-q8_0.gguf", 1e-2)):
+        begun = Trainer(tiny_target, data, tmp_path / path.name / "second", QUICK, begin=path)
+        for name, tensor in weights(first).items():
+            torch.testing.assert_close(weights(begun)[name], tensor, rtol=tolerance, atol=tolerance)
+    held_out: list[Evaluation] = []
+    second = Trainer(
+        tiny_target,
+        data,
+        tmp_path / "second",
+        replace(QUICK, steps=2, lr=1e-5),
+        begin=tmp_path / "first",
+        notify=lambda event: held_out.append(event) if isinstance(event, Evaluation) else None,
+    )
+    assert second.run().finished
+    report, earlier = (
+        json.loads((tmp_path / name / "training.json").read_text()) for name in ("second", "first")
+    )
+    assert report["continued_from"] == "first" and earlier["continued_from"] is None
+    assert held_out[-1].loss == pytest.approx(earlier["history"][-1]["loss"], rel=0.01)
+    with pytest.raises(UsageError, match="has layers"):
+        Trainer(tiny_target, data, tmp_path / "other", replace(QUICK, layers=2), begin=tmp_path / "first")
+
+
 def test_a_kill_loses_what_came_after_the_last_checkpoint(tiny_target, data, tmp_path):
     config = replace(QUICK, checkpoint_minutes=0.0)
 

@@ -128,6 +128,17 @@ def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -
     assert says(messages=[{"role": "user", "content": QUESTION}]) == ANSWER
 
 
+def test_a_run_continues_from_a_file(pretrain: ModuleType, work: Path) -> None:
+    pretrain.main(["--work", str(work), "--minutes", "0.15", "--instruct-share", "0.1", *FLAGS], SHAPE)
+    first = json.loads((work / "pretrain.json").read_text())["held_out_loss"]["end"]
+    convert(work / "TreeFlash-40M", work / "target.gguf", mix="q8_0")
+    flags = ["--work", str(work), "--minutes", "0.1", *FLAGS, "--lr", "3e-3"]
+    pretrain.main([*flags, "--continue-from", str(work / "target.gguf")], SHAPE)
+    record = json.loads((work / "pretrain.json").read_text())
+    assert record["held_out_loss"]["start"] == pytest.approx(first, abs=0.05)
+    assert record["held_out_loss"]["general"] < first + 0.1 and record["steps"] > 0
+
+
 def test_a_resumed_run_goes_on_where_it_stopped(
     pretrain: ModuleType, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

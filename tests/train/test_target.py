@@ -1,5 +1,6 @@
 """The trainable target against transformers' model, and against our decoder after conversion."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ from torch.nn.functional import cross_entropy
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from tests.tools.hf_models import randomise, save_tokenizer
+from treeflash.errors import TreeFlashError, UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import SequenceStates
 from treeflash.tools.convert import convert
 from treeflash.train.target import Target, TargetConfig, save_target
+from treeflash.train.target_file import read_target
 
 SHAPE = TargetConfig(vocabulary=320, width=64, layers=4, inner=96, head_dim=32, delta_dim=16, context=512)
 TOLERANCE = 1e-4
@@ -91,6 +94,21 @@ def test_converted_target_computes_the_same(ours: Target, tmp_path: Path) -> Non
     output = decoder.forward(Step.chunk(slots, ids, states.buffers.lengths[slots]), states.buffers)
     with torch.no_grad():
         assert error(decoder.logits(output.hidden), ours.logits(ours(ids))) <= TOLERANCE
+
+
+def test_a_target_comes_back_out_of_its_file(ours: Target, tmp_path: Path) -> None:
+    save_target(ours, tmp_path / "folder", end_ids=[1], pad_id=0)
+    save_tokenizer("qwen35", tmp_path / "folder")
+    convert(tmp_path / "folder", tmp_path / "target.gguf", mix="f32")
+    read = read_target(tmp_path / "target.gguf", ours.config)
+    again = Target(ours.config)
+    again.load_state_dict(read)
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-6, atol=1e-6)
+    with pytest.raises(TreeFlashError, match=r"blk\.\d"):
+        read_target(tmp_path / "target.gguf", replace(ours.config, inner=2 * ours.config.inner))
+    with pytest.raises(UnsupportedModel, match="nothing else"):
+        read_target(tmp_path / "target.gguf", replace(ours.config, layers=ours.config.layers // 2))
 
 
 def test_a_fresh_target_knows_nothing_and_can_learn() -> None:

@@ -1,6 +1,8 @@
 """The training data: generated text is correct, files are as the trainer and the converter expect them."""
 
 import argparse
+import ast
+import gzip
 import json
 import lzma
 import random
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from treeflash.gguf.reader import GGUFFile
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 from treeflash.tools.checkpoint import HFConfig
@@ -27,14 +30,17 @@ import python_code
 import stories
 from compose import composed_task
 from documents import SPECIAL_TOKENS, Dialogue, chat_text
+from heads import head_dialogue
 from mathematics import mathematics_dialogue
+from overlap import BENCHMARKS, benchmark_runs
 from python_tasks import compile_function, solve, templates
-from shards import Job, make_shard, start_worker
+from shards import Job, loops, make_shard, start_worker
 from talk import talk_dialogue
 from task_documents import DOCSTRINGS, function, task_dialogue, task_source
-from tokenizer import pieces, save, train
+from tokenizer import from_model, pieces, save, train
 
 ENTRIES = 600
+PAIR = Path(__file__).parents[2] / "src" / "treeflash" / "pair" / "target.gguf"
 DIALOGUES = {
     "code_io": (
         "How can we add one?",
@@ -78,6 +84,7 @@ def records(count: int) -> list[dict[str, object]]:
     return [*novels, *dialogues, *manual, *pages, *chats]
 
 
+LONG = " ".join(f"Part {n} is long." for n in range(30))
 SOURCE = '''
 """{long} Number {n}."""
 
@@ -135,6 +142,68 @@ def test_composed_tasks_are_correct_and_many() -> None:
             assert eval(example.call, {solution.name: written}) == eval(example.value)
 
 
+def test_heads_are_copied_word_for_word_and_their_functions_are_correct() -> None:
+    rng = random.Random(6)
+    drawn = [head_dialogue(rng) for _ in range(300)]
+    for item in drawn:
+        (_, asked), (_, answer) = item.messages
+        code = answer.removeprefix("```python\n").removesuffix("\n```")
+        tree = ast.parse(code)
+        written = tree.body[-1]
+        assert isinstance(written, ast.FunctionDef)
+        docstring = ast.get_docstring(written, clean=False) or ""
+        head = code[: code.index(docstring) + len(docstring) + 3]
+        assert head in asked and code.removeprefix(head).strip()
+        scope = {"__name__": "module"}
+        exec(compile(tree, "<head>", "exec"), scope)
+        for call, value in re.findall(
+            rf">>> ({written.name}\(.*\))\n +(\S.*?)(?:  # .*)?$", code, re.MULTILINE
+        ):
+            assert eval(call.split("  # ")[0], dict(scope)) == eval(value), code
+    assert len({item.messages[0][1] for item in drawn}) == len(drawn)
+
+
+def test_what_goes_in_circles_and_what_benchmarks_ask_is_left_out(
+    tokenizer: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    turn = tokenizer.token_to_id("<|im_start|>")
+    run = np.arange(20, 32, dtype=np.uint16)
+
+    def turns(*texts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.concatenate([[turn], *text]) for text in texts]).astype(np.uint16)
+
+    other = np.arange(40, 60, dtype=np.uint16)
+    assert loops(turns([other], [run, other, run, run]), turn)
+    assert loops(np.full(14, 7, np.uint16), turn) and not loops(np.full(13, 7, np.uint16), turn)
+    assert not loops(turns([run, other], [run, other, run]), turn)
+
+    question = "How many of the seven grey geese that live on the old farm can swim across the lake today?"
+    for name, fields in BENCHMARKS.items():
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_bytes(gzip.compress(json.dumps({"task_id": 7, fields[0]: question}).encode()))
+    save(tokenizer, tmp_path)
+    start_worker(str(tmp_path / "tokenizer.json"), tmp_path)
+    texts = (question, "Tell me: " + question.upper(), "How many geese can swim?", "round and " * 20)
+    asked = tuple(("chatter", {"m": [["user", text], ["assistant", "Four."]]}) for text in texts)
+    shard = make_shard(Job("corpus", "a", records=asked))
+    start_worker(str(tmp_path / "tokenizer.json"))
+    assert shard.dropped == {"chatter: overlap": 2, "chatter: loop": 1, "prompts: overlap": 2}
+    assert len(shard.parts["chatter"].lengths) == 1
+    with pytest.raises(SystemExit, match="is missing"):
+        benchmark_runs(tmp_path / "nowhere")
+
+
+def test_a_vocabulary_comes_back_out_of_a_model(tmp_path: Path) -> None:
+    found = from_model(PAIR)
+    save(found, tmp_path)
+    with GGUFFile.open(PAIR) as file:
+        shipped = Tokenizer.from_metadata(file.metadata)
+    rng = random.Random(7)
+    for text in (head_dialogue(rng).text() + "<|endoftext|><|mask|>é→" for _ in range(20)):
+        assert found.encode(text).ids == shipped.encode(text)
+
+
 def test_source_files_run() -> None:
     rng = random.Random(2)
     for _ in range(60):
@@ -167,7 +236,7 @@ def test_every_drill_and_exercise_is_filled_in(kind) -> None:
 
 
 def test_the_same_seed_gives_the_same_text() -> None:
-    for make in (task_dialogue, mathematics_dialogue, talk_dialogue):
+    for make in (task_dialogue, head_dialogue, mathematics_dialogue, talk_dialogue):
         first, second = ([make(rng) for _ in range(30)] for rng in (random.Random(5), random.Random(5)))
         assert first == second
         assert len({item.text() for item in first}) > 20
@@ -235,14 +304,19 @@ def test_files_are_as_the_trainer_reads_them(tokenizer: tokenizers.Tokenizer, tm
     sources = []
     for n in range(300):
         sources.append(tmp_path / f"module{n}.py")
-        sources[-1].write_text(SOURCE.format(n=n, long="A long text. " * 30, many="Further words."))
+        sources[-1].write_text(SOURCE.format(n=n, long=LONG, many="Further words."))
     start_worker(str(tmp_path / "tokenizer.json"))
     labelled = tuple(corpus.label(corpus.read_records(tmp_path / "text.jsonl.xz")))
     jobs = [Job("corpus", "a", records=labelled), Job("code", "b", files=tuple(sources))]
     jobs += [Job(name, name, tokens=20_000, prompts=200) for name in prepare.GENERATED]
     shards = [make_shard(job) for job in jobs]
     options = argparse.Namespace(
-        work=tmp_path, corpus=tmp_path / "text.jsonl.xz", budget_tokens=100_000, prompts=500, seed=1
+        work=tmp_path,
+        corpus=tmp_path / "text.jsonl.xz",
+        budget_tokens=100_000,
+        instruct_tokens=0.12,
+        prompts=500,
+        seed=1,
     )
     record = prepare.write(options, shards, tokenizer)
     assert prepare.write(options, shards, tokenizer) == record

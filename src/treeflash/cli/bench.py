@@ -17,7 +17,8 @@ from treeflash.cli import cache_flags, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import find, tell_of_approximations
+from treeflash.cli.loading import LoadingBar, find
+from treeflash.cli.loading import load as load_session
 from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
@@ -50,6 +51,7 @@ def bench(
     kv_v: cache_flags.Values = None,
     window: cache_flags.Window = None,
     max_ctx: flags.MaxContext = None,
+    vram_limit: flags.VramLimit = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     url: given.Url = None,
@@ -89,7 +91,7 @@ def bench(
         plots.require()
     if chosen == [given.STEP]:
         target, speculation = _model(model, draft, no_draft, offline, screen)
-        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, **cache)
+        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache)
         return _step(target, config, screen, lines=lines, json_file=json_file)
     loaded = {
         suite: load(suite, prompts, data=data, offline=offline, contexts=wanted.contexts) for suite in chosen
@@ -113,7 +115,7 @@ def bench(
         _serve(run, loaded, wanted, url, key=api_key or settings.api_key, model=model)
     else:
         target, speculation = _model(model, draft, no_draft, offline, screen)
-        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, **cache)
+        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache)
         _decode(run, loaded, wanted, target, config, screen)
     found = list(run.found.values())
     if found:
@@ -140,8 +142,10 @@ def _step(
     """Where the time of single steps goes, by their size."""
     from treeflash import bench_step
 
-    with screen.loading(f"Loading {target.path.name}") as bar:
-        result = bench_step.bench_step(target.path, config, save=lines, progress=bar.update)
+    with LoadingBar(target.path.name, screen) as bar:
+        result = bench_step.bench_step(
+            target.path, config, save=lines, progress=bar.reading, warming=bar.warming
+        )
     columns, *cells = bench_step.lines(result)
     view.table(f"Steps of {target.path.name}", columns, cells)
     if json_file is not None:
@@ -191,7 +195,6 @@ def _decode(
 ) -> None:
     from treeflash.bench import machine
     from treeflash.bench.measure import LocalAnswerer
-    from treeflash.engine.session import Session
 
     run.head["settings"] |= {
         "model": target.card.name if target.card else target.path.stem,
@@ -213,14 +216,13 @@ def _decode(
                 budget=max(trees[part[0]]),
                 adaptive=not (sweeping or run.head["settings"]["fixed"]),
             )
-        with screen.loading(f"Loading {target.path.name}") as bar:
-            session = Session.load(target.path, replace(config, speculation=speculation), progress=bar.update)
-        tell_of_approximations(session, screen)
+        session = load_session(target.path, replace(config, speculation=speculation), screen)
         run.head |= machine.of_session(session, target.path)
         if not session.template.supports_thinking:
             run.settings = replace(run.settings, thinking=None)
         plan = [(loaded[suite], wanted.ways(suite, trees[suite], plain=True)) for suite in part]
         run.measure(plan, lambda settings, s=session: LocalAnswerer(s, settings, run.cancelled))
+        del session  # the next one needs its memory
 
 
 class _Run:

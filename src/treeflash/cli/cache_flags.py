@@ -33,8 +33,8 @@ KV = Annotated[
     KeyValues,
     _cache(
         "--kv",
-        help="How they are kept. auto: f16 on a GPU, f32 on a CPU, which alone has it. "
-        "Below 8 bits the text may change: docs/long-context.md.",
+        help="How they are kept. auto: f32 on a CPU, which alone has it; on a GPU f16, "
+        "or the most bits in which the context fits. Below 8 bits the text may change: docs/long-context.md.",
     ),
 ]
 Keys = Annotated[KeyValues | None, _cache("--kv-k", help="Keys alone; else as --kv says.")]

@@ -8,8 +8,8 @@ import typer
 
 from treeflash.cli import cache_flags, view
 from treeflash.cli import run_flags as flags
-from treeflash.cli.interrupt import held
-from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
+from treeflash.cli.loading import costs_file, find
+from treeflash.cli.loading import load as load_session
 from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
@@ -78,6 +78,8 @@ Set = Annotated[
     ),
 ]
 
+ENGINE = EngineConfig()
+
 
 def chat(
     model: Model = None,
@@ -98,10 +100,14 @@ def chat(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache: flags.PrefixCache = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     kv: cache_flags.KV = cache_flags.KeyValues.auto,
     kv_k: cache_flags.Keys = None,
     kv_v: cache_flags.Values = None,
     window: cache_flags.Window = None,
+    vram_limit: flags.VramLimit = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     quiet: flags.Quiet = False,
@@ -146,7 +152,13 @@ def chat(
     if url is not None:
         backend = _server(url, api_key or known.api_key, model, wishes, screen)
     else:
-        place = Place(max_ctx, device, offline or known.offline, cache_flags.cache(kv, kv_k, kv_v, window))
+        prefix = {
+            "prefix_cache": prefix_cache,
+            "prefix_cache_dir": prefix_cache_dir,
+            "prefix_cache_dir_size": prefix_cache_dir_size,
+        }
+        cache = cache_flags.cache(kv, kv_k, kv_v, window) | prefix
+        place = Place(max_ctx, vram_limit, device, offline or known.offline, cache)
         backend = _local(model or known.target, wishes, place, think=think, screen=screen)
     backend.check(made)
     code = Chat(backend, conversation, made, screen=screen, quiet=quiet, path=load).run()
@@ -159,6 +171,7 @@ class Place:
     """Where a model is loaded."""
 
     max_ctx: int | None
+    vram_limit: int | None
     device: str
     offline: bool
     cache: dict[str, Any]
@@ -181,21 +194,16 @@ def _local(
 
     target = find(model, think=think, offline=place.offline, screen=screen)
     speculation = decide(wishes, target, offline=place.offline, screen=screen)
-    with screen.waiting("Starting PyTorch"), held():
-        from treeflash.engine.session import Session
     config = EngineConfig(
         device=place.device,
         max_ctx=place.max_ctx,
+        vram_limit=place.vram_limit,
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
         **place.cache,
     )
-    with screen.loading(f"Loading {target.path.name}") as bar:
-        session = Session.load(target.path, config, progress=bar.update)
-    if not session.plan.expanded:
-        warn_of_packed_weights(session, target.path, screen)
-    tell_of_approximations(session, screen)
+    session = load_session(target.path, config, screen)
     if speculation.note:
         screen.note(speculation.note)
     return LocalBackend(

@@ -8,9 +8,6 @@ if TYPE_CHECKING:
     from treeflash.gguf.reader import GGUFFile
     from treeflash.models.spec import ModelSpec
 
-# Bits of an expanded weight and of a cached key or value.
-BITS = {"cpu": 32, "gpu": 16}
-
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -26,16 +23,23 @@ class Footprint:
         return {"weights": self.weights, "recurrent": self.recurrent, "kv": kv, "total": total}
 
 
-def footprint(file: "GGUFFile", spec: "ModelSpec", bits: int) -> Footprint:
-    """Weights expanded to so many bits, but for the embedding, whose rows stay as they are stored."""
+def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
+    """Weights expanded to 32 bits, but for the embedding, whose rows stay as they are stored."""
     embedding = file.tensors["token_embd.weight"]
     expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
         expanded -= embedding.elements
-    row = spec.head_dim * bits // 8
-    return Footprint(
-        expanded * bits // 8 + embedding.nbytes, spec.recurrent_bytes(), spec.kv_bytes_per_token(row, row)
-    )
+    expanded += spec.rope_dim // 2  # frequencies
+    return _footprint(4 * expanded + embedding.nbytes, spec, 4 * spec.head_dim)
+
+
+def on_gpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
+    """About: weights take there what they take in the file, or a little more."""
+    return _footprint(stored(file, spec), spec, 2 * spec.head_dim)
+
+
+def _footprint(weights: int, spec: "ModelSpec", row: int) -> Footprint:
+    return Footprint(weights, spec.recurrent_bytes(), spec.kv_bytes_per_token(row, row))
 
 
 def stored(file: "GGUFFile", spec: "ModelSpec") -> int:

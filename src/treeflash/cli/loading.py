@@ -1,12 +1,14 @@
 """From a model's name to a loaded one, for every command that answers; knows no prompt and no protocol."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from treeflash.cli import view
-from treeflash.cli.footprint import BITS, footprint
+from treeflash.cli.footprint import on_cpu
+from treeflash.cli.interrupt import held
 from treeflash.cli.inventory import card_of
 from treeflash.cli.speculation import Chosen, downloading
+from treeflash.config import EngineConfig
 from treeflash.errors import UsageError
 from treeflash.hub.catalog import Card
 from treeflash.hub.resolve import Meaning, meaning, resolve
@@ -41,26 +43,73 @@ def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
         return meant.card or card_of(file, meant.repo.repo if meant.repo else None)
 
 
-def warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:
+class LoadingBar:
+    """What is shown while a session is loaded: bytes that are read, then CUDA graphs that are made."""
+
+    def __init__(self, name: str, screen: view.Screen):
+        self._screen = screen
+        self._bar = screen.loading(f"Loading {name}")
+        self._counting = False
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def reading(self, done: int, total: int) -> None:
+        self._bar.update(done, total)
+
+    def warming(self, done: int, total: int) -> None:
+        if not self._counting:
+            self._counting = True
+            self._bar.stop()
+            self._bar = self._screen.counting("Making CUDA graphs").__enter__()
+        self._bar.update(done, total)
+
+    def stop(self) -> None:
+        """May be called more than once."""
+        self._bar.stop()
+
+
+def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
+    with screen.waiting("Starting PyTorch"), held():
+        from treeflash.engine.session import Session
+    with LoadingBar(path.name, screen) as bar:
+        session = Session.load(path, config, progress=bar.reading, warming=bar.warming)
+    tell(session, path, screen)
+    return session
+
+
+def tell(session: "Session", path: Path, screen: view.Screen) -> None:
+    """What there is to say of a session that was just loaded."""
+    plan = session.plan
+    if not plan.expanded:
+        _warn_of_packed_weights(session, path, screen)
+    for note in plan.notes():
+        screen.notice(note[0].upper() + note[1:])
+    approximate = session.engine.states.approximate
+    if approximate:
+        screen.notice(f"Approximate: {', '.join(approximate)}. docs/long-context.md has the cost.")
+    if approximate or session.engine.target.device.type == "cuda":
+        screen.note(plan.line())
+
+
+def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:
     from treeflash.gguf.reader import GGUFFile
     from treeflash.models.spec import ModelSpec
 
-    kind = session.engine.target.device.type
     with GGUFFile.open(path) as file:
-        need = footprint(file, ModelSpec.from_gguf(file), BITS["cpu" if kind == "cpu" else "gpu"])
+        need = on_cpu(file, ModelSpec.from_gguf(file))
     draft = f" and its draft {view.amount(session.plan.draft)}" if session.plan.draft else ""
     screen.warning(
         f"the weights need {view.amount(need.weights)}{draft} expanded, with room for the context, and "
-        f"{view.amount(session.plan.available)} are free on this {kind.upper()}: they stay packed, "
+        f"{view.amount(session.plan.room.free)} are free on this CPU: they stay packed, "
         "and answers come very slowly",
         f"close other programs, {'use --no-draft, ' if draft else ''}take a model with fewer parameters, "
         "or a machine with more memory; a smaller quantisation does not help",
     )
-
-
-def tell_of_approximations(session: "Session", screen: view.Screen) -> None:
-    if named := session.engine.states.approximate:
-        screen.notice(f"Approximate, as asked for: {', '.join(named)}. docs/long-context.md has the cost.")
 
 
 def costs_file() -> Path:

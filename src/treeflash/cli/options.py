@@ -11,13 +11,26 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "e": "\x1b", "\\": "\\"}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|([nrt0e\\]))")
 
 
-def size(text: str | int) -> int:
+def size(text: str | int, wanted: str = "tokens like 8192, 8k or 1m") -> int:
     """8192, 8k, 32K or 1m; k is 1024."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG]?)", str(text).strip())
     number = float(match[1]) * _SUFFIXES[match[2].lower()] if match else 0.5
     if number < 1 or number != int(number):
-        raise typer.BadParameter(f"{str(text)!r} is not a number of tokens like 8192, 8k or 1m")
+        raise typer.BadParameter(f"{str(text)!r} is not a number of {wanted}")
     return int(number)
+
+
+def memory(text: str | int) -> int:
+    """24g, 24GiB, 24gb or 24576m; g is 2^30."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg])(?:i?b)?|([0-9]+)b?", str(text).strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{str(text)!r} is not an amount of memory like 24g or 24576m")
+    return int(match[3]) if match[3] else int(float(match[1]) * _SUFFIXES[match[2]])
+
+
+def amount(text: str | int) -> int:
+    """Bytes, none included: 0, 512m, 8g; k is 1024."""
+    return 0 if str(text).strip() == "0" else size(text, "bytes like 0, 512m or 8g")
 
 
 def device(text: str) -> str:

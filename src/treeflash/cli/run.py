@@ -10,7 +10,7 @@ from treeflash.cli import cache_flags, report, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
+from treeflash.cli.loading import costs_file, find, load
 from treeflash.cli.options import bias, unescape
 from treeflash.cli.speculation import Wishes, decide
 from treeflash.config import EngineConfig, environment
@@ -18,6 +18,8 @@ from treeflash.errors import PromptTooLong, UsageError
 
 if TYPE_CHECKING:
     from treeflash.engine.session import Finished, Session, TextRequest
+
+ENGINE = EngineConfig()
 
 
 def run(
@@ -46,10 +48,13 @@ def run(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     kv: cache_flags.KV = cache_flags.KeyValues.auto,
     kv_k: cache_flags.Keys = None,
     kv_v: cache_flags.Values = None,
     window: cache_flags.Window = None,
+    vram_limit: flags.VramLimit = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     as_json: flags.AsJson = False,
@@ -90,7 +95,7 @@ def run(
     speculation = decide(wishes, target, offline=offline, screen=screen)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.engine.sampler import SamplingParams
-        from treeflash.engine.session import Session, TextRequest
+        from treeflash.engine.session import TextRequest
     messages = None
     if not raw:
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -119,17 +124,17 @@ def run(
     config = EngineConfig(
         device=device,
         max_ctx=max_ctx,
+        vram_limit=vram_limit,
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
-        conversations=0,
+        # Within one prompt nothing repeats.
+        prefix_cache=None if prefix_cache_dir else 0,
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_dir_size=prefix_cache_dir_size,
         **cache_flags.cache(kv, kv_k, kv_v, window),
     )
-    with screen.loading(f"Loading {target.path.name}") as bar:
-        session = Session.load(target.path, config, progress=bar.update)
-    if not session.plan.expanded:
-        warn_of_packed_weights(session, target.path, screen)
-    tell_of_approximations(session, screen)
+    session = load(target.path, config, screen)
     if session.template.is_fallback and not raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     answer = view.Answer(shown=not as_json)

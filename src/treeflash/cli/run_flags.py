@@ -1,11 +1,12 @@
 """The arguments and options of `treeflash run`: names, limits and help. Decides nothing."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from treeflash.cli.options import device, size
+from treeflash.cli.options import amount, device, memory, size
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
 
@@ -180,8 +181,46 @@ MaxContext = Annotated[
         "Default: what the model was made for, up to 32k on a CPU and 256k on a GPU, as memory allows.",
     ),
 ]
+VramLimit = Annotated[
+    int | None,
+    _engine(
+        "--vram-limit",
+        parser=memory,
+        metavar="SIZE",
+        help="Let no more of the GPU's memory be in use than this, other programs' included: 24g. "
+        "Default: all of it.",
+    ),
+]
 Where = Annotated[
     str, _engine("--device", parser=device, metavar="auto|cpu|cuda|cuda:N", help="Where to compute.")
+]
+PrefixCache = Annotated[
+    int | None,
+    _engine(
+        "--prefix-cache",
+        parser=amount,
+        metavar="SIZE",
+        help="Memory for states of earlier prompts, so that what a prompt repeats is not read again: "
+        "512m, 8g; 0 turns it off. Default: a quarter of the memory that is free, up to 8g.",
+    ),
+]
+PrefixCacheDir = Annotated[
+    Path | None,
+    _engine(
+        "--prefix-cache-dir",
+        metavar="PATH",
+        help="Keep states of prompts in this folder, too: later runs need not read again what they repeat.",
+    ),
+]
+PrefixCacheDirSize = Annotated[
+    int,
+    _engine(
+        "--prefix-cache-dir-size",
+        parser=size,
+        metavar="SIZE",
+        help="Most bytes in that folder; what was used longest ago is deleted. Default: 32g.",
+        show_default=False,
+    ),
 ]
 Offline = Annotated[bool, _engine("--offline", help="Use only what is on this machine.")]
 

@@ -12,7 +12,7 @@ from treeflash.cli import cache_flags, daemon, view
 from treeflash.cli import run_flags as flags
 from treeflash.cli import serve_flags as serving
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import costs_file, find, tell_of_approximations, warn_of_packed_weights
+from treeflash.cli.loading import LoadingBar, costs_file, find, tell
 from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
 from treeflash.config import EngineConfig, ServerConfig, environment
 from treeflash.errors import UsageError
@@ -21,7 +21,7 @@ from treeflash.server.listen import bind, check
 if TYPE_CHECKING:
     from treeflash.engine.worker import Loader
 
-DEFAULTS = ServerConfig()
+DEFAULTS, ENGINE = ServerConfig(), EngineConfig()
 
 
 def serve(
@@ -44,10 +44,14 @@ def serve(
     chain: flags.Chain = False,
     no_draft: flags.NoDraft = False,
     max_ctx: flags.MaxContext = None,
+    prefix_cache: flags.PrefixCache = None,
+    prefix_cache_dir: flags.PrefixCacheDir = None,
+    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
     kv: cache_flags.KV = cache_flags.KeyValues.auto,
     kv_k: cache_flags.Keys = None,
     kv_v: cache_flags.Values = None,
     window: cache_flags.Window = None,
+    vram_limit: flags.VramLimit = None,
     device: flags.Where = "auto",
     offline: flags.Offline = False,
     in_background: serving.Daemon = False,
@@ -96,9 +100,13 @@ def serve(
     engine = EngineConfig(
         device=device,
         max_ctx=max_ctx,
+        vram_limit=vram_limit,
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
+        prefix_cache=prefix_cache,
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_dir_size=prefix_cache_dir_size,
         **cache_flags.cache(kv, kv_k, kv_v, window),
     )
     if print_config:
@@ -161,14 +169,12 @@ def _run(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("treeflash").setLevel(logging.WARNING if quiet else logging.INFO)
     loaded: dict[str, Any] = {}
-    bar = screen.loading(f"Loading {target.path.name}")
+    bar = LoadingBar(target.path.name, screen)
 
     def ready() -> None:
         bar.stop()
         session = loaded["session"]
-        if not session.plan.expanded:
-            warn_of_packed_weights(session, target.path, screen)
-        tell_of_approximations(session, screen)
+        tell(session, target.path, screen)
         if speculation.note:
             screen.note(speculation.note)
         if session.template.is_fallback:
@@ -187,15 +193,15 @@ def _run(
         )
 
 
-def _loader(target: Chosen, engine: EngineConfig, bar: view.Bar, loaded: dict[str, Any]) -> "Loader":
+def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[str, Any]) -> "Loader":
     from treeflash.engine.session import Session
 
     def load(progress: Any) -> Any:
         def told(done: int, total: int) -> None:
             progress(done, total)
-            bar.update(done, total)
+            bar.reading(done, total)
 
-        loaded["session"] = Session.load(target.path, engine, progress=told)
+        loaded["session"] = Session.load(target.path, engine, progress=told, warming=bar.warming)
         return loaded["session"]
 
     return load
@@ -216,5 +222,6 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "approximate": session.engine.states.approximate,
         "draft": engine.draft.path.name if engine.draft else None,
         "budget": engine.speculation.budget if engine.speculation else 0,
+        "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
         "chain": bool(engine.speculation and engine.speculation.chain),
     }

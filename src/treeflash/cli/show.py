@@ -1,19 +1,21 @@
-"""`treeflash show`: what a model file holds and needs, without loading it. Torch stays out."""
+"""`treeflash show`: what a model file holds and needs, without loading it. Torch stays out but for --fit."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treeflash.cli import fit as shown
 from treeflash.cli import view
-from treeflash.cli.footprint import BITS, footprint, stored, unused
+from treeflash.cli.footprint import on_cpu, on_gpu, stored, unused
 from treeflash.cli.inventory import card_of, draft_here
-from treeflash.cli.run_flags import MODEL_HELP
-from treeflash.config import environment
+from treeflash.cli.run_flags import MODEL_HELP, Draft, MaxContext, VramLimit
+from treeflash.cli.speculation import NONE
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig, environment
 from treeflash.errors import ModelFileError, UsageError
 from treeflash.hub.catalog import Card
-from treeflash.hub.resolve import meaning, resolve
+from treeflash.hub.resolve import meaning, resolve, resolve_draft
 
 if TYPE_CHECKING:
     from treeflash.gguf.reader import GGUFFile
@@ -27,6 +29,16 @@ def show(
         str | None,
         typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else DFLASH_TARGET."),
     ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Show what would be loaded on a GPU, part by part, and which contexts fit in which formats.",
+        ),
+    ] = False,
+    vram_limit: VramLimit = None,
+    max_ctx: MaxContext = None,
+    draft: Draft = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a model is, how much memory it needs, its draft and what is recommended for it.
@@ -34,23 +46,50 @@ def show(
     Nothing is downloaded: `treeflash pull` does that.
 
     treeflash show model.gguf
+
+    treeflash show model.gguf --fit --vram-limit 24g
     """
     from treeflash.gguf.reader import GGUFFile
 
     name = model if model is not None else environment().target
     if name is None:
         raise UsageError("no model given", "treeflash show MODEL, or set DFLASH_TARGET")
+    if not fit and any(value is not None for value in (vram_limit, max_ctx, draft)):
+        raise UsageError("--vram-limit, --max-ctx and --draft belong to --fit", "treeflash show MODEL --fit")
     meant = meaning(name)
     with GGUFFile.open(resolve(meant, offline=True)) as file:
         facts = describe(file)
         card = meant.card
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
-    facts |= _card(card)
+        facts |= _card(card)
+        if fit:
+            facts["fit"] = _fit(
+                file, facts, card, EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit), draft
+            )
     if as_json:
         view.print_json(facts)
+    elif fit:
+        shown.show(facts["fit"])
     else:
         _print(facts)
+
+
+def _fit(
+    file: "GGUFFile", facts: dict[str, Any], card: Card | None, config: EngineConfig, draft: str | None
+) -> dict[str, Any]:
+    from treeflash.models.spec import ModelSpec
+
+    if facts["model"] is None:
+        raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
+    asked, path = draft or environment().draft, None
+    if asked not in (None, NONE):
+        path = resolve_draft(asked, offline=True)
+    elif asked is None and card is not None:
+        path = draft_here(card)
+    speculation = None if asked == NONE else SpecConfig(budget=card.budget if card else SpecConfig().budget)
+    config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
+    return shown.survey(file, ModelSpec.from_gguf(file), config)
 
 
 def describe(file: "GGUFFile") -> dict[str, Any]:
@@ -141,7 +180,7 @@ def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
 
 def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
     """Bytes at several contexts, as the engine holds weights, state, keys and values; without a draft."""
-    needs = {place: footprint(file, spec, bits) for place, bits in BITS.items()}
+    needs = {"cpu": on_cpu(file, spec), "gpu": on_gpu(file, spec)}
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
     return [
         {"context": context, **{place: need.at(context) for place, need in needs.items()}}
@@ -198,7 +237,7 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["memory"]:
         rows = [
-            [f"{row['context']:,}", *(view.amount(row[place]["total"]) for place in BITS)]
+            [f"{row['context']:,}", *(view.amount(row[place]["total"]) for place in ("cpu", "gpu"))]
             for row in facts["memory"]
         ]
         view.table("Memory needed, without a draft", ["context", "on a CPU", "on a GPU"], rows)
@@ -257,8 +296,8 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _weights(facts: dict[str, Any]) -> str:
     need = facts["memory"][0]
     return (
-        f"{view.amount(facts['stored_bytes'])} as stored; loaded {view.amount(need['cpu']['weights'])} "
-        f"on a CPU ({BITS['cpu']} bits each), {view.amount(need['gpu']['weights'])} on a GPU ({BITS['gpu']})"
+        f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU; "
+        f"{view.amount(need['cpu']['weights'])} on a CPU (32 bits each)"
     )
 
 

@@ -117,6 +117,10 @@ def train(
         float, _run("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
     ] = 5.0,
     seed: Annotated[int, _run("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0,
+    continue_from: Annotated[
+        Path | None,
+        _run("--continue-from", metavar="PATH", help="Start with the weights of this draft, not with none."),
+    ] = None,
     resume: Annotated[bool, _run("--resume", help="Go on from the checkpoint in FOLDER.")] = False,
     device: Annotated[
         str,
@@ -173,6 +177,7 @@ def train(
             gguf=gguf,
             float32=float32,
         ),
+        begin=continue_from,
         resume=resume,
         device=device,
     )

@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -275,6 +276,9 @@ class Screen:
 
     def converting(self, label: str) -> Bar:
         return Bar(label, [BarColumn(), _Tensors()], shown=self._progress)
+
+    def counting(self, label: str) -> Bar:
+        return Bar(label, [BarColumn(), MofNCompleteColumn()], shown=self._progress)
 
     def downloading(self, what: str) -> DownloadBar:
         columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)]

@@ -9,11 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treeflash.engine.cut import cut_text
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
 from treeflash.engine.prefill import chunk_size, compile_chunk, read_chunk, rows_wanted
-from treeflash.engine.prefix import Kind, PrefixCache, Snapshot
+from treeflash.engine.prefix import PrefixCache
+from treeflash.engine.prefix_files import SnapshotFiles
+from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
 from treeflash.engine.requests import Progress
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
@@ -23,7 +26,8 @@ from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
 from treeflash.spec.tree import DraftTree
-from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.sequences import SequenceStates
+from treeflash.state.snapshots import SavedStates
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -40,7 +44,7 @@ class Request:
     guide: Guide | None = None  # which tokens may follow
     draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
     trees: bool = False  # report every step's tree
-    # Behind how many of the prompt's tokens a state is worth keeping; None: nothing of this request is.
+    # Behind how many of the prompt's tokens turns begin; None: nothing of this request is worth keeping.
     boundaries: Mapping[int, Kind] | None = None
 
 
@@ -97,10 +101,11 @@ class Engine:
         max_rows: int = 1,
         kv: tuple[KVFormat, KVFormat] | None = None,
         window: int | None = None,
-        conversations: int = 0,
+        prefix_cache: int = 0,
+        prefix_files: SnapshotFiles | None = None,
         padded: bool | None = None,
     ):
-        """`conversations`: how many to remember the states of.
+        """`prefix_cache`: bytes of host memory for states of earlier requests; `prefix_files`: of other runs.
 
         `padded`: steps of a few sizes over tensors that stay where they are, as CUDA graphs need them; None:
         on a GPU.
@@ -124,7 +129,7 @@ class Engine:
             whole=padded,
         )
         self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
-        self.prefixes = PrefixCache(self.states.forget, conversations=conversations)
+        self.prefixes = PrefixCache(SavedStates(self.states), budget=prefix_cache, files=prefix_files)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
@@ -162,6 +167,7 @@ class Engine:
             yield from self._run(request, sampler, stats, slot)
         finally:
             self.states.close(slot)
+            self.prefixes.write()
 
     def _check(self, request: Request) -> None:
         vocabulary = self.target.spec.vocab_size
@@ -180,8 +186,9 @@ class Engine:
     @torch.inference_mode()
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
         hidden, done = None, 0
-        stats.cached_tokens = self._resume(request, slot)
-        for last, count in self._prefill(request, slot):
+        ends = cuts(len(request.prompt), request.boundaries or {}, self._chunk)
+        stats.cached_tokens = self._resume(request, slot, ends)
+        for last, count in self._prefill(request, slot, ends):
             hidden, done = last, count
             yield Progress(done, len(request.prompt), stats.cached_tokens)
         if hidden is None or done < len(request.prompt) or request.cancelled():
@@ -206,7 +213,7 @@ class Engine:
                 if self._may_go_on(request, fresh, limit - stats.generated_tokens):
                     # The device drafts while the host looks at the text; if it ends here, for nothing.
                     ahead = self._propose(slot, fresh[-1], request, sampler)
-            cut = _cut(fresh, request, limit - stats.generated_tokens)
+            cut = cut_text(fresh, request, limit - stats.generated_tokens)
             if cut.tokens:
                 stats.token_came()
             if verified is not None:
@@ -234,49 +241,42 @@ class Engine:
             verified = self._step(slot, undecided[0], room, ahead, request, sampler, stats)
             fresh = verified.tokens
 
-    def _resume(self, request: Request, slot: int) -> int:
+    def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
         """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.match(request.prompt)
+        found = self.prefixes.resume(slot, request.prompt, ends)
         if found is None:
             return 0
-        while not self.states.has_room(slot, len(found.tokens) - PAGE * len(found.state.pages)):
-            if not self.prefixes.evict() or self.prefixes.match(request.prompt) is not found:
-                return 0
-        self.states.restore(slot, found.state)
-        self.drafter.restore(found.tokens, found.draft)
-        return len(found.tokens)
+        self.drafter.restore(request.prompt[: found.length], found.draft)
+        return found.length
 
     def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
         if request.boundaries is not None and tokens and self.prefixes.keeps:
-            assert len(tokens) == self.states.lengths[slot]
-            self.prefixes.put(Snapshot(tokens, kind, self.states.save(slot), self.drafter.save()))
+            self.prefixes.put(slot, tokens, kind, self.drafter.save)
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Room for the rows, if need be for the price of what is remembered of other requests."""
-        while not self.states.has_room(slot, rows) and self.prefixes.evict():
-            pass
+        self.prefixes.make_room(slot, rows)
         self.states.reserve(slot, rows)
 
-    def _prefill(self, request: Request, slot: int) -> Iterator[tuple[Tensor | None, int]]:
+    def _prefill(self, request: Request, slot: int, ends: list[int]) -> Iterator[tuple[Tensor | None, int]]:
         """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
-        device, start, end = self.target.device, self.states.lengths[slot], len(request.prompt)
+        device, start = self.target.device, self.states.lengths[slot]
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
-        boundaries = request.boundaries or {}
+        kept = worth_keeping(ends, request.boundaries or {})
         yield None, start
-        cuts = {*range(0, end, self._chunk), *boundaries, end}
-        for stop in sorted(cut for cut in cuts if start < cut <= end):
+        for stop in (end for end in ends if end > start):
             if request.cancelled():
                 return
             tokens = prompt[:, start:stop]
             self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
-            wanted = rows_wanted(start, stop, {*boundaries, end}, self.drafter.reach)
+            wanted = rows_wanted(start, stop, {*kept, ends[-1]}, self.drafter.reach)
             last = read_chunk(
                 self.target, self.states, self.drafter, step, request.prompt[start:stop], wanted
             )
-            if stop in boundaries:
-                self._remember(request, request.prompt[:stop], boundaries[stop], slot)
+            if stop in kept:
+                self._remember(request, request.prompt[:stop], kept[stop], slot)
             yield last, stop
             start = stop
 
@@ -373,28 +373,11 @@ class Engine:
     def _shown(self, verified: _Verified, count: int) -> Tree:
         """The step's tree, with the first `count` of the accepted rows."""
         tokens, parents = self.steps.shown(verified.size)
+        accepted = verified.rows[:count]
+        if accepted:
+            # Where the text ends nobody walks on, but a row that guessed its last token guessed right.
+            last = verified.tokens[count - 1]
+            children = (row for row, parent in enumerate(parents) if parent == accepted[-1])
+            accepted += [row for row in children if tokens[row] == last][:1]
         step_s = verified.draft_s + verified.verify_s
-        return Tree(tokens, parents, verified.rows[:count], verified.draft_s, step_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    tokens: list[int]  # delivered
-    reason: Literal["stop", "length"] | None
-    rows: int  # of the step, processed by the time plain decoding would have ended
-
-
-def _cut(fresh: list[int], request: Request, room: int) -> _Cut:
-    """The tokens that plain decoding would have delivered, and why it would have ended there."""
-    kept = fresh[:room]
-    cut = _Cut(kept, "length" if len(fresh) >= room else None, len(kept))
-    for count, token in enumerate(kept):
-        if token in request.stop_ids:
-            # An end token is drawn from the row before it, which has therefore been processed.
-            cut = _Cut(kept[:count], "stop", count + 1)
-            break
-    if request.guide is not None:
-        count = request.guide.accept(cut.tokens)
-        cut = cut if count is None else _Cut(cut.tokens[:count], "stop", count)
-    count = request.cut(cut.tokens)
-    return cut if count is None else _Cut(cut.tokens[:count], "stop", count)
+        return Tree(tokens, parents, accepted, verified.draft_s, step_s)

@@ -1,23 +1,20 @@
-"""How much memory there is, and how much a model needs; no allocation."""
+"""Which device there is, how much memory it has, and in which formats it keeps keys and values."""
 
+import gc
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from treeflash.errors import ResourceError, UsageError
-from treeflash.gguf.reader import GGUFFile, TensorInfo
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS, KVFormat
-from treeflash.kernels.quant_matmul import has_layout, packed_size
 from treeflash.models.spec import ModelSpec
 
-# A context larger than this is taken only when asked for: most prompts are far shorter, and on a CPU
-# prefill is slow.
-DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
+# What a process takes of a GPU outside torch's allocator. Where there is a GPU the first is measured.
+CUDA_CONTEXT = 512 << 20
+CUDA_LIBRARIES = 160 << 20  # workspaces of cuBLAS, machine code that is loaded later
 
 
 def pick_device(name: str) -> torch.device:
@@ -79,90 +76,45 @@ def _read(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What a model takes on a device, before any of it is allocated; bytes."""
+class Room:
+    """Bytes of a device that may be in use, by everyone together, and those that are."""
 
-    # Weights are used as they are held: as floats, or on a GPU in the tiles its kernels read. Otherwise they
-    # are packed, and every use unpacks them.
-    expanded: bool
-    weights: int
-    draft: int
-    recurrent: int
-    kv: tuple[KVFormat, KVFormat]  # of keys and of values
-    kv_per_token: int
-    max_ctx: int
-    available: int
-    widened: Mapping[str, int] = field(
-        default_factory=dict
-    )  # bytes added to types that a GPU holds as float16
+    limit: int
+    taken: int
 
-    def notes(self) -> list[str]:
-        """What the user should know, in words."""
-        if not self.widened:
-            return []
-        return [
-            f"weights in {', '.join(self.widened)} have no GPU kernel and are held as float16: "
-            f"{gib(sum(self.widened.values()))} more than in the file; "
-            "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
-        ]
+    @property
+    def free(self) -> int:
+        return max(0, self.limit - self.taken)
 
 
-def draft_size(path: Path, dtype: torch.dtype) -> int:
-    """Bytes of a draft's weights once expanded; 0 for what is not there, which loading will name."""
-    if path.suffix == ".gguf" and path.is_file():
-        with GGUFFile.open(path) as file:
-            return sum(info.elements for info in file.tensors.values()) * dtype.itemsize
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    stored = sum(file.stat().st_size for file in files if file.is_file())
-    return stored * dtype.itemsize // 2  # checkpoints are 16 bits a weight
+def room_on(device: torch.device, limit: int | None = None) -> Room:
+    """`limit`: count on no more of a GPU than this, what others and CUDA itself take included."""
+    if device.type != "cuda":
+        if limit is not None:
+            raise UsageError(f"--vram-limit is for a GPU, the device is {device}", "leave it out")
+        return Room(available_memory(device), 0)
+    gc.collect()  # what an engine before this one had does not count
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)  # makes the context, so that it is among what is taken
+    return Room(total if limit is None else min(limit, total), total - free)
 
 
-def plan_memory(
-    file: GGUFFile,
-    spec: ModelSpec,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    max_ctx: int | None,
-    weights: str,
-    draft: Path | None = None,
-    kv: tuple[str, str] = ("auto", "auto"),
-) -> MemoryPlan:
-    available = available_memory(device)
-    draft_bytes = draft_size(draft, dtype) if draft is not None else 0
-    packed, floats = weight_sizes(file, spec, dtype)
-    widened: dict[str, int] = {}
-    if device.type == "cuda":
-        floats, widened = tile_sizes(file, spec)
-        weights = "expanded"
-    recurrent = spec.recurrent_bytes()
-    pair = kv_pair(spec, device, kv)
-    token = spec.kv_bytes_per_token(*(format.row_bytes(spec.head_dim) for format in pair))
-    expanded = weights == "expanded" or (
-        weights == "auto" and floats + draft_bytes + recurrent < 0.8 * available
-    )
-    needed = (floats if expanded else packed) + draft_bytes + recurrent
-    room = int(0.9 * available) - needed
-    context = max_ctx or min(spec.context_length, DEFAULT_CTX[device.type])
-    if max_ctx is None and token:
-        context = min(context, max(256, room // token))
-    if room < token * context:
-        raise ResourceError(
-            f"{file.path.name} needs {gib(needed + token * context)} with a context of {context} tokens, "
-            f"{gib(available)} are free on {device}",
-            "lower --max-ctx, close other programs, or take a smaller model or quantisation",
-        )
-    return MemoryPlan(
-        expanded,
-        floats if expanded else packed,
-        draft_bytes,
-        recurrent,
-        pair,
-        token,
-        context,
-        available,
-        widened,
-    )
+def supposed_room(limit: int) -> Room:
+    """A GPU of that size which is not here, with nothing on it but us."""
+    return Room(limit, CUDA_CONTEXT)
+
+
+def hold_to(room: Room, device: torch.device) -> None:
+    """Makes torch fail rather than take more of a GPU than the room has."""
+    total = torch.cuda.mem_get_info(device)[1]
+    if room.limit < total:
+        share = max(0, room.free - CUDA_LIBRARIES) / total
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(share, index)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _kv_format(device: torch.device, name: str) -> KVFormat:
@@ -189,46 +141,3 @@ def kv_pair(
                 "use --kv f16",
             )
     return pair
-
-
-def weight_sizes(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the weights that are loaded: as stored, and expanded."""
-    packed = floats = 0
-    for info in _loaded(file, spec):
-        packed += info.nbytes
-        if info.name == "token_embd.weight":
-            # Its rows stay packed; a tied head is an expanded copy beside them.
-            floats += info.nbytes + (info.elements * dtype.itemsize if spec.tied_head else 0)
-        else:
-            floats += info.elements * dtype.itemsize
-    return packed, floats
-
-
-def tile_sizes(file: GGUFFile, spec: ModelSpec) -> tuple[int, dict[str, int]]:
-    """Bytes of the weights on a GPU, and those added to each type that has no tiles and becomes float16."""
-    total, widened = 0, dict[str, int]()
-    for info in _loaded(file, spec):
-        embedding = info.name == "token_embd.weight"
-        if embedding:
-            total += info.nbytes
-        # A convolution's few columns are a vector to the loader.
-        if len(info.shape) == 1 or "conv1d" in info.name:
-            total += info.elements * 4
-        elif not embedding or spec.tied_head:
-            *count, rows, columns = info.shape
-            size = prod(count) * packed_size(info.type, rows, columns)
-            total += size
-            if not has_layout(info.type) and info.type.bits_per_weight < 16:
-                widened[info.type.name] = widened.get(info.type.name, 0) + size - info.nbytes
-    return total, widened
-
-
-def _loaded(file: GGUFFile, spec: ModelSpec) -> Iterator[TensorInfo]:
-    for info in file.tensors.values():
-        block = info.name.split(".")[1] if info.name.startswith("blk.") else ""
-        if not block.isdigit() or int(block) < len(spec.layers):  # not prediction blocks
-            yield info
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from treeflash.engine.answer import Answer
 from treeflash.engine.guide import Guide, GuidePlan
-from treeflash.engine.prefix import Kind
+from treeflash.engine.prefix_plan import Kind
 from treeflash.engine.requests import TextRequest
 from treeflash.errors import UsageError
 from treeflash.text.grammar import GrammarCompiler
@@ -23,13 +23,12 @@ from treeflash.text.tools import CLOSE, OPEN, Tool, call_grammar, read_tools, sy
 # Ends reasoning that has used up its budget, in words that the answer can go on from.
 CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
 GAP = "\n\n"  # as templates write it between reasoning and answer
-_LONG_PROMPT = 256  # tokens of a raw prompt from which its state is worth a step of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    boundaries: dict[int, Kind]
+    boundaries: dict[int, Kind]  # behind how many of the ids turns begin
     reasoning: Literal["open", "possible", "none"]  # whether it has begun, or the answer may begin it
     tools: list[Tool]  # that the answer may call
 
@@ -65,21 +64,22 @@ class Prompts:
             raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
         prompt = request.prompt
         ids = self._begun(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt or ())
-        # All but the last token: to go on, something has to be left to compute.
-        boundaries: dict[int, Kind] = {len(ids) - 1: "question"} if len(ids) >= _LONG_PROMPT else {}
-        return Prompt(ids, boundaries, "none", [])
+        return Prompt(ids, {}, "none", [])
 
     def _tokens(self, rendered: Rendered) -> tuple[list[int], dict[int, Kind]]:
-        """Ids of the text, and behind how many of them the boundaries worth keeping stand."""
-        kinds: dict[int, Kind] = dict.fromkeys(rendered.boundaries[-1:], "turn")
+        """Ids of the text, and behind how many of them turns begin.
+
+        The template knows where the last turns do. The control tokens found there begin all the others.
+        """
+        kinds: dict[int, Kind] = dict.fromkeys(rendered.boundaries, "turn")
+        if len(rendered.boundaries) > 1:
+            kinds[rendered.boundaries[0]] = "head"
         if rendered.question is not None:
             kinds[rendered.question] = "question"
-        if len(rendered.boundaries) > 1:
-            kinds.setdefault(rendered.boundaries[0], "head")
         # Templates write the first token themselves, all but the one we supply.
         begun = self._template.is_fallback and self._tokenizer.bos_id is not None
         ids: list[int] = self._begun([]) if begun else []
-        boundaries: dict[int, Kind] = {}
+        known: dict[int, Kind] = {}
         start = 0
         for end in [*sorted(kinds), len(rendered.text)]:
             # A cut in front of a control token, and only there, leaves the tokens as they are.
@@ -89,9 +89,11 @@ class Prompts:
             literals = [(a - start, b - start) for a, b in rendered.literals if start <= a and b <= end]
             ids += self._tokenizer.encode(rendered.text[start:end], literals=literals)
             if end < len(rendered.text):
-                boundaries[len(ids)] = kinds[end]
+                known[len(ids)] = kinds[end]
             start = end
-        return ids, boundaries
+        openers = {ids[place] for place in known}
+        turns: dict[int, Kind] = {place: "turn" for place, id in enumerate(ids) if place and id in openers}
+        return ids, turns | known
 
     def _begun(self, ids: list[int]) -> list[int]:
         return ids if self._tokenizer.bos_id is None else [self._tokenizer.bos_id, *ids]

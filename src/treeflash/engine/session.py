@@ -14,7 +14,10 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
-from treeflash.engine.memory import MemoryPlan, device_name, pick_device, plan_memory
+from treeflash.engine.memory import available_memory, device_name, hold_to, pick_device
+from treeflash.engine.needs import compute_dtype, draft_quant, ring_dtype
+from treeflash.engine.plan import MemoryPlan, plan_memory
+from treeflash.engine.prefix_files import SnapshotFiles, identity
 from treeflash.engine.prompts import Prompts
 from treeflash.engine.requests import (
     Finished,
@@ -28,7 +31,6 @@ from treeflash.engine.requests import (
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
 from treeflash.hub.catalog import Card, recognise
 from treeflash.kernels.quant_matmul import BUCKETS as PADDED
 from treeflash.kernels.quant_matmul import prepare
@@ -40,7 +42,7 @@ from treeflash.models.weights import Progress as LoadProgress
 from treeflash.spec.controller import BUCKETS, Costs
 from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
 from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
+from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
@@ -90,8 +92,8 @@ class Session:
         """`progress`: of reading; `warming`: of making CUDA graphs of the steps, unless told not to."""
         config = config or EngineConfig()
         device = pick_device(config.device)
-        # Matrix products of bfloat16 are slow or missing on many CPUs; GPUs have them since Ampere.
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if config.speculation is not None and not 1 <= config.speculation.budget < MAX_ROWS:
+            raise UsageError(f"--budget is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
         with GGUFFile.open(path) as file:
             spec = ModelSpec.from_gguf(file)
             tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
@@ -105,16 +107,9 @@ class Session:
                 raise UsageError(
                     f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
                 )
-            plan = plan_memory(
-                file,
-                spec,
-                device,
-                dtype=dtype,
-                max_ctx=config.max_ctx,
-                weights=config.weights,
-                draft=config.draft.path if config.draft else None,
-                kv=(config.kv_k, config.kv_v),
-            )
+            plan = plan_memory(file, spec, config, device)
+            if device.type == "cuda":
+                hold_to(plan.room, device)
             card = recognise(
                 [spec.name, path.stem],
                 architecture=spec.architecture,
@@ -122,23 +117,37 @@ class Session:
                 layers=len(spec.layers),
             )
             recommended = file_sampling(file.metadata)
-            target = Decoder.load(file, device=device, dtype=dtype, expand=plan.expanded, progress=progress)
+            target = Decoder.load(
+                file,
+                device=device,
+                dtype=compute_dtype(device.type),
+                expand=plan.expanded,
+                host_embedding=plan.host_embedding,
+                progress=progress,
+            )
+            computing = device_name(device) if device.type == "cuda" else f"CPU {compute_dtype(device.type)}"
+            files = _prefix_files(config, file, plan, computing)
         prepare(target.layouts, device)
         kept = "/".join(format.name for format in plan.kv)
         cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {kept}")
         costs = cost_file.load()
+        _free_scraps(device)
+        drafter = _drafter(config, target, plan, costs)
+        _free_scraps(device)
         engine = Engine(
             target,
             max_ctx=plan.max_ctx,
-            prefill_chunk=config.prefill_chunk,
-            drafter=_drafter(config, target, plan, costs, dtype),
-            max_rows=config.speculation.budget + 1 if config.speculation else 1,
-            conversations=config.conversations,
+            prefill_chunk=plan.prefill_chunk,
+            drafter=drafter,
+            max_rows=config.max_rows,
+            prefix_cache=_prefix_cache(config),
+            prefix_files=files,
             kv=plan.kv,
             window=config.window,
         )
         if device.type == "cuda" and graphs:
             engine.capture(warming)
+            _free_scraps(device)
         return cls(
             engine,
             tokenizer,
@@ -224,25 +233,25 @@ class Session:
         return TreeStep(texts, tree.parents, tree.accepted, 1000 * tree.draft_s, 1000 * tree.step_s)
 
 
-def _drafter(
-    config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Costs, dtype: torch.dtype
-) -> Drafter:
+def _free_scraps(device: torch.device) -> None:
+    """What torch keeps for later of memory that was used while loading would not be there for the cache."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Costs) -> Drafter:
     if config.speculation is None:
         return NoDrafter()
-    if not 1 <= config.speculation.budget < MAX_ROWS:
-        raise UsageError(f"--budget is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
     block = None
     if config.draft is not None:
-        quant = config.draft.quant
-        if quant == "auto":
-            quant = "q8_0" if target.device.type == "cuda" else "none"
+        kind = target.device.type
         draft = DFlashDraft.load(
             config.draft.path,
             target.spec,
             device=target.device,
-            dtype=dtype,
+            dtype=compute_dtype(kind),
             expand=plan.expanded,
-            quant={"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}[quant],
+            quant=draft_quant(config.draft, kind),
             causal=config.draft.causal,
         )
         context = config.draft.context
@@ -251,13 +260,36 @@ def _drafter(
             max_ctx=plan.max_ctx,
             context=context,
             device=target.device,
-            dtype=torch.float16 if target.device.type == "cuda" else torch.float32,
+            dtype=ring_dtype(kind),
         )
         block = BlockDraft(draft, target, buffers)
         prepare(draft.layouts, target.device)
     # A padded step of one row costs what the smallest size does, and so on.
     sizes = (1, *PADDED) if target.device.type == "cuda" else BUCKETS
     return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
+
+
+def _prefix_cache(config: EngineConfig) -> int:
+    if config.prefix_cache is not None:
+        return config.prefix_cache
+    return min(available_memory(torch.device("cpu")) // 4, 8 << 30)
+
+
+def _prefix_files(
+    config: EngineConfig, file: GGUFFile, plan: MemoryPlan, computing: str
+) -> SnapshotFiles | None:
+    if config.prefix_cache_dir is None or config.prefix_cache == 0:
+        return None
+    draft = config.draft if config.speculation else None
+    made_of = identity(
+        [*file.paths, *([draft.path] if draft else ())],
+        computing=computing,
+        kv=[format.name for format in plan.kv],
+        window=config.window,
+        chunk=plan.prefill_chunk,
+        draft=draft and [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)],
+    )
+    return SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
 
 
 def file_sampling(metadata: Mapping[str, Any]) -> SamplingParams:

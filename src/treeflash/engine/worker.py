@@ -149,6 +149,7 @@ class EngineWorker:
         self.state = State.loading
         self.loaded: tuple[int, int] = (0, 0)  # tensors read so far, and all
         self.failure: Exception | None = None
+        self._failed_at = "the model could not be loaded"
         self.ready = threading.Event()  # loaded, or failed to
 
     def start(self) -> None:
@@ -161,7 +162,7 @@ class EngineWorker:
             return self._session
         if self.state is State.failed:
             reason = self.failure.message if isinstance(self.failure, TreeFlashError) else repr(self.failure)
-            raise Unavailable(f"the model could not be loaded: {reason}", retry_after_s=60)
+            raise Unavailable(f"{self._failed_at}: {reason}", retry_after_s=60)
         if self.state is State.stopping:
             raise Unavailable("the server is stopping", retry_after_s=10)
         done, total = self.loaded
@@ -244,8 +245,8 @@ class EngineWorker:
     def _next(self) -> Job | None:
         with self._changed:
             self._current = None
-            self._changed.wait_for(lambda: self._waiting or self.state is State.stopping)
-            if self.state is State.stopping:
+            self._changed.wait_for(lambda: self._waiting or self.state is not State.ready)
+            if self.state is not State.ready:
                 return None
             self._current = self._waiting.popleft()
             return self._current
@@ -270,8 +271,25 @@ class EngineWorker:
             except Exception:
                 log.exception("the end of %s could not be counted", job.label)
             if error is not None:
+                if _device_lost(error):
+                    self._give_up(error)
                 return job.end(error)
         job.end()
+
+    def _give_up(self, error: Exception) -> None:
+        """The process cannot use its device any more: what waits is told so, and nothing more is taken."""
+        with self._changed:
+            self.failure, self.state = error, State.failed
+            self._failed_at = "the GPU failed; start the server again"
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for job in waiting:
+            job.end(Unavailable(f"{self._failed_at}: {error}", retry_after_s=60))
+
+
+def _device_lost(error: Exception) -> bool:
+    """Whether every call to the device will fail from now on: CUDA's errors stick, but for lack of memory."""
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
 
 
 def _in_our_words(error: Exception) -> Exception:

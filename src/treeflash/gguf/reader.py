@@ -41,6 +41,7 @@ class GGUFFile:
         self._parts = parts
         self._part_of = {name: part for part in parts for name in part.header.tensors}
         self.path = parts[0].path
+        self.paths = [part.path for part in parts]
         self.size_bytes = sum(len(part.mapping) for part in parts)
         self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].header.metadata)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(

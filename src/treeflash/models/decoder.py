@@ -11,6 +11,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
+from treeflash.models.measure import tile_space
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
@@ -74,12 +75,26 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         expand: bool = True,
+        host_embedding: bool = False,
         progress: Progress | None = None,
     ) -> "Decoder":
-        """Reads all weights and holds them as `dtype`; without `expand` they stay packed."""
+        """Reads all weights and holds them as `dtype`; without `expand` they stay packed.
+
+        `host_embedding`: but for the embedding's rows, which stay in the host's memory, pinned.
+        """
         device = torch.device(device)
-        loader = WeightLoader(file, device=device, dtype=dtype, expand=expand, progress=progress)
-        spec = ModelSpec.from_gguf(file)
+        spec, space = ModelSpec.from_gguf(file), None
+        if device.type == "cuda":
+            space = tile_space(file, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+        loader = WeightLoader(
+            file,
+            device=device,
+            dtype=dtype,
+            expand=expand,
+            space=space,
+            host_embedding=host_embedding,
+            progress=progress,
+        )
         decoder = cls(spec, loader, device)
         _refuse_unknown(file, spec, loader.unread())
         return decoder

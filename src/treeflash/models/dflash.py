@@ -1,5 +1,7 @@
 """The DFlash draft: fills a block of masked tokens from the target's hidden states. Owns no state."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from treeflash.kernels.norm_rope import add_rms_norm, head_rope, rms_norm, rope_
 from treeflash.kernels.quant_matmul import PackedRows
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.layers import FeedForward, PackedInput, by_item
+from treeflash.models.measure import tile_space
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
-from treeflash.models.weights import Progress, WeightLoader
+from treeflash.models.weights import Progress, TensorSource, WeightLoader
 
 PIECE = 2048  # rows that `append` takes at a time: fused features are wide
 
@@ -85,6 +88,28 @@ class DraftLayer:
         return x, self._ffn(h).view_as(x)
 
 
+@contextmanager
+def open_draft(
+    path: Path, target: ModelSpec, *, quant: QuantType | None = None, causal: bool | None = None
+) -> Generator[tuple[DraftSpec, TensorSource]]:
+    """What `DFlashDraft.load` reads: the draft's description, which fits the target, and its tensors."""
+    if path.suffix == ".gguf":
+        with GGUFFile.open(path) as file:
+            spec = DraftSpec.from_gguf(file, causal=causal)
+            spec.check_target(target)
+            spec.check_tensors(file.tensors, target, str(path))
+            yield spec, file
+        return
+    weights, config = find_checkpoint(path)
+    spec = DraftSpec.from_config(
+        read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
+    )
+    spec.check_target(target)
+    source = SafetensorsSource(weights, quant=quant)
+    spec.check_tensors(source.tensors, target, str(weights))
+    yield spec, source
+
+
 class DFlashDraft:
     def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device):
         self.spec = spec
@@ -116,21 +141,14 @@ class DFlashDraft:
         overrides the file for every layer.
         """
         device = torch.device(device)
-        options = {"device": device, "dtype": dtype, "expand": expand, "progress": progress}
-        if path.suffix == ".gguf":
-            with GGUFFile.open(path) as file:
-                spec = DraftSpec.from_gguf(file, causal=causal)
-                spec.check_target(target)
-                spec.check_tensors(file.tensors, target, str(path))
-                return cls(spec, WeightLoader(file, **options), device)
-        weights, config = find_checkpoint(path)
-        spec = DraftSpec.from_config(
-            read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
-        )
-        spec.check_target(target)
-        source = SafetensorsSource(weights, quant=quant)
-        spec.check_tensors(source.tensors, target, str(weights))
-        return cls(spec, WeightLoader(source, **options), device)
+        with open_draft(path, target, quant=quant, causal=causal) as (spec, source):
+            space = None
+            if device.type == "cuda":
+                space = tile_space(source, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+            loader = WeightLoader(
+                source, device=device, dtype=dtype, expand=expand, space=space, progress=progress
+            )
+            return cls(spec, loader, device)
 
     def append(
         self,

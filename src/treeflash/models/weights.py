@@ -13,6 +13,7 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
+from treeflash.kernels.gather_rows import gather_rows
 from treeflash.kernels.quant_matmul import (
     Layout,
     PackedRows,
@@ -77,14 +78,19 @@ def _products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows stay packed: a step needs a handful of them."""
+    """Rows stay packed: a step needs a handful of them, which a GPU can fetch from the host's memory."""
 
-    data: Tensor  # [V, row bytes]
+    data: Tensor  # [V, row bytes]; pinned where it is not on the tokens' device
     type: QuantType
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [...] to [..., K] float32."""
-        return dequantise(self.data[tokens], self.type)
+        data = self.data
+        if data.device != tokens.device:
+            # The few rows come as they are stored, and are turned into floats where they arrive.
+            data = gather_rows(data, tokens.flatten())
+            tokens = torch.arange(len(data), device=data.device).view(tokens.shape)
+        return dequantise(data[tokens], self.type)
 
 
 class TensorSource(Protocol):
@@ -111,11 +117,19 @@ class WeightLoader:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         expand: bool = True,
+        tiles: bool | None = None,
+        space: int | None = None,
+        host_embedding: bool = False,
         progress: Progress | None = None,
     ):
+        """`tiles`: as on a GPU; None: if it is one. `space`: bytes of all of them, which then lie together,
+        since an allocator rounds each piece up. `host_embedding`: its rows stay in pinned memory.
+        """
         self._file = file
         self._device = device
-        self._tiles = device.type == "cuda"
+        self._tiles = device.type == "cuda" if tiles is None else tiles
+        self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
+        self._host_embedding = host_embedding
         self._expand = expand and not self._tiles
         # Packed weights meet their inputs as they are, in float32.
         self.dtype = dtype if self._expand else torch.float32
@@ -180,11 +194,12 @@ class WeightLoader:
 
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
-        return Embedding(self._packed(name), info.type)
+        return Embedding(self._packed(name, pinned=self._host_embedding), info.type)
 
-    def _packed(self, name: str) -> Tensor:
+    def _packed(self, name: str, *, pinned: bool = False) -> Tensor:
         # A copy of the mapped bytes: the file may be on a slow disk, or replaced while we run.
-        data = torch.from_numpy(self._file.raw(name).copy()).to(self._device)
+        data = torch.from_numpy(self._file.raw(name).copy())
+        data = data.pin_memory() if pinned else data.to(self._device)
         self._read.add(name)
         self._done += self._file.tensors[name].nbytes
         if self._progress is not None:
@@ -194,11 +209,12 @@ class WeightLoader:
     def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
         """Neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
-            parts = [self._packed(name) for name, _ in run]
-            yield self._tile(torch.cat(parts) if len(parts) > 1 else parts[0], type)
+            yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
 
     def _tile(self, packed: Tensor, type: QuantType) -> Matrix:
-        weight = pack(packed, type)
+        weight = pack(packed, type, self._space)
+        if self._space is not None:
+            self._space = self._space[weight.nbytes :]
         self.layouts.add(weight.layout)
         if not has_layout(type) and type.bits_per_weight < 16:
             self.widened[type] = self.widened.get(type, 0) + weight.nbytes - packed.numel()
@@ -213,9 +229,12 @@ class WeightLoader:
         found = [name.removesuffix("weight") + "bias" for name in names]
         if not any(self.has(name) for name in found):
             return None
-        return torch.cat(
+        return self._joined(
             [
                 self.vector(name, rows) if self.has(name) else torch.zeros(rows, device=self._device)
                 for name, rows in zip(found, sizes, strict=True)
             ]
         )
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

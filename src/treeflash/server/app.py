@@ -188,7 +188,8 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
 
     @app.get("/metrics", tags=["Server"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
-        return Response(metrics.page(worker), media_type=CONTENT_TYPE)
+        kept = facts().get("prefix_cache", {}) if worker.state is State.ready else {}
+        return Response(metrics.page(worker, kept), media_type=CONTENT_TYPE)
 
 
 def _pages(app: FastAPI) -> None:

@@ -1,5 +1,7 @@
 """Counters for Prometheus, acceptance under the names that other servers use; knows no protocol."""
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from treeflash.engine.worker import EngineWorker, Job, Outcome
@@ -40,6 +42,9 @@ class Metrics:
         self.took = histogram("e2e_request_latency_seconds", "From the queue's head to the last token")
         self.rate = histogram("generation_tokens_per_second", "Of one request", _RATES)
         self._waiting = Gauge(f"{PREFIX}num_requests_waiting", "In the queue", registry=registry)
+        self._kept = Gauge(
+            f"{PREFIX}prefix_cache", "What is remembered of earlier prompts", ("what",), registry=registry
+        )
         self._running = Gauge(f"{PREFIX}num_requests_running", "Being answered", registry=registry)
 
     def count(self, _job: Job, outcome: Outcome) -> None:
@@ -62,7 +67,9 @@ class Metrics:
         if stats.decode_tok_s:
             self.rate.observe(stats.decode_tok_s)
 
-    def page(self, worker: EngineWorker) -> bytes:
+    def page(self, worker: EngineWorker, kept: Mapping[str, int]) -> bytes:
+        for what, value in kept.items():
+            self._kept.labels(what).set(value)
         self._waiting.set(worker.waiting)
         self._running.set(int(worker.running))
         return generate_latest(self._registry)

@@ -8,6 +8,7 @@ from torch import Tensor
 from treeflash.errors import UsageError
 from treeflash.models.dflash import DraftBuffers
 from treeflash.models.draft_spec import DraftSpec
+from treeflash.state.snapshots import aside
 
 # Full-attention layers look back no further than this unless asked: acceptance gains nothing from more.
 DEFAULT_CONTEXT = 16384
@@ -21,17 +22,17 @@ class SavedRings:
     start: int
     rings: list[tuple[Tensor, Tensor]]  # keys and values of a layer
 
+    @property
+    def nbytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.rings)
+
 
 def save_rings(buffers: DraftBuffers, slot: int) -> SavedRings:
     length, start = int(buffers.lengths[slot]), int(buffers.starts[slot])
-
-    def aside(ring: Tensor) -> Tensor:
-        # Like recurrent states, rings are large enough to be kept outside a device's memory.
-        filled = ring[slot, :length]
-        return filled.clone() if filled.device.type == "cpu" else filled.to("cpu")
-
     pairs = zip(buffers.keys, buffers.values, strict=True)
-    return SavedRings(length, start, [(aside(keys), aside(values)) for keys, values in pairs])
+    return SavedRings(
+        length, start, [(aside(keys[slot, :length]), aside(values[slot, :length])) for keys, values in pairs]
+    )
 
 
 def restore_rings(buffers: DraftBuffers, slot: int, saved: SavedRings) -> None:
@@ -40,7 +41,7 @@ def restore_rings(buffers: DraftBuffers, slot: int, saved: SavedRings) -> None:
     pairs = zip(buffers.keys, buffers.values, strict=True)
     for rings, kept in zip(pairs, saved.rings, strict=True):
         for ring, filled in zip(rings, kept, strict=True):
-            ring[slot, : len(filled)].copy_(filled)
+            ring[slot, : len(filled)].copy_(filled, non_blocking=True)
 
 
 def draft_buffers(

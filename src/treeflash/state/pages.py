@@ -22,6 +22,13 @@ class PageAllocator:
         """How many pages the pool lacks for `slot` to own `pages` of them."""
         return max(0, pages - len(self.owned[slot]) - len(self._free))
 
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def grow(self, capacity: int) -> None:
         for page in range(self.capacity, capacity):
             heapq.heappush(self._free, page)
@@ -29,9 +36,14 @@ class PageAllocator:
 
     def take(self, slot: int, pages: int) -> list[int]:
         """Lets `slot` own `pages` pages in all and returns the new ones."""
-        new = [heapq.heappop(self._free) for _ in range(pages - len(self.owned[slot]))]
-        self.hold(new)
+        new = self.grant(pages - len(self.owned[slot]))
         self.owned[slot] += new
+        return new
+
+    def grant(self, count: int) -> list[int]:
+        """Free pages that the caller holds from now on."""
+        new = [heapq.heappop(self._free) for _ in range(count)]
+        self.hold(new)
         return new
 
     def adopt(self, slot: int, pages: list[int]) -> None:

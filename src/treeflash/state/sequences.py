@@ -7,7 +7,7 @@ Does not know what tokens mean.
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,17 +19,6 @@ from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pendi
 from treeflash.state.pages import PageAllocator
 
 PAGE = 64  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSequence:
-    """One slot's state at one moment. Nothing writes to it, and any number of slots may begin with it."""
-
-    length: int
-    pages: list[int]  # full ones, held together with whoever else has them
-    tail: list[Tensor]  # every plane of the rest's keys and values: [attention layers, KV, tokens, row]
-    layers: list[tuple[Tensor, ...]]  # a delta layer: state, window, and rows still to be folded in
-    folding: int  # how many such rows
 
 
 class SequenceStates:
@@ -58,7 +47,7 @@ class SequenceStates:
         self.max_ctx = max_ctx
         self.lengths = [0] * slots  # the host's copy of buffers.lengths
         self._free_slots = list(range(slots))
-        self._pages = PageAllocator(slots)
+        self.pages = PageAllocator(slots)
         self._keys, self._values = (self._pool(format, 0) for format in kv)
         self.buffers = Buffers(
             layers=tuple(
@@ -91,88 +80,43 @@ class SequenceStates:
         return slot
 
     def close(self, slot: int) -> None:
-        self._pages.release(slot)
+        self.pages.release(slot)
         self._free_slots.append(slot)
 
-    def save(self, slot: int) -> SavedSequence:
-        """The slot's committed state; `forget` it when it is no longer wanted."""
-        length = self.lengths[slot]
-        full, rest = divmod(length, PAGE)
-        pages = self._pages.owned[slot][:full]
-        last = self._pages.owned[slot][full : full + 1]
-        self._pages.hold(pages)
-        rows = self.buffers.pending.path[slot, : int(self.buffers.pending.count[slot])]
-        return SavedSequence(
-            length=length,
-            pages=pages,
-            tail=[plane[:, last, :, :rest].transpose(1, 2).flatten(2, 3) for plane in self._planes],
-            layers=[
-                tuple(
-                    self._aside(part)
-                    for part in (
-                        layer.state[slot],
-                        layer.window[slot],
-                        layer.tree_inputs[slot, rows],
-                        layer.tree_gates[slot, rows],
-                    )
-                )
-                for layer in self.buffers.layers
-                if isinstance(layer, DeltaBuffers)
-            ],
-            folding=len(rows),
+    def begin(self, slot: int, pages: list[int], length: int) -> None:
+        """Lets a slot that was just opened begin with `length` tokens whose full pages others hold, too."""
+        self.pages.adopt(slot, pages)
+        self.buffers.page_table[slot, : len(pages)] = torch.tensor(
+            pages, dtype=torch.int64, device=self._device
         )
-
-    def restore(self, slot: int, saved: SavedSequence) -> None:
-        """Lets a slot that was just opened go on from a saved state."""
-        assert self.lengths[slot] == 0
-        self._pages.adopt(slot, saved.pages)
-        pages, rest = len(saved.pages), saved.length % PAGE
-        self.buffers.page_table[slot, :pages] = torch.tensor(
-            saved.pages, dtype=torch.int64, device=self._device
-        )
-        self.lengths[slot] = saved.length
-        self.buffers.lengths[slot] = saved.length
+        self.lengths[slot] = length
+        self.buffers.lengths[slot] = length
         self.reserve(slot, 0)
-        if rest:
-            page = self._pages.owned[slot][pages]
-            for plane, tail in zip(self._planes, saved.tail, strict=True):
-                plane[:, page, :, :rest] = tail
-        pending, folding = self.buffers.pending, saved.folding
-        pending.count[slot] = folding
-        pending.path[slot, :folding] = torch.arange(folding, device=self._device)
-        deltas = (layer for layer in self.buffers.layers if isinstance(layer, DeltaBuffers))
-        for layer, (state, window, inputs, gates) in zip(deltas, saved.layers, strict=True):
-            layer.state[slot].copy_(state, non_blocking=True)
-            layer.window[slot].copy_(window, non_blocking=True)
-            layer.tree_inputs[slot, :folding].copy_(inputs, non_blocking=True)
-            layer.tree_gates[slot, :folding].copy_(gates, non_blocking=True)
 
-    def forget(self, saved: SavedSequence) -> None:
-        self._pages.drop(saved.pages)
-
-    def has_room(self, slot: int, rows: int) -> bool:
-        """Whether `reserve` can succeed while saved states hold the pages they do."""
-        missing = self._pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
-        return self._pages.capacity + missing <= self.buffers.page_table.numel()
-
-    def _aside(self, tensor: Tensor) -> Tensor:
-        """A copy that takes no device memory: recurrent states are large, and a bus is fast enough."""
-        if self._device.type != "cuda":
-            return tensor.clone()
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return kept.copy_(tensor, non_blocking=True)
+    def shortage(self, slot: int, rows: int) -> int:
+        """Pages that saved states have to let go of before `reserve` can succeed."""
+        missing = self.pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
+        return max(0, self.pages.capacity + missing - self.buffers.page_table.numel())
 
     def reserve(self, slot: int, rows: int) -> None:
         """Makes room for `rows` rows behind the slot's committed tokens."""
         pages = -(-(self.lengths[slot] + rows) // PAGE)
-        missing = self._pages.missing(slot, pages)
-        if missing:
-            most = self.buffers.page_table.numel()
-            self._grow(min(max(self._pages.capacity + missing, 3 * self._pages.capacity // 2), most))
-        start = len(self._pages.owned[slot])
-        new = self._pages.take(slot, pages)
+        self._provide(self.pages.missing(slot, pages))
+        start = len(self.pages.owned[slot])
+        new = self.pages.take(slot, pages)
         if new:
             self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
+
+    def grant(self, count: int) -> list[int]:
+        """Pages of the pool that the caller holds."""
+        self._provide(count - self.pages.free)
+        return self.pages.grant(count)
+
+    def _provide(self, missing: int) -> None:
+        """Makes the pool larger by `missing` pages, at least."""
+        if missing > 0:
+            most = self.buffers.page_table.numel()
+            self._grow(min(max(self.pages.capacity + missing, 3 * self.pages.capacity // 2), most))
 
     def advance(self, step: Step) -> None:
         """After a chunk: its rows are committed text."""
@@ -224,15 +168,15 @@ class SequenceStates:
             (table.gather(1, index // PAGE).flatten(), (index % PAGE).flatten())
             for index in (lengths + source, lengths + columns)
         )
-        for plane in self._planes:
+        for plane in self.planes:
             plane[:, new_pages, :, new_offsets] = plane[:, pages, :, offsets]
 
     def _grow(self, capacity: int) -> None:
-        before, held = self._planes, self._pages.capacity
+        before, held = self.planes, self.pages.capacity
         self._keys, self._values = (self._pool(pool.format, capacity) for pool in (self._keys, self._values))
-        for new, old in zip(self._planes, before, strict=True):
+        for new, old in zip(self.planes, before, strict=True):
             new[:, :held] = old
-        self._pages.grow(capacity)
+        self.pages.grow(capacity)
         attention = iter(range(self._spec.attention_layers))
         self.buffers = replace(
             self.buffers,
@@ -243,8 +187,9 @@ class SequenceStates:
         )
 
     @property
-    def _planes(self) -> list[Tensor]:
-        return [*self._keys.planes, *self._values.planes]
+    def planes(self) -> tuple[Tensor, ...]:
+        """Every tensor of the pool: [attention layers, pages, ...]."""
+        return (*self._keys.planes, *self._values.planes)
 
     def _pool(self, format: KVFormat, pages: int) -> HeadPool:
         """[attention layers, pages, KV, page, row]."""

@@ -148,6 +148,7 @@ def _target_metadata(small: GGUFFile, spec: ModelSpec, shape: PairShape, title: 
         "general.name": title,
         "general.file_type": FILE_TYPES["q4_k_m"],
         f"{prefix}block_count": large.layers,
+        f"{prefix}context_length": large.context_length or spec.context_length,
         f"{prefix}embedding_length": large.width,
         f"{prefix}feed_forward_length": large.feed_forward,
         f"{prefix}attention.head_count": large.heads,

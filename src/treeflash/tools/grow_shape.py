@@ -25,6 +25,7 @@ class TargetShape:
     key_heads: int
     value_heads: int
     vocab_size: int
+    context_length: int | None = None  # None: the small target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def preset(name: str, target: ModelSpec, draft: DraftSpec | None) -> PairShape:
             key_heads=16,
             value_heads=48,
             vocab_size=248320,
+            context_length=262144,
         )
         return PairShape(name, shape, DraftShape(_DRAFT_LAYERS, 17408, _DRAFT_HEADS, _DRAFT_KV_HEADS))
     if name == "double":
@@ -92,6 +94,7 @@ def like(path: Path, small: ModelSpec) -> PairShape:
         key_heads=spec.delta.key_heads,
         value_heads=spec.delta.value_heads,
         vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
     )
     draft = DraftShape(_DRAFT_LAYERS, spec.feed_forward, _DRAFT_HEADS, _DRAFT_KV_HEADS)
     return PairShape(spec.name, shape, draft, types)

@@ -25,6 +25,7 @@ class Job:
     tokens: Path | None = None
     regeneration: Regeneration = field(default_factory=Regeneration)
     config: TrainConfig = field(default_factory=TrainConfig)
+    begin: Path | None = None  # a draft whose weights to start with
     resume: bool = False
     device: str = "auto"
 
@@ -74,6 +75,7 @@ def train_draft(
             data,
             job.folder,
             job.config,
+            begin=job.begin,
             resume=job.resume,
             ranks=ranks,
             notify=notify,

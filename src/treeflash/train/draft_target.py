@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treeflash.engine.memory import pick_device, plan_memory
+from treeflash.config import EngineConfig
+from treeflash.engine.memory import pick_device
+from treeflash.engine.needs import compute_dtype
+from treeflash.engine.plan import plan_memory
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
@@ -44,10 +47,10 @@ class Target:
 def load_target(path: Path, *, device: str = "auto", progress: Progress | None = None) -> Target:
     where = pick_device(device)
     # The types of serving: the draft learns from the features that it will see.
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    dtype = compute_dtype(where.type)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        plan = plan_memory(file, spec, where, dtype=dtype, max_ctx=None, weights="auto")
+        plan = plan_memory(file, spec, EngineConfig(), where)
         return Target(
             path=file.path,
             size=file.size_bytes,

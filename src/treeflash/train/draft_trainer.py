@@ -30,6 +30,7 @@ from treeflash.train.draft_eval import (
     measure,
 )
 from treeflash.train.draft_export import GGUF, export_draft, export_gguf
+from treeflash.train.draft_import import read_draft
 from treeflash.train.draft_loss import Tally, block_loss
 from treeflash.train.draft_model import DraftModel, new_spec
 from treeflash.train.draft_settings import Event, Progress, Result, Saved, TrainConfig
@@ -71,6 +72,7 @@ class Trainer:
         folder: Path,
         config: TrainConfig,
         *,
+        begin: Path | None = None,
         resume: bool = False,
         ranks: Ranks | None = None,
         notify: Callable[[Event], None] = lambda event: None,
@@ -87,6 +89,9 @@ class Trainer:
             )
         self.spec = draft_spec(target, config, folder)
         self.model = DraftModel(self.spec, seed=config.seed).to(target.device)
+        self._begin = begin
+        if begin is not None:
+            self.model.load_state_dict(read_draft(begin, self.spec, target.spec))
         self._optimisers = optimisers(
             self.model.parameters(), kind=config.optimiser, lr=config.rate, weight_decay=config.weight_decay
         )
@@ -346,6 +351,7 @@ class Trainer:
                 "device": device_name(target.device),
                 "target": target.path.name,
                 "target_bytes": target.size,
+                "continued_from": self._begin and self._begin.name,
                 "config": asdict(config),
                 "texts": len(self._train),
                 "held_out": len(self._held_out),

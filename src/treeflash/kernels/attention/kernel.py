@@ -35,6 +35,13 @@ def _accumulate(queries, keys, values, seen, top, weight, sum_, PRECISION: tl.co
 
 
 @triton.jit
+def _split(SPLITS: tl.constexpr):
+    """The program's split: the step's own rows first, splits that a short context leaves empty last."""
+    number = tl.program_id(2)
+    return tl.where(number == 0, SPLITS, number - 1)
+
+
+@triton.jit
 def _extent(span, split, SPLITS: tl.constexpr):
     """First and last key of a split of `span` keys, and how many splits have any; the last split has none.
 
@@ -96,7 +103,7 @@ def _paged_kernel(
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One KV head, one split, BLOCK_M of its rows (node-major) a program."""
-    tile, split, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, split, unit = tl.program_id(0), _split(SPLITS), tl.program_id(1).to(tl.int64)
     item, head = unit // KV, unit % KV
     length = tl.load(lengths + item).to(tl.int32)
     # A window's context is the first tokens and what the root sees, from `low` on; others see no more.
@@ -167,7 +174,7 @@ def _ring_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same over a ring, in which position p lies at p modulo ring; window 0: none."""
-    tile, split, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, split, unit = tl.program_id(0), _split(SPLITS), tl.program_id(1).to(tl.int64)
     item, head = unit // KV, unit % KV
     slot = tl.load(slots + item).to(tl.int64)
     length = tl.load(lengths + slot).to(tl.int32)
@@ -295,7 +302,7 @@ class _Parts:
 
     def grid(self, block: int) -> tuple[int, int, int]:
         batch, rows = self._q.shape[:2]
-        return triton.cdiv(rows * self._group, block), SPLITS + 1, batch * self._kv_heads
+        return triton.cdiv(rows * self._group, block), batch * self._kv_heads, SPLITS + 1
 
     def merge(self, gate: Tensor | None, turn: int = 0) -> Tensor:
         """turn: values of a group to be rotated back; 0: none."""

@@ -4,6 +4,8 @@ The numbers are those of ggml's blocks of the same names (tq3_0: of the forks th
 bits are our own, see `format`.
 """
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,17 @@ def decode(codes: Tensor, scales: Tensor, format: KVFormat, dim: int) -> Tensor:
     """What `encode` made, as float32 [..., dim]."""
     levels = unpack(codes, format, dim)
     if format.name == "tq3_0":
-        values = torch.tensor(TQ3_LEVELS, device=codes.device)[levels.int()]
+        table = torch.tensor(TQ3_LEVELS, device=codes.device)
+        values = table.index_select(0, levels.flatten().int()).view(levels.shape)
     elif format.name == "q8_0":
         values = levels.view(torch.int8).float()
     else:
-        values = levels.float() - (1 << sum(format.planes) - 1)
-    return values * scales.float().repeat_interleave(format.group, -1)[..., :dim]
+        values = levels.float().sub_(1 << sum(format.planes) - 1)
+    # The last group may be a part of one.
+    size = gcd(format.group, dim)
+    each = scales.float().repeat_interleave(format.group // size, -1)[..., : dim // size]
+    values.unflatten(-1, (-1, size)).mul_(each[..., None])
+    return values
 
 
 def pack(levels: Tensor, format: KVFormat) -> Tensor:

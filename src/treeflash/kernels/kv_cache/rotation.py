@@ -4,6 +4,8 @@ R = diag(s2) H diag(s1) over groups of a row, H the orthonormal Walsh-Hadamard m
 s2 fixed signs. Products of two rotated rows are those of the rows; the inverse is the transpose.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ def group_size(dim: int) -> int:
     return min(dim & -dim, LARGEST)
 
 
+@cache
 def signs(mask: int, size: int, device: torch.device) -> Tensor:
     """[size] float32 of -1 and 1."""
     return torch.tensor([1.0 - 2.0 * (mask >> i & 1) for i in range(size)], device=device)

@@ -3,10 +3,10 @@
 from treeflash.kernels.quant_matmul.layout import (
     Layout,
     PackedWeight,
+    empty_packed,
     has_layout,
     layout_of,
     pack,
-    packed_size,
     unpack,
 )
 from treeflash.kernels.quant_matmul.packed import (
@@ -28,6 +28,7 @@ __all__ = [
     "PackedWeight",
     "backend",
     "dense_matmul",
+    "empty_packed",
     "empty_rows",
     "expand_weight",
     "has_layout",
@@ -37,7 +38,6 @@ __all__ = [
     "pack_rows",
     "packed_matmul",
     "packed_products",
-    "packed_size",
     "prepare",
     "quant_matmul",
     "unpack",

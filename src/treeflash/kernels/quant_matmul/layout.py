@@ -10,7 +10,8 @@ Scales are multiplied by a power of two for each row, so that the kernels' float
 overflows nor loses small scales; `row_scale` takes it out again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -115,28 +116,29 @@ def layout_of(type: QuantType) -> Layout:
     return LAYOUTS.get(type, DENSE)
 
 
-def packed_size(type: QuantType, rows: int, columns: int) -> int:
-    """Bytes of a matrix in tiles, before it is made."""
+def empty_packed(
+    type: QuantType, rows: int, columns: int, device: torch.device, space: Tensor | None = None
+) -> PackedWeight:
+    """A matrix in tiles with nothing in it; at the start of `space`, uint8, where that is given."""
     layout = layout_of(type)
-    tiles = (
-        -(-rows // ROW_BLOCK)
-        * (ROW_BLOCK // 16)
-        * (-(-columns // COLUMN_BLOCK) * COLUMN_BLOCK // layout.unit)
-    )
-    return tiles * layout.tile_bytes
+    padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+    shape = (width // layout.unit, padded // 16, layout.tile_bytes)
+    if space is None:
+        tiles = torch.empty(shape, dtype=torch.uint8, device=device)
+    else:
+        tiles = space[: prod(shape)].view(shape)
+    scales = (torch.empty(padded, device=device), torch.empty(padded, device=device))
+    return PackedWeight(tiles, *scales, torch.empty((), device=device), layout, rows, columns)
 
 
-def pack(data: Tensor, type: QuantType) -> PackedWeight:
-    """Packed rows, uint8 [N, row bytes], to tiles on the same device, a slice of rows at a time."""
+def pack(data: Tensor, type: QuantType, space: Tensor | None = None) -> PackedWeight:
+    """Packed rows, uint8 [N, row bytes], to tiles on the same device, a slice of rows at a time.
+
+    At the start of `space` where that is given; tiles of a matrix are a multiple of 256 bytes.
+    """
     rows, columns = len(data), data.shape[1] // type.block_bytes * type.block_elements
-    layout = layout_of(type)
-    padded = -(-rows // ROW_BLOCK) * ROW_BLOCK
-    width = -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
-    device = data.device
-    tiles = torch.empty(
-        width // layout.unit, padded // 16, layout.tile_bytes, dtype=torch.uint8, device=device
-    )
-    row_scale = torch.empty(padded, device=device)
+    made = empty_packed(type, rows, columns, data.device, space)
+    layout, padded, width = made.layout, made.padded_rows, made.padded_columns
     step = max(ROW_BLOCK, _SLICE // width // ROW_BLOCK * ROW_BLOCK)
     for start in range(0, padded, step):
         stop = min(start + step, padded)
@@ -145,11 +147,11 @@ def pack(data: Tensor, type: QuantType) -> PackedWeight:
             slice_tiles, scale = _pack_dense(part, type, stop - start, width)
         else:
             slice_tiles, scale = _pack_fields(fields(part, type), layout, stop - start, width)
-        tiles[:, start // 16 : stop // 16] = slice_tiles
-        row_scale[start:stop] = scale
-    largest = row_scale.amax()
+        made.data[:, start // 16 : stop // 16] = slice_tiles
+        made.row_scale[start:stop] = scale
+    largest = made.row_scale.amax()
     gain = _EXPANSION if layout.scales != "none" else 1.0
-    return PackedWeight(tiles, row_scale, row_scale / largest * gain, largest / gain, layout, rows, columns)
+    return replace(made, expand_factor=made.row_scale / largest * gain, expand_scale=largest / gain)
 
 
 def _pack_dense(data: Tensor, type: QuantType, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,86 @@
+"""How many greedy answers of a target go in circles, all prompts of a suite at once and without a draft.
+
+    python benchmarks/loops.py --data FOLDER --model FILE [--most 0.2]
+
+Prints a JSON line: the shares of answers that loop, that end by themselves, and of HumanEval heads that
+the answer repeats word for word. --texts FILE keeps the answers. Exits with 1 where more than --most loop.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from treeflash.bench.measure import loop_start
+from treeflash.bench.suites import load
+from treeflash.engine.batch import generate_batch
+from treeflash.engine.sampler import SamplingParams
+from treeflash.train.draft_data import encode_prompt
+from treeflash.train.draft_target import load_target
+
+FENCE = "```python\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--suite", default="humaneval")
+    parser.add_argument("--prompts", type=int, default=164)
+    parser.add_argument("--n-gen", type=int, default=256)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--most", type=float, default=1.0, help="share of answers that may loop")
+    parser.add_argument("--texts", type=Path, help="file for the answers")
+    options = parser.parse_args()
+    target = load_target(options.model, device=options.device)
+    prompts = load(options.suite, options.prompts, data=options.data)
+    encoded = [encode_prompt({"messages": list(prompt.messages)}, target) for prompt in prompts]
+    began = time.perf_counter()
+    answers = dict(
+        generate_batch(
+            target.decoder,
+            encoded,
+            max_tokens=options.n_gen,
+            sampling=SamplingParams(temperature=0.0),
+            stop_ids=target.tokenizer.stop_ids,
+            slots=min(64 if target.device.type == "cpu" else 2048, len(encoded)),
+        )
+    )
+    looping = [loop_start(answers[number]) is not None for number in range(len(prompts))]
+    texts = [target.tokenizer.decode(answers[number]) for number in range(len(prompts))]
+    copied = [
+        head(prompt.messages[-1]["content"]) in text for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    share = sum(looping) / len(prompts)
+    print(
+        json.dumps(
+            {
+                "model": options.model.name,
+                "suite": options.suite,
+                "prompts": len(prompts),
+                "loop": round(share, 3),
+                "end": round(
+                    sum(len(answer) < options.n_gen for answer in answers.values()) / len(prompts), 3
+                ),
+                "copied": round(sum(copied) / len(prompts), 3) if options.suite == "humaneval" else None,
+                "tokens": sum(map(len, answers.values())),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+        ),
+        flush=True,
+    )
+    if options.texts is not None:
+        with options.texts.open("w", encoding="utf-8") as file:
+            for prompt, text, loops in zip(prompts, texts, looping, strict=True):
+                file.write(json.dumps({"prompt": prompt.name, "loops": loops, "text": text}) + "\n")
+    sys.exit(1 if share > options.most else 0)
+
+
+def head(request: str) -> str:
+    """What the request's code block holds."""
+    return request.partition(FENCE)[2].removesuffix("\n```").strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""`treeflash show --fit`: how a model would be loaded on a GPU, and what else would fit. Loads no weights."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from treeflash.cli import view
+from treeflash.config import EngineConfig
+from treeflash.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from treeflash.gguf.reader import GGUFFile
+    from treeflash.models.spec import ModelSpec
+
+
+def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[str, Any]:
+    """On the GPU that is here, else on one with as much memory as the limit says."""
+    if find_spec("triton") is None:
+        raise ResourceError("--fit needs Triton, whose buffers it counts; it is not installed")
+    import torch
+
+    from treeflash.engine.memory import room_on, supposed_room
+    from treeflash.engine.plan import Survey
+
+    device = torch.device("cuda")
+    if torch.cuda.is_available():
+        room = room_on(device, config.vram_limit)
+    elif config.vram_limit is None:
+        raise UsageError("there is no GPU here to plan for", "--vram-limit 24g plans for one of that size")
+    else:
+        room = supposed_room(config.vram_limit)
+    found = Survey.of(file, spec, config, device, room)
+    facts: dict[str, Any] = {
+        "limit_bytes": room.limit,
+        "in_use_bytes": room.taken,
+        "context": found.context,
+        "draft": str(config.draft.path) if config.draft else None,
+        "pairs": [
+            {
+                "keys": choice.pair[0].name,
+                "values": choice.pair[1].name,
+                "max_context": choice.max_ctx,
+                "total_bytes": choice.total,
+                "fits": choice.fits,
+                "host_embedding": choice.host_embedding,
+            }
+            for choice in found.choices()
+        ],
+        "plan": None,
+        "problem": None,
+    }
+    try:
+        plan = found.decide()
+    except ResourceError as error:
+        return facts | {"problem": {"message": error.message, "hint": error.hint}}
+    for choice, row in zip(found.choices(), facts["pairs"], strict=True):
+        if choice.pair == plan.kv and plan.max_ctx == found.context:
+            row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
+    chosen = {
+        "keys": plan.kv[0].name,
+        "values": plan.kv[1].name,
+        "context": plan.max_ctx,
+        "reason": plan.reason,
+        "host_embedding": plan.host_embedding,
+        "prefill_chunk": plan.prefill_chunk,
+        "parts": dict(plan.parts),
+        "total_bytes": plan.total,
+        "line": plan.line(),
+        "notes": plan.notes(),
+    }
+    return facts | {"plan": chosen}
+
+
+def show(facts: dict[str, Any]) -> None:
+    plan, problem = facts["plan"], facts["problem"]
+    limit = view.amount(facts["limit_bytes"])
+    if plan is not None:
+        rows = [[name, view.amount(size)] for name, size in plan["parts"].items()]
+        view.table(
+            f"On a GPU with {limit}", ["part", "size"], [*rows, ["total", view.amount(plan["total_bytes"])]]
+        )
+    chosen = None if plan is None else (plan["keys"], plan["values"])
+    view.table(
+        f"Keys and values, on {limit}",
+        ["format", "longest context", f"all, at {facts['context']:,}", "what it means"],
+        [
+            [
+                "/".join(dict.fromkeys((row["keys"], row["values"]))),
+                f"{row['max_context']:,}",
+                view.amount(row["total_bytes"]),
+                _meaning(row, (row["keys"], row["values"]) == chosen),
+            ]
+            for row in facts["pairs"]
+        ],
+        texts=["what it means"],
+    )
+    if plan is None:
+        view.plain(f"\n{problem['message']}; {problem['hint']}")
+    else:
+        view.plain("\n" + "\n".join([plan["line"], *plan["notes"]]))
+
+
+def _meaning(row: dict[str, Any], chosen: bool) -> str:
+    words = ["chosen" if chosen else "fits" if row["fits"] else "too large"]
+    if row["host_embedding"] and row["fits"]:
+        words.append("token embedding in host memory")
+    return ", ".join(words)

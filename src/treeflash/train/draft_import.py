@@ -1,0 +1,60 @@
+"""A finished draft read back, to train it further: the inverse of exporting one. Knows no training."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treeflash.errors import UsageError
+from treeflash.gguf.quants import dequantise
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.draft_spec import DraftSpec
+from treeflash.models.safetensors_source import (
+    SafetensorsSource,
+    checkpoint_name,
+    find_checkpoint,
+    read_config,
+)
+from treeflash.models.spec import ModelSpec
+from treeflash.models.weights import TensorSource
+
+# What a file may say differently without being another draft.
+_FREE = ("source", "vocab_size")
+_SHARED = ("token_embd.weight", "output.weight")  # the target's; some checkpoints bring copies
+
+
+def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
+    """Float32 tensors under z-lab's names, of a GGUF file or a safetensors checkpoint of the shape `spec`."""
+    if path.suffix == ".gguf":
+        with GGUFFile.open(path) as file:
+            found = DraftSpec.from_gguf(file)
+            return _weights(file, found, spec, target)
+    weights, config = find_checkpoint(path)
+    found = DraftSpec.from_config(read_config(config), source=str(config), target_depth=len(target.layers))
+    return _weights(SafetensorsSource(weights), found, spec, target)
+
+
+def _weights(source: TensorSource, found: DraftSpec, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
+    has, asked = asdict(found), asdict(spec)
+    for name in asked:
+        if name not in _FREE and not _same(has[name], asked[name]):
+            raise UsageError(
+                f"{found.source}: the draft in it has {name} {has[name]}, now {asked[name]} is asked for",
+                "--continue-from needs the target's own draft and the flags it was made with",
+            )
+    found.check_tensors(source.tensors, target, found.source)
+    own = (name for name in source.tensors if name not in _SHARED)
+    return {checkpoint_name(name): _expanded(source, name) for name in own}
+
+
+def _same(one: Any, other: Any) -> bool:
+    # A GGUF file keeps numbers in float32.
+    return math.isclose(one, other, rel_tol=1e-6) if isinstance(other, float) else one == other
+
+
+def _expanded(source: TensorSource, name: str) -> Tensor:
+    info = source.require_tensor(name)
+    return dequantise(torch.from_numpy(source.raw(name).copy()), info.type).reshape(info.shape)

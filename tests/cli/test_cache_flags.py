@@ -1,0 +1,55 @@
+"""How keys and values are kept, from the command line to what is told of an answer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from treeflash.cli.cache_flags import ALIASES
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys", "values"),
+    [
+        ([], "auto", "auto"),
+        (["--kv", "q8_0"], "q8_0", "q8_0"),
+        (["--kv", "q8_0", "--kv-v", "q5_0"], "q8_0", "q5_0"),
+        (["--kv-k", "bf16"], "bf16", "auto"),
+        *(([flag], name, name) for flag, name in ALIASES.items()),
+        (["--kv-tq3", "--kv-k", "q8_0"], "q8_0", "tq3_0"),
+    ],
+)
+def test_each_side_may_be_chosen(treeflash, tiny_model, flags: list[str], keys: str, values: str) -> None:
+    done = treeflash("serve", tiny_model(), "--print-config", "--window", "2k", *flags)
+    engine = json.loads(done.stdout)["engine"]
+    assert (engine["kv_k"], engine["kv_v"], engine["window"]) == (keys, values, 2048)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "bench"])
+def test_every_command_that_answers_has_them(treeflash, command: str) -> None:
+    shown = treeflash(command, "--help").stdout
+    for flag in ("--kv ", "--kv-k", "--kv-v", "--window"):
+        assert flag in shown
+    assert not any(flag in shown for flag in ALIASES)
+    refused = treeflash(command, "--kv", "q3")
+    assert refused.exit_code == 2 and "q3" in refused.stderr
+
+
+def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
+    ask = ("run", tiny_model(), "hello", "-n", 8)
+    exact = treeflash(*ask, "--kv-q8")
+    assert exact.exit_code == 0 and "pproximate" not in exact.stderr and "q8_0" not in exact.stderr
+    lossy = treeflash(*ask, "--kv", "q4_0", "--kv-k", "q8_0", "--window", 100)
+    assert lossy.exit_code == 0
+    start, plan, line, *_ = lossy.stderr.splitlines()
+    assert plan.startswith("Keys and values in q8_0/q4_0, context ")
+    assert start.startswith("Approximate: values in q4_0, a window of 100 tokens.")
+    assert line.startswith("8 tok · ") and " · values in q4_0 · a window of 100 tokens · " in line
+    stats = json.loads(treeflash(*ask, "--kv-q4", "--json").stdout)["stats"]
+    assert stats["approximate"] == ["keys and values in q4_0"]
+
+
+def test_a_model_with_other_heads_is_refused(treeflash, tiny_model) -> None:
+    path: Path = tiny_model("qwen2")
+    done = treeflash("run", path, "hello", "--kv", "q4_0")
+    assert done.exit_code == 2 and "needs a multiple of 32" in done.stderr and "--kv f16" in done.stderr

@@ -1,0 +1,32 @@
+"""The flags of the prefix cache: what they come to, and that a second run finds what the first one left."""
+
+import json
+import threading
+from pathlib import Path
+
+
+def test_sizes_are_read(treeflash, tiny_model, tmp_path: Path) -> None:
+    flags = ["--prefix-cache", "1.5g", "--prefix-cache-dir", tmp_path, "--prefix-cache-dir-size", "2g"]
+    done = treeflash("serve", tiny_model(), "--print-config", *flags)
+    engine = json.loads(done.stdout)["engine"]
+    assert (engine["prefix_cache"], engine["prefix_cache_dir_size"]) == (3 << 29, 2 << 30)
+    assert engine["prefix_cache_dir"] == str(tmp_path)
+    done = treeflash("serve", tiny_model(), "--print-config", "--prefix-cache", "0")
+    assert json.loads(done.stdout)["engine"]["prefix_cache"] == 0
+    done = treeflash("serve", tiny_model(), "--prefix-cache", "lots")
+    assert done.exit_code == 2 and "'lots' is not a number of bytes" in done.stderr
+
+
+def test_a_later_run_goes_on(treeflash, tiny_model, tmp_path: Path) -> None:
+    prompt = "Count the words of this text. " + "the quick brown fox jumps over the lazy dog. " * 40
+    found = []
+    for _ in range(2):
+        done = treeflash("run", tiny_model(), "-p", prompt, "-n", 6, "--json", "--prefix-cache-dir", tmp_path)
+        assert done.exit_code == 0, done.stderr
+        found.append(json.loads(done.stdout))
+        for thread in threading.enumerate():  # as the end of a program does
+            if not thread.daemon and thread is not threading.main_thread():
+                thread.join()
+    assert found[0]["text"] == found[1]["text"]
+    cached = [each["stats"]["cached_tokens"] for each in found]
+    assert cached[0] == 0 and cached[1] >= 512 and list(tmp_path.glob("*.snapshot"))

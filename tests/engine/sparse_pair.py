@@ -1,0 +1,25 @@
+"""A pair of 27B shapes as files that are all header: their weights are holes, which take no disk."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from treeflash.tools import grow, grow_write
+
+
+@pytest.fixture(scope="session")
+def pair_27b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grow.Growth]:
+    def leave_holes(writer, file, noise):
+        for plan in file.plans:
+            writer.written(plan.name)
+        yield file.data_bytes
+
+    folder: Path = tmp_path_factory.mktemp("grown")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grow_write, "_write_tensors", leave_holes)
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
+        yield grow.grow(folder, "27b", random=True)
+    shutil.rmtree(folder)

@@ -1,0 +1,61 @@
+"""Rows of a table that may lie in the host's memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from tests.kernels.test_sampling_compile import TARGETS
+from treeflash.gguf.quants import dequantise
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.gather_rows import gather_rows, kernel
+from treeflash.models.weights import Embedding
+
+
+def test_the_kernel_is_indexing_in_the_interpreter() -> None:
+    script = Path(__file__).parent / "interpreted_gather.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("words", ["i64", "i32", "u8"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_compiles_for_every_card(target: str, words: str) -> None:
+    signature = {
+        "table": f"*{words}",
+        "rows": "*i64",
+        "out": f"*{words}",
+        "width": "i32",
+        "BLOCK": "constexpr",
+    }
+    source = ASTSource(kernel.gather_kernel, signature=signature, constexprs={"BLOCK": 512})
+    assert triton.compile(source, target=TARGETS[target]).asm
+
+
+def test_an_embedding_beside_its_tokens_is_indexed() -> None:
+    table = torch.randint(0, 256, (7, 68), dtype=torch.uint8)
+    table.view(-1, 34)[:, :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
+    tokens = torch.tensor([[3, 0, 6]])
+    assert torch.equal(gather_rows(table, tokens), table[tokens])
+    found = Embedding(table, QuantType.Q8_0)(tokens)
+    assert torch.equal(found, dequantise(table[tokens], QuantType.Q8_0))
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_pinned_rows_from_a_graph() -> None:
+    table = torch.randint(0, 256, (1000, 2880), dtype=torch.uint8).pin_memory()
+    tokens = torch.randint(0, 1000, (64,), device="cuda")
+    gather_rows(table, tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gather_rows(table, tokens)
+    tokens.copy_(torch.randint(0, 1000, (64,)))
+    graph.replay()
+    assert torch.equal(found.cpu(), table[tokens.cpu()])

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Trains the pair in the package further, in LIMIT seconds on one GPU; training/README.md, "Continuing".
+#
+#   OUT=FOLDER bash training/continue.sh             everything
+#   OUT=FOLDER bash training/continue.sh target      up to the target, or after it: draft
+#
+# Reads $WORK/text.jsonl.xz and, where $WORK/benchmarks is there, leaves out what overlaps with it and stops
+# before the draft when more of the target's answers loop than MOST says. In $OUT: target.gguf.00 and .01
+# (cat them), draft-q8_0.gguf and what the stages wrote about themselves.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=src:training PYTHONUNBUFFERED=1
+WORK=${WORK:-training/work} OUT=${OUT:-$WORK/out} PARTS=${1:-target draft}
+LIMIT=${LIMIT:-570} MINUTES=${MINUTES:-2.9} MOST=${MOST:-0.2}
+PAIR=src/treeflash/pair
+COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+mkdir -p "$OUT" "$WORK"
+exec > >(tee -a "$OUT/continue.log") 2>&1
+
+# stage NAME SECONDS COMMAND...: runs it under a time limit; SIGTERM first, so that it can save.
+stage() {
+  local name=$1 limit=$2 from=$SECONDS status=0
+  shift 2
+  echo "== $name, at $from s, at most $limit s: $*"
+  timeout --kill-after 15 "$limit" "$@" || status=$?
+  echo "== $name: $((SECONDS - from)) s, exit code $status"
+  return $status
+}
+
+if [[ $PARTS == *target* ]]; then
+  echo "commit $COMMIT, pair $(sha256sum $PAIR/target.gguf $PAIR/draft.gguf | cut -c1-16 | paste -sd ' ')"
+  compared=()
+  if [[ -d $WORK/benchmarks ]]; then compared=(--benchmarks "$WORK/benchmarks"); fi
+  stage vocabulary 30 python training/tokenizer.py --model $PAIR/target.gguf --work "$WORK"
+  stage data 120 python training/prepare.py --corpus "$WORK/text.jsonl.xz" --work "$WORK" --seed 2 \
+    --budget-tokens 80000000 --instruct-tokens 0.35 --prompts 20000 "${compared[@]}"
+  cp "$WORK/prepare.json" "$OUT"
+  stage target $((LIMIT / 2)) python training/pretrain.py --work "$WORK" --minutes "$MINUTES" --seq 768 \
+    --lr 1.5e-3 --instruct-share 0.5 --seed 2 --continue-from $PAIR/target.gguf
+  cp "$WORK/pretrain.json" "$OUT"
+  stage file 60 python -c "from pathlib import Path; from treeflash.tools.convert import convert; \
+print(convert(Path('$WORK/TreeFlash-40M'), Path('$WORK/target.gguf'), mix='q4_k_m').bytes, 'bytes')"
+  split -b 15M -d "$WORK/target.gguf" "$OUT/target.gguf."
+  if [[ -d $WORK/benchmarks ]]; then
+    stage loops 60 python benchmarks/loops.py --data "$WORK/benchmarks" --model "$WORK/target.gguf" \
+      --most "$MOST" --texts "$OUT/loops.jsonl"
+  fi
+fi
+
+if [[ $PARTS == *draft* ]]; then
+  # What is left is shared out: answers two fifths, training the rest but for start, evaluation and files.
+  left=$((LIMIT - SECONDS))
+  answering=$(python -c "print(max(0.5, 0.4 * $left / 60))")
+  rm -rf "$WORK/draft"
+  stage answers $((left / 2)) python training/draft.py "$WORK/target.gguf" --prompts "$WORK/prompts.jsonl" \
+    -o "$WORK/draft" --n-gen 256 --data-only --stop-after "$answering"
+  left=$((LIMIT - SECONDS))
+  training=$(python -c "print(min(4.0, max(0.5, ($left - 35) / 60)))")
+  stage draft "$left" python training/draft.py "$WORK/target.gguf" --tokens "$WORK/draft/tokens" \
+    -o "$WORK/draft" --minutes "$training" --lr 1e-3 --gguf --continue-from $PAIR/draft.gguf
+  cp "$WORK/draft/draft-q8_0.gguf" "$WORK/draft/training.json" "$OUT"
+fi
+echo "done after $SECONDS s"

@@ -1,0 +1,43 @@
+"""Whether a text shares a run of words with a prompt of a benchmark; knows no training text."""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+RUN = 13  # words
+WORD = re.compile(r"[a-z0-9]+")
+# File, and the fields that hold what is asked and what answers it.
+BENCHMARKS = {
+    "humaneval/test.jsonl.gz": ("prompt", "canonical_solution"),
+    "gsm8k/test.jsonl.gz": ("question", "answer"),
+    "math500/test.jsonl.gz": ("problem", "solution"),
+    "mbpp/all.jsonl.gz": ("text", "code"),
+}
+MBPP_TRAINING = 601  # the first of its tasks that are meant for training
+
+
+def benchmark_runs(folder: Path) -> frozenset[str]:
+    """Every run of words in the benchmarks' items."""
+    found: set[str] = set()
+    for name, fields in BENCHMARKS.items():
+        path = folder / name
+        if not path.exists():
+            raise SystemExit(f"{path} is missing: --benchmarks names a folder with {', '.join(BENCHMARKS)}")
+        for line in gzip.decompress(path.read_bytes()).decode("utf-8").split("\n"):
+            item = json.loads(line) if line.strip() else {}
+            if name.startswith("mbpp") and item.get("task_id", 0) >= MBPP_TRAINING:
+                continue
+            for field in fields:
+                found.update(runs(item.get(field, "")))
+    return frozenset(found)
+
+
+def runs(text: str) -> Iterator[str]:
+    words = WORD.findall(text.lower())
+    return (" ".join(words[start : start + RUN]) for start in range(len(words) - RUN + 1))
+
+
+def overlaps(text: str, benchmarks: frozenset[str]) -> bool:
+    return any(run in benchmarks for run in runs(text))
