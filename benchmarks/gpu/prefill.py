@@ -1,6 +1,6 @@
 """Prompt text on a GPU: the kernels against their references, then whole prefills of a random 27B model.
 
-PYTHONPATH=src python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 90] [--only kernels,model]
+PYTHONPATH=src python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 150] [--only kernels,model]
 
 The model is written beside the kernels' checks, in another process. --device cpu tries the checks on small
 shapes (with TRITON_INTERPRET=1).
