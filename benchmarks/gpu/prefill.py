@@ -1,6 +1,6 @@
 """Prompt text on a GPU: the kernels against their references, then whole prefills of a random 27B model.
 
-PYTHONPATH=src python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 90] [--only kernels,model]
+PYTHONPATH=src python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 150] [--only kernels,model]
 
 The model is written beside the kernels' checks, in another process. --device cpu tries the checks on small
 shapes (with TRITON_INTERPRET=1).
@@ -217,15 +217,14 @@ def first_token_s(engine: Engine, tokens: int, seed: int) -> float:
 
 @torch.inference_mode()
 def last_logits(engine: Engine, prompt: list[int], chunk: int) -> Tensor:
-    plain, engine._chunk = engine._chunk, chunk
+    ends = [*range(chunk, len(prompt), chunk), len(prompt)]
     slot = engine.states.open()
     engine.drafter.open()
     try:
-        *_, (hidden, _) = engine._prefill(Request(prompt=prompt), slot)
+        *_, (hidden, _) = engine._prefill(Request(prompt=prompt), slot, ends)
         return engine.target.logits(hidden)[0]
     finally:
         engine.states.close(slot)
-        engine._chunk = plain
 
 
 def model(report: Report) -> None:

@@ -77,10 +77,12 @@ def rows_of(
     return q * dim**-0.5, k, v, g, torch.rand(batch, tokens, heads[1])
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 150])
-def test_slot_delta(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1.0), (64, 1e9), (65, 1e-12), (150, 1.0)])
+def test_slot_delta(tokens: int, size: float) -> None:
+    """Whatever the size of values and states: float16 alone would not hold these."""
     q, k, v, g, beta = rows_of(tokens)
-    states = [torch.randn(3, 3, 32, 32)] * 2
+    v *= size
+    states = [size * torch.randn(3, 3, 32, 32)] * 2
     states[1] = states[0].clone()
     slots = torch.tensor([2, 0])
     found = delta_chunk.slot_delta(q, k, v.clone(), g, beta, states[0], slots=slots)

@@ -13,7 +13,7 @@ from treeflash.engine.cut import cut_text
 from treeflash.engine.device_step import StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
-from treeflash.engine.prefill import chunk_size, compile_chunk, rows_wanted
+from treeflash.engine.prefill import chunk_size, compile_chunk, read_chunk, rows_wanted
 from treeflash.engine.prefix import PrefixCache
 from treeflash.engine.prefix_files import SnapshotFiles
 from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
@@ -272,13 +272,12 @@ class Engine:
             self._reserve(slot, tokens.shape[1])
             step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
             wanted = rows_wanted(start, stop, {*kept, ends[-1]}, self.drafter.reach)
-            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=wanted)
-            self.states.advance(step)
-            self.drafter.append(request.prompt[start:stop], output.features[0])
+            last = read_chunk(
+                self.target, self.states, self.drafter, step, request.prompt[start:stop], wanted
+            )
             if stop in kept:
                 self._remember(request, request.prompt[:stop], kept[stop], slot)
-            # A copy: a chunk's activations are large.
-            yield output.hidden[:, -1].clone(), stop
+            yield last, stop
             start = stop
 
     def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:

@@ -6,11 +6,13 @@ The size follows from the card alone, so that where a prompt is cut follows from
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import MAX_ROWS, Step
+from treeflash.spec.draft import Drafter
 from treeflash.state.sequences import SequenceStates
 
 CPU_CHUNK = 512  # a larger one is no faster there, and tells less often how far it is
@@ -35,6 +37,16 @@ def rows_wanted(start: int, stop: int, ends: Iterable[int], reach: int) -> int:
     """
     needed = min(end for end in ends if end >= stop) - reach
     return min(stop - start, max(0, stop - needed))
+
+
+def read_chunk(
+    target: Decoder, states: SequenceStates, drafter: Drafter, step: Step, tokens: list[int], wanted: int
+) -> Tensor:
+    """The last row's hidden state [1, width]; all else of a chunk is large, and gone when this returns."""
+    output = target.forward(step, states.buffers, taps=drafter.taps, tapped=wanted)
+    states.advance(step)
+    drafter.append(tokens, output.features[0])
+    return output.hidden[:, -1].clone()
 
 
 def compile_chunk(target: Decoder, states: SequenceStates, slot: int) -> None:

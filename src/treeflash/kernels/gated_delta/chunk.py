@@ -16,10 +16,13 @@ from treeflash.kernels.gated_delta.reference import CHUNK
 
 @triton.jit
 def _factor(peak):
-    """The power of two that takes a magnitude to [2^8, 2^9), clear of float16's ends, and its inverse."""
+    """The power of two that takes a magnitude to [2^4, 2^5), and its inverse.
+
+    A state may then grow 2000 times beyond what it begins with and is given, and 2^-18 of it is still normal.
+    """
     exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 16), 254)
-    times = ((262 - exponent) << 23).to(tl.float32, bitcast=True)
-    return times, ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    times = ((258 - exponent) << 23).to(tl.float32, bitcast=True)
+    return times, ((exponent - 4) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["T", "runs"])
