@@ -219,7 +219,7 @@ def test_any_mixture_of_magnitudes_stays_within_the_block(
     choice = torch.randint(len(values), (512,), generator=torch.Generator().manual_seed(seed))
     blocks = torch.tensor(values)[choice].view(-1, type.block_elements)
     worst = (round_trip(blocks, type) - blocks).abs().amax(1)
-    # A scale is off by half of the smallest float16 at most; the types with super-blocks choose theirs better.
+    # A scale is off by half of the smallest float16 at most; types with super-blocks choose theirs better.
     steps = {Q8_0: 127, Q4_0: 8}.get(type, 1)
     assert torch.all(worst <= 0.2 * blocks.abs().amax(1) + steps * 2**-25)
 
