@@ -15,241 +15,71 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from layer_checks import EPS, FAILED, HEAD, HEADS, KV_HEADS, LINES, PAGE, ROTATED, Poison, check, say, summary
+from layer_checks import EPS, FAILED, HEAD, HEADS, KV_HEADS, LINES, PAGE, ROTATED, say, summary
 from layers import milliseconds
-from torch import Tensor
+from long_checks import (
+    NAMES,
+    VARIANTS,
+    Case,
+    Variant,
+    check_expand,
+    check_pair,
+    check_rows_alone,
+    check_write,
+    noise,
+    run_jobs,
+)
 
-from treeflash.kernels.attention import kernel
-from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.kv_cache import kernel as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import decode, encode, unpack
-from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
 from treeflash.kernels.norm_rope import reference as norm
-from treeflash.models.step import Step
 
 SECONDS = 80  # behind which no further part begins
 WORKERS = 14
 LAYERS = 16  # with attention, of the 27B
-NAMES = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 TIMED = ("f16", "q8_0", "q5_0", "q4_0", "tq3_0")
 CONTEXTS = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)
-# Rows, keys, stages and warps besides those that are chosen, and splits.
-VARIANTS = (
-    {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 3, "num_warps": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 7, "num_warps": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 3, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "num_warps": 8},
-    {"SPLITS": 32},
-)
 
 
-def tree_of(rows: int, batch: int, device: str) -> Step:
-    """Row i hangs below row (i - 1) // 2."""
-    parents = (torch.arange(rows, device=device) - 1).div(2, rounding_mode="floor").expand(batch, rows)
-    slots = torch.arange(batch, device=device)
-    return Step.tree(slots, torch.zeros_like(parents), parents.contiguous(), torch.zeros_like(slots))
+Running = list[tuple[subprocess.Popen, Path]]
 
 
-def filled(name: str, shape: tuple[int, ...], dim: int, device: str) -> HeadPool:
-    """A pool of random rows."""
-    pool = HeadPool.empty(FORMATS[name], shape, dim, torch.device(device))
-    rows = torch.randn(*shape, dim, device=device)
-    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
-    for plane, part in zip(pool.planes, parts, strict=True):
-        plane.copy_(part)
-    return pool
-
-
-def noise(name: str, shape: tuple[int, ...], dim: int) -> HeadPool:
-    """Any numbers, at once: for times."""
-    pool = HeadPool.empty(FORMATS[name], shape, dim, torch.device("cuda"))
-    if pool.scales is None:
-        pool.codes.normal_()
-    else:
-        pool.codes.random_(0, 256)
-        pool.scales.uniform_(0.01, 0.02)
-    return pool
-
-
-class Case:
-    """A step's rows over a context in pages that lie anywhere."""
-
-    def __init__(
-        self,
-        pair: tuple[str, str],
-        rows: int,
-        lengths: tuple[int, ...],
-        *,
-        device: str = "cuda",
-        heads: tuple[int, int, int] = (HEADS, KV_HEADS, HEAD),
-        window: int | None = None,
-        layers: int | None = None,
-    ):
-        query, kv, dim = heads
-        batch, pages = len(lengths), -(-(max(lengths) + 64) // PAGE)
-        shape = (batch * pages, kv, PAGE)
-        self.window, self.step = window, tree_of(rows, batch, device)
-        self.q = torch.randn(batch, rows, query, dim, device=device)
-        self.gate = torch.randn(batch, rows, query, 2 * dim, device=device)[..., dim:]
-        self.pools = [
-            filled(name, shape, dim, device) if layers is None else noise(name, (layers, *shape), dim)
-            for name in pair
-        ]
-        self.table = torch.randperm(batch * pages, device=device).view(batch, pages)
-        self.lengths = torch.tensor(lengths, device=device)
-        self.positions = self.lengths[:, None] + self.step.positions
-
-    def _places(self) -> tuple[Tensor, ...]:
-        assert self.step.ancestors is not None
-        return self.table, self.lengths, self.step.ancestors, self.positions
-
-    def found(self, pools: list[HeadPool] | None = None) -> Tensor:
-        options = {"window": self.window, "gate": self.gate}
-        return kernel.paged_attention(self.q, *(pools or self.pools), *self._places(), **options)
-
-    def wanted(self) -> Tensor:
-        return attention.paged_attention(
-            self.q.double(), *self.pools, *self._places(), window=self.window, gate=self.gate.double()
-        )
-
-
-def check_pair(pair: tuple[str, str], device: str) -> None:
-    tolerance = 1.5e-2 if "bf16" in pair else 2e-3
-    shapes = [
-        ((HEADS, KV_HEADS, HEAD), 11, (777, 130), None),
-        ((HEADS, KV_HEADS, HEAD), 24, (64, 4100), None),
-    ]
-    if pair[0] == pair[1]:
-        shapes += [((32, 8, 128), 3, (0, 1001), None), ((16, 8, 64), 1, (65, 63), None)]
-        shapes += [((HEADS, KV_HEADS, HEAD), 7, (9000, 70), 500)]
-    if device == "cpu":
-        shapes = [((4, 2, 64), 3, (70, 3), None), ((2, 1, 64), 2, (300, 64), 30)]
-    for heads, rows, lengths, window in shapes:
-        case = Case(pair, rows, lengths, device=device, heads=heads, window=window)
-        with Poison():
-            found = case.found()
-        name = f"{'/'.join(pair)}, heads {heads}, {rows} rows, context {lengths}, window {window}"
-        check(name, found, case.wanted(), tolerance)
-
-
-def check_variant(name: str, number: int) -> None:
-    """Other tiles against those that are chosen, and compiled for the times that follow."""
-    case = Case((name, name), 24, (5000,))
-    plain = case.found()
-    with Variant(number):
-        check(f"{name}, {VARIANTS[number]}", case.found(), plain, 2e-3)
-
-
-class Variant:
-    """Other tiles or another number of splits while this is open."""
-
-    def __init__(self, number: int):
-        self._chosen = dict(VARIANTS[number])
-
-    def __enter__(self) -> None:
-        self._plain = kernel.tiles, kernel.SPLITS
-        kernel.SPLITS = self._chosen.pop("SPLITS", kernel.SPLITS)
-        kernel.tiles = lambda *shape: {**self._plain[0](*shape), **self._chosen}
-
-    def __exit__(self, *failure: object) -> None:
-        kernel.tiles, kernel.SPLITS = self._plain
-
-
-def check_pairs(device: str) -> None:
-    """Every pair, and every variant, in processes of their own."""
-    if device == "cpu":
-        for pair in (("q8_0", "q4_0"), ("f16", "tq3_0")):
-            check_pair(pair, device)
-        return
+def start_jobs(folder: Path) -> Running:
+    """Every pair and every variant, in processes that run beside the first checks."""
     pairs = sorted(itertools.product(NAMES, NAMES), key=lambda pair: pair[0] != pair[1])
     jobs = ["/".join(pair) for pair in pairs]
     jobs += [f"{name}:{number}" for name in ("f16", "q8_0", "q4_0") for number in range(len(VARIANTS))]
-    with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for worker in range(WORKERS):
-            out = Path(folder) / f"{worker}.jsonl"
-            command = [sys.executable, __file__, "--out", str(out), "--jobs", *jobs[worker::WORKERS]]
-            running.append((subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), out))
-        for process, out in running:
-            try:
-                text = process.communicate(timeout=70)[0].decode()
-            except subprocess.TimeoutExpired:
-                process.kill()
-                text = process.communicate()[0].decode() + "FAIL out of time\n"
-            for line in text.splitlines():
-                if not line.startswith("PASS"):
-                    say(line)
-            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-            LINES.extend(lines)
-            FAILED.extend(line["check"] for line in lines if not line["passed"])
-            if process.returncode not in (0, 1) or "FAIL out of time" in text:
-                FAILED.append(f"a process of checks ended with {process.returncode}")
+    running = []
+    for worker in range(WORKERS):
+        out = folder / f"{worker}.jsonl"
+        command = [sys.executable, __file__, "--out", str(out), "--jobs", *jobs[worker::WORKERS]]
+        running.append((subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), out))
+    return running
 
 
-def check_write(device: str) -> None:
-    """Codes against the reference: where the last bits of a sum differ, a value may go to the next code."""
-    for dim, interleaved in ((256, False), (128, True), (64, False)):
-        k, v = torch.randn(2, 1, 24, KV_HEADS, 2 * dim, device=device)[..., :dim] * 3
-        weight = torch.randn(dim, device=device)
-        positions = torch.randint(0, 200000, (1, 24), device=device)
-        angles = norm.rope_angles(positions, torch.rand(ROTATED // 2, device=device))
-        places = torch.randperm(4 * PAGE, device=device)[:24]
-        split = {"pages": places // PAGE, "offsets": places % PAGE, "interleaved": interleaved}
-        for name in NAMES:
-            pools = []
-            for implementation in (cache_kernel, norm):
-                shape, target = (2, 4, KV_HEADS, PAGE), torch.device(device)
-                both = HeadPool.empty(FORMATS[name], shape, dim, target)
-                implementation.cache_heads(k, v, weight, EPS, *angles, keys=both[0], values=both[1], **split)
-                pools.append(both)
-            found, wanted = pools
-            label = f"write {name}, heads of {dim}"
-            if found.scales is None or wanted.scales is None:
-                check(label, found.codes, wanted.codes, 1e-2 if name == "bf16" else 1e-3)
-                continue
-            levels = [unpack(pool.codes, pool.format, dim) for pool in pools]
-            share = float((levels[0] != levels[1]).sum() / (2 * 24 * KV_HEADS * dim))
-            say(f"{label}: {share:.1e} of the codes differ")
-            both = [decode(pool.codes, pool.scales, pool.format, dim) for pool in pools]
-            # A step of a code is that large a part of a row: the coarsest has 8 of them.
-            check(label, *both, 2e-2 if name == "tq3_0" else 5e-3)
-            check(f"{label}, codes that differ", torch.tensor([1 + share]), torch.ones(1), 1e-3)
-
-
-def check_expand(device: str) -> None:
-    for name in NAMES[2:]:
-        pool = filled(name, (40, KV_HEADS, PAGE), HEAD, device)
-        table = torch.randperm(40, device=device)
-        rows = rotate_back(decode(pool.codes, pool.scales, pool.format, HEAD))
-        rows = rows[table].transpose(1, 2).flatten(0, 1)
-        for first, count in ((0, 1), (77, 1999)) if device == "cuda" else ((5, 9),):
-            with Poison():
-                found = cache_kernel.expand(pool, table, first, count)
-            check(f"expand {name}, {first}, {count}", found, rows[first : first + count], 1e-3)
-
-
-def check_rows_alone(device: str) -> None:
-    """Row 0 among others is bit by bit what it is alone."""
-    for name in ("f16", "q8_0", "q4_0", "tq3_0"):
-        for length, window in ((1000, None), (40000, None), (9000, 500)):
-            case = Case((name, name), 64, (length,), window=window)
-            q, gate, positions = case.q, case.gate, case.positions
-            results = []
-            for rows in (1, 8, 24, 64):
-                case.q, case.gate, case.step = q[:, :rows], gate[:, :rows], tree_of(rows, 1, device)
-                case.positions = positions[:, :rows]
-                results.append(case.found()[:, :1])
-            equal = all(torch.equal(result, results[0]) for result in results)
-            label = f"row 0 of 1, 8, 24, 64 rows, {name}, context {length}, window {window}"
-            say("EQUAL" if equal else "DIFFERS", label)
-            LINES.append({"check": label, "error": 0.0 if equal else 1.0, "passed": equal})
-            if not equal:
-                FAILED.append(label)
+def check_pairs(device: str, running: Running) -> None:
+    """What those processes found; on a CPU two pairs."""
+    if device == "cpu":
+        check_pair(("q8_0", "q4_0"), device)
+        check_pair(("f16", "tq3_0"), device)
+    for process, out in running:
+        try:
+            text = process.communicate(timeout=60)[0].decode()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text = process.communicate()[0].decode()
+        for line in text.splitlines():
+            if line != "all checks passed":
+                say(line)
+        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        LINES.extend(lines)
+        FAILED.extend(line["check"] for line in lines if not line["passed"])
+        if process.returncode not in (0, 1):
+            FAILED.append(f"a process of checks ended with {process.returncode}")
 
 
 def ceilings() -> tuple[float, float]:
@@ -349,24 +179,6 @@ def time_variants(device: str) -> None:
                 say("    could not", label, traceback.format_exc(limit=1).splitlines()[-1])
 
 
-def run_jobs(jobs: list[str]) -> None:
-    """What a process of checks was asked for: pairs `keys/values`, variants `format:number`."""
-    for job in jobs:
-        try:
-            with torch.inference_mode():
-                if ":" in job:
-                    name, number = job.split(":")
-                    check_variant(name, int(number))
-                else:
-                    keys, values = job.split("/")
-                    check_pair((keys, values), "cuda")
-        except Exception:
-            say("FAIL", job, traceback.format_exc())
-            # A variant that a card has no room for is nobody's fault.
-            if ":" not in job:
-                LINES.append({"check": job, "error": 1.0, "passed": False})
-
-
 def keep(out: Path | None) -> None:
     if out is not None:
         with out.open("a") as file:
@@ -378,30 +190,38 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--jobs", nargs="*", default=[])
+    parser.add_argument("--jobs", nargs="*", help="of a process of checks: keys/values or format:variant")
     options = parser.parse_args()
     torch.manual_seed(0)
-    run_jobs(options.jobs)
-    keep(options.out)
-    parts: list[Callable[[str], None]] = [check_write, check_expand, check_pairs] if not options.jobs else []
-    if parts and options.device == "cuda":
+    if options.jobs:
+        run_jobs(options.jobs, options.device)
+        keep(options.out)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(options.device, options.out, Path(folder))
+
+
+def measure(device: str, out: Path | None, folder: Path) -> int:
+    running = start_jobs(folder) if device == "cuda" else []
+    parts: list[Callable[[str], None]] = [check_write, check_expand, partial(check_pairs, running=running)]
+    if device == "cuda":
         say(torch.cuda.get_device_name(), "torch", torch.__version__)
         parts += [check_rows_alone, time_attention, time_writes, time_windows, time_expand, time_variants]
     begin = time.monotonic()
     for part in parts:
-        started = time.monotonic()
+        started, name = time.monotonic(), getattr(part, "__name__", "check_pairs")
         if started - begin > SECONDS:
-            say("no time left for", part.__name__)
+            say("no time left for", name)
             continue
         try:
             with torch.inference_mode():
-                part(options.device)
+                part(device)
         except Exception:
-            FAILED.append(part.__name__)
-            say("FAIL", part.__name__, traceback.format_exc())
-        summary(part.__name__, LINES)
-        say(f"part {part.__name__} took {time.monotonic() - started:.1f} s")
-        keep(options.out)
+            FAILED.append(name)
+            say("FAIL", name, traceback.format_exc())
+        summary(name, LINES)
+        say(f"part {name} took {time.monotonic() - started:.1f} s")
+        keep(out)
     say("FAILED: " + "; ".join(FAILED) if FAILED else "all checks passed")
     return 1 if FAILED else 0
 
