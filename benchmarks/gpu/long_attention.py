@@ -175,9 +175,10 @@ def check_pairs(device: str) -> None:
             out = Path(folder) / f"{worker}.jsonl"
             command = [sys.executable, __file__, "--out", str(out), "--jobs", *jobs[worker::WORKERS]]
             running.append((subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), out))
+        end = time.monotonic() + 70
         for process, out in running:
             try:
-                text = process.communicate(timeout=70)[0].decode()
+                text = process.communicate(timeout=max(1.0, end - time.monotonic()))[0].decode()
             except subprocess.TimeoutExpired:
                 process.kill()
                 text = process.communicate()[0].decode() + "FAIL out of time\n"

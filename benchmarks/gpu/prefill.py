@@ -42,7 +42,7 @@ from treeflash.models.spec import ModelSpec
 
 # Columns, stages, warps of the walk; rows, keys, stages, warps of attention.
 WALKS = ((64, 2, 8), (64, 3, 8), (64, 2, 4), (32, 2, 4), (32, 1, 4), (32, 3, 8))
-TILES = ((128, 64, 2, 8), (128, 64, 3, 8), (128, 32, 2, 8), (128, 32, 3, 8), (64, 64, 2, 4))
+TILES = ((128, 32, 3, 8), (128, 32, 2, 8), (64, 64, 2, 8), (128, 64, 2, 8), (64, 32, 3, 4))
 GROUPS = {
     "delta: inverse": ("_prepare_kernel",),
     "delta: walk": ("_walk_kernel", "_fold_kernel"),
@@ -104,14 +104,7 @@ def deltas(works: list[DeltaWork], ready: list[tuple[Tensor, ...]]) -> None:
 def tune_delta(report: Report, run: Callable[[], None]) -> None:
     walk, prepare = delta.walk_tiles, delta.prepare_tiles
     try:
-        for columns, stages, warps in (
-            (64, 2, 8),
-            (64, 3, 8),
-            (64, 2, 4),
-            (32, 2, 4),
-            (32, 1, 4),
-            (32, 3, 8),
-        ):
+        for columns, stages, warps in WALKS:
             chosen = {"COLUMNS": columns, "num_stages": stages, "num_warps": warps}
             delta.walk_tiles = lambda *_, chosen=chosen: chosen
             report.tell("walk tiles", ms=round(median_ms(run) / 2, 3), **chosen)
