@@ -223,7 +223,7 @@ def unlimited(report: Report, options: Options) -> None:
 
 
 def same(report: Report, options: Options) -> None:
-    """Without the limit, but in its formats and chunks: where the planner's choice alone made a difference."""
+    """Without the limit, but in its formats and chunks: what the planner chose makes no difference here."""
     other = torch.load(options.kept("limited"), weights_only=False)
     names = [format.name for format in other["kv"]]
     settings = {"kv_k": names[0], "kv_v": names[1], "prefill_chunk": other["chunk"]}
