@@ -76,7 +76,7 @@ class Peak:
         self.bytes, self.looks = max(self.bytes, total - free), self.looks + 1
 
     def _go_on(self) -> None:
-        while not self._over.wait(0.005):
+        while not self._over.wait(0.02):
             self.look()
 
     def __enter__(self) -> "Peak":
