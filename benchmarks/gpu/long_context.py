@@ -27,11 +27,13 @@ from treeflash.bench_step import _Bench, read_bandwidth
 from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.engine.needs import token_bytes
+from treeflash.engine.plan import MemoryPlan
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.session import Session
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
+from treeflash.models.decoder import Decoder
 from treeflash.models.step import AttentionBuffers
 from treeflash.tools.grow import grow
 
@@ -58,9 +60,10 @@ class Options:
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
-    def kept(self, name: str) -> Path:
-        """What a part leaves for another one."""
-        return self.folder / f"{name}.pt"
+    @property
+    def kept(self) -> Path:
+        """What the part with the limit leaves for the one without."""
+        return self.folder / "limited.pt"
 
 
 class Peak:
@@ -151,19 +154,15 @@ def load(report: Report, options: Options, peak: Peak, **settings: Any) -> Sessi
         # Nobody else may call CUDA meanwhile; what it takes is still there behind it.
         report.check("captured", session.engine.capture())
         peak.look()
-        gc.collect()
-        torch.cuda.empty_cache()
+        freed(session.engine.target.device)
         report.tell("ready", seconds=round(time.perf_counter() - begin, 1))
     return session
 
 
-def read(report: Report, options: Options, session: Session, name: str) -> dict[str, Any]:
-    """Prefill and what is written behind it; kept for the other part."""
-    engine = session.engine
-    prompt, places = text_of(session, min(options.tokens, session.plan.max_ctx - 2 * WRITTEN))
+def read(report: Report, engine: Engine, prompt: list[int], places: list[int], name: str) -> dict[str, Any]:
+    """Prefill and what is written behind it."""
     request = Request(prompt=prompt, max_tokens=WRITTEN, sampling=SHOWN)
-    found: dict[str, Any] = {"prompt": prompt, "tokens": [], "gaps": [], "kv": session.plan.kv}
-    found["chunk"] = session.plan.prefill_chunk
+    found: dict[str, Any] = {"tokens": [], "gaps": []}
     begin, told = time.perf_counter(), 0.0
     for event in engine.generate(request):
         match event:
@@ -190,12 +189,12 @@ def read(report: Report, options: Options, session: Session, name: str) -> dict[
                 )
     report.check(f"{name}: text behind the prompt", 0 < len(found["tokens"]) <= WRITTEN)
     report.check(f"{name}: keys and values are numbers", bool(found["needles"].isfinite().all()))
-    torch.save(found, options.kept(name))
     return found
 
 
 def limited(report: Report, options: Options) -> None:
     """The planner's choice within the limit, and the most that is in use from first to last."""
+    options.kept.unlink(missing_ok=True)
     peak = Peak(options.device)
     # A CPU has no such limit: there another format has something to compare.
     settings = {"vram_limit": options.limit} if options.on_gpu else {"kv_k": "q8_0", "kv_v": "q5_0"}
@@ -205,8 +204,12 @@ def limited(report: Report, options: Options) -> None:
         wanted = min(262_144, session.engine.target.spec.context_length)
         report.check("the whole context", plan.max_ctx == wanted, context=plan.max_ctx)
         report.tell("loaded within", gib=round(peak.bytes / GIB, 3))
+    count = min(options.tokens, plan.max_ctx - 2 * WRITTEN)
+    prompt, places = text_of(session, count)
     with peak:
-        read(report, options, session, "limited")
+        found = read(report, session.engine, prompt, places, "limited")
+    kept = {"prompt": prompt, "places": places, "kv": plan.kv, "chunk": plan.prefill_chunk}
+    torch.save(found | kept, options.kept)
     if options.on_gpu:
         facts = {"peak_gib": round(peak.bytes / GIB, 3), "planned_gib": round(plan.total / GIB, 3)}
         seen = peak.looks > 100
@@ -215,47 +218,58 @@ def limited(report: Report, options: Options) -> None:
 
 
 def unlimited(report: Report, options: Options) -> None:
-    """The same text without the limit, compared; then steps, for which the weights are there already."""
+    """The same text without the limit; steps; and, if there is time, how far 16 bits are from the choice."""
     session = load(report, options, Peak(options.device))
-    if options.kept("limited").exists():
-        guarded(report, "comparison", lambda: compare(report, options, session, "unlimited"))
-    guarded(report, "steps", lambda: steps(report, options, session))
+    other = torch.load(options.kept, weights_only=False) if options.kept.exists() else None
+    # The draft's part is the same for every format; it is measured where it is.
+    longest = USUAL if options.on_gpu else 500
+    drafting = draft_ms(report, session, longest, ROWS[-1] if options.on_gpu else 8)
+    target, plan = session.engine.target, session.plan
+    session.engine = None  # its keys and values make room
+    if other is not None:
+        same = {"kv": other["kv"], "prefill_chunk": other["chunk"]}
+        guarded(report, "the same", lambda: compare(report, target, other, "unlimited", **same))
+    guarded(report, "steps", lambda: steps(report, options, target, plan, drafting))
+    if other is not None and report.left > 20 + len(other["prompt"]) / 4000:
+        guarded(report, "16 bits", lambda: compare(report, target, other, "16 bits", kv=plan.kv))
 
 
-def same(report: Report, options: Options) -> None:
-    """Without the limit, but in its formats and chunks: what the planner chose makes no difference here."""
-    other = torch.load(options.kept("limited"), weights_only=False)
-    names = [format.name for format in other["kv"]]
-    settings = {"kv_k": names[0], "kv_v": names[1], "prefill_chunk": other["chunk"]}
-    compare(report, options, load(report, options, Peak(options.device), **settings), "same")
+def freed(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def compare(report: Report, options: Options, session: Session, label: str) -> None:
-    other = torch.load(options.kept("limited"), weights_only=False)
-    found = read(report, options, session, label)
-    report.check("the same prompt", found["prompt"] == other["prompt"])
+def compare(report: Report, target: Decoder, other: dict[str, Any], label: str, **settings: Any) -> None:
+    """Keys and values of the needles, and what is written; by steps of the root alone."""
+    freed(target.device)
+    engine = Engine(target, max_ctx=len(other["prompt"]) + 2 * WRITTEN, **settings)
+    found = read(report, engine, other["prompt"], other["places"], label)
+    same = settings["kv"] == other["kv"]
     for side, (name, format) in enumerate(zip(("keys", "values"), other["kv"], strict=True)):
         wanted, seen = found["needles"][:, side], other["needles"][:, side]
         # A grown model has layers and heads in which nothing happens.
         layers = [layer for layer in range(len(wanted)) if wanted[layer].norm() > 0]
         allowed = apart(stored(wanted[layers], format), wanted[layers])
-        by_layer = [round(apart(seen[layer], wanted[layer]), 4) for layer in layers]
-        report.tell(f"{name}: difference by layer", format=format.name, layers=layers, errors=by_layer)
+        by_layer = [round(apart(seen[layer], wanted[layer]), 5) for layer in layers]
+        report.tell(f"{label}: {name} by layer", format=format.name, layers=layers, errors=by_layer)
         for number, depth in enumerate(DEPTHS):
             error = apart(seen[layers, number], wanted[layers, number])
-            # Layers behind the first see other layers' rounding, too, and chunks are cut elsewhere.
-            facts = {"error": round(error, 5), "of_the_format": round(allowed, 5)}
-            report.check(f"{name} at {depth:.0%} of the text", error <= 2 * allowed + 0.01, **facts)
+            # In other formats, layers behind the first see what the first made of them.
+            limit = 1e-3 if same else 2 * allowed + 0.01
+            facts = {"error": round(error, 6), "limit": round(limit, 5)}
+            report.check(f"{label}: {name} at {depth:.0%} of the text", error <= limit, **facts)
     first, second = other["tokens"], found["tokens"]
     place = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    report.tell("gaps", smallest=sorted(round(gap, 4) for gap in found["gaps"])[:8])
+    report.tell(f"{label}: gaps", smallest=sorted(round(gap, 4) for gap in found["gaps"])[:8])
     if place is None:
-        report.check("the next tokens are equal", len(first) == len(second), tokens=len(second))
+        report.check(f"{label}: the next tokens are equal", len(first) == len(second), tokens=len(second))
+        return
+    facts = {"place": place, "gap": round(found["gaps"][place], 5)}
+    if same:
+        report.check(f"{label}: the next tokens part at a near tie", facts["gap"] < NEAR_TIE, **facts)
     else:
-        gap = found["gaps"][place]
-        lossy = any(format.lossy for format in other["kv"])
-        limit = 10 * NEAR_TIE if lossy else NEAR_TIE
-        report.check("the next tokens part at a near tie", gap < limit, place=place, gap=round(gap, 5))
+        report.tell(f"{label}: the next tokens part", **facts)
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
@@ -269,26 +283,19 @@ def stored(rows: Tensor, format: Any) -> Tensor:
     return rotate_back(decode(*encode(rotate(rows), format), format, rows.shape[-1]))
 
 
-def steps(report: Report, options: Options, session: Session) -> None:
+def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, drafting: float) -> None:
     """Every format's step behind pages of any numbers: what a step takes does not depend on them."""
-    device = session.engine.target.device
     contexts = CONTEXTS if options.on_gpu else (SHORT, 500)
     rows = ROWS if options.on_gpu else (1, 8)
-    bandwidth = read_bandwidth(device)
+    bandwidth = read_bandwidth(target.device)
     rate = arithmetic() if options.on_gpu else 1e11
-    target, plan = session.engine.target, session.plan
     report.tell("ceilings", read_tb_s=round(bandwidth / 1e12, 3), tflops=round(rate / 1e12))
-    # The draft's part is the same for every format; it is measured where it is.
-    drafting = draft_ms(report, session, min(USUAL, contexts[-1]), rows[-1])
-    session.engine = None  # its keys and values make room
     for names in PAIRS if options.on_gpu else (("f32", "f32"), ("q8_0", "q5_0")):
         if report.left < 12:
             report.tell("left out", format="/".join(names))
             continue
         label, formats = "/".join(dict.fromkeys(names)), (FORMATS[names[0]], FORMATS[names[1]])
-        gc.collect()
-        if options.on_gpu:
-            torch.cuda.empty_cache()
+        freed(target.device)
         begin = time.perf_counter()
         engine = Engine(
             target, max_ctx=contexts[-1] + 1024, max_rows=rows[-1], kv=formats, padded=options.on_gpu
@@ -379,7 +386,7 @@ def draft_ms(report: Report, session: Session, context: int, rows: int) -> float
     return times["draft_ms"]
 
 
-PARTS = {"limited": limited, "unlimited": unlimited, "same": same}
+PARTS = {"limited": limited, "unlimited": unlimited}
 
 
 def grown(options: Options, shape: str) -> bool:
@@ -433,9 +440,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device")
     parser.add_argument("--tokens", type=int, default=204_800, help="of the prompt")
     parser.add_argument("--shape", default="27b", help="of the pair that is grown")
-    parser.add_argument(
-        "--only", default="limited,unlimited", help="parts, in their order; same: beside them"
-    )
+    parser.add_argument("--only", default="limited,unlimited", help="parts, in their order")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     options = Options(given.device, given.folder, int(given.limit * GIB), given.tokens)
