@@ -30,6 +30,7 @@ from treeflash.engine.needs import token_bytes
 from treeflash.engine.plan import MemoryPlan
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.session import Session
+from treeflash.kernels.attention import prefill
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
@@ -154,9 +155,20 @@ def load(report: Report, options: Options, peak: Peak, **settings: Any) -> Sessi
         # Nobody else may call CUDA meanwhile; what it takes is still there behind it.
         report.check("captured", session.engine.capture())
         peak.look()
+        compile_slices(session.engine)
         freed(session.engine.target.device)
         report.tell("ready", seconds=round(time.perf_counter() - begin, 1))
     return session
+
+
+def compile_slices(engine: Engine) -> None:
+    """A short text in slices as small as pages, so that the long one does not wait for their kernels."""
+    plain, prefill.SLICE_BYTES = prefill.SLICE_BYTES, 1
+    try:
+        for _ in engine.generate(Request(prompt=list(range(300)), max_tokens=2, sampling=SHOWN)):
+            pass
+    finally:
+        prefill.SLICE_BYTES = plain
 
 
 def read(report: Report, engine: Engine, prompt: list[int], places: list[int], name: str) -> dict[str, Any]:
