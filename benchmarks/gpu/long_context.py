@@ -446,11 +446,11 @@ def orchestrate(given: argparse.Namespace, options: Options) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seconds", type=float, default=320)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, default=place().with_name("treeflash-27b"))
     parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device")
-    parser.add_argument("--tokens", type=int, default=204_800, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=200_000, help="of the prompt")
     parser.add_argument("--shape", default="27b", help="of the pair that is grown")
     parser.add_argument("--only", default="limited,unlimited", help="parts, in their order")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
