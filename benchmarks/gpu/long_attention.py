@@ -66,9 +66,10 @@ def check_pairs(device: str, running: Running) -> None:
     if device == "cpu":
         check_pair(("q8_0", "q4_0"), device)
         check_pair(("f16", "tq3_0"), device)
+    end = time.monotonic() + 70
     for process, out in running:
         try:
-            text = process.communicate(timeout=60)[0].decode()
+            text = process.communicate(timeout=max(1.0, end - time.monotonic()))[0].decode()
         except subprocess.TimeoutExpired:
             process.kill()
             text = process.communicate()[0].decode()

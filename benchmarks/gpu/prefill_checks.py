@@ -1,5 +1,8 @@
 """What the prefill benchmark checks: the kernels of prompt text against their references, at real shapes."""
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -133,21 +136,29 @@ class AttentionWork:
         return attention.chunk_attention(self.q, *self.places, span=self.span, gate=self.gate)
 
 
-def check_attention(report: Report, shapes: dict) -> None:
+def check_attention(report: Report, shape: tuple[int, int, int], formats: list[str]) -> None:
     large = report.device == "cuda"
-    sizes = [(1, 0), (127, 63), (513, 4000), (2048, 1)] if large else [(1, 0), (65, 70)]
-    kinds = [["f16", "f16"], ["bf16", "bf16"], ["q8_0", "q8_0"], ["q8_0", "q4_0"], ["tq3_0", "f16"]]
-    dims = [shapes["attention"], (8, 2, 128), (8, 8, 64)] if large else [shapes["attention"]]
     plain = attention.SLICE_BYTES
-    for shape in dims:
-        for formats in kinds if large else kinds[::2][:2]:
-            for rows, length in sizes:
-                work = AttentionWork(shape, rows, length, formats, report.device)
-                attention.SLICE_BYTES = 4 * shape[1] * shape[2] * 1024  # several slices
-                with Poison():
-                    found = work.run()
-                attention.SLICE_BYTES = plain
-                wanted = paged_attention(work.q, *work.places, None, gate=work.gate)
-                limit = 1e-2 if "bf16" in formats else 2e-3
-                name = f"attention, {rows} rows behind {length}, {'/'.join(formats)}, heads {shape}"
-                report.check(name, error(found, wanted) < limit, error=f"{error(found, wanted):.1e}")
+    for rows, length in [(1, 0), (127, 63), (513, 4000), (2048, 1)] if large else [(1, 0), (65, 70)]:
+        work = AttentionWork(shape, rows, length, formats, report.device)
+        attention.SLICE_BYTES = 4 * shape[1] * shape[2] * 1024  # several slices
+        with Poison():
+            found = work.run()
+        attention.SLICE_BYTES = plain
+        wanted = paged_attention(work.q, *work.places, None, gate=work.gate)
+        limit = 1e-2 if "bf16" in formats else 2e-3
+        name = f"attention, {rows} rows behind {length}, {'/'.join(formats)}, heads {shape}"
+        report.check(name, error(found, wanted) < limit, error=f"{error(found, wanted):.1e}")
+
+
+def checks(device: str) -> dict[str, Callable[[Report], None]]:
+    """By name; each can have a process of its own, since most of its time goes into compiling."""
+    large = device == "cuda"
+    shapes = LARGE if large else SMALL
+    kinds = [["f16", "f16"], ["q8_0", "q8_0"], ["tq3_0", "f16"], ["q8_0", "q4_0"], ["bf16", "bf16"]]
+    dims = [shapes["attention"], (8, 2, 128), (8, 8, 64)] if large else [shapes["attention"]]
+    found = {"delta": partial(check_delta, shapes=shapes), "causal": partial(check_causal, shapes=shapes)}
+    for shape, formats in itertools.product(dims, kinds if large else kinds[:2]):
+        name = f"attention-{shape[2]}-{'-'.join(formats)}"
+        found[name] = partial(check_attention, shape=shape, formats=formats)
+    return found

@@ -291,7 +291,7 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-PARTS: list[Callable[[Options], dict[str, Any]]] = [hits, formats, saving, masks, budgets, long]
+PARTS: list[Callable[[Options], dict[str, Any]]] = [hits, long, saving, masks, budgets, formats]
 
 
 def main() -> int:
@@ -302,14 +302,18 @@ def main() -> int:
     parser.add_argument("--shape", help="of a pair to be grown: 27b")
     parser.add_argument("--tokens", type=int, default=24_000, help="of the long conversation")
     parser.add_argument("--only", default="", help="parts, by name")
+    parser.add_argument("--seconds", type=float, default=150, help="behind which no further part begins")
     given = parser.parse_args()
     options = Options(given.device, given.model, given.shape, given.tokens)
     out = given.out.open("a") if given.out else None
-    failed = 0
+    failed, begin = 0, time.perf_counter()
     for part in PARTS:
         if given.only and part.__name__ not in given.only.split(","):
             continue
         started = time.perf_counter()
+        if started - begin > given.seconds:
+            print("no time left for", part.__name__, flush=True)
+            continue
         try:
             line = {"part": part.__name__, "device": options.device, **part(options)}
             line["seconds"] = round(time.perf_counter() - started, 1)

@@ -137,6 +137,8 @@ class Engine:
         slot = self.states.open()
         self.drafter.open()
         try:
+            # Pages of its own: those that the slot had before may hold what is remembered of a prompt.
+            self._reserve(slot, min(3 * MAX_ROWS, self.max_ctx + self.steps.size(self.max_rows)))
             captured = self.steps.capture(progress)
             compile_chunk(self.target, self.states, slot)
             return captured

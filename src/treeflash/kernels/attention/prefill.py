@@ -128,7 +128,10 @@ def tiles(dim: int, capability: tuple[int, int] | None) -> dict[str, int]:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "num_warps": 8}
     if dim > 128 and capability == (8, 0):
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2, "num_warps": 8}
-    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2 if dim > 128 else 3, "num_warps": 8}
+    # With 64 keys of 256 dims a warp group runs out of registers, and its products wait for one another.
+    keys = 32 if dim > 128 and capability == (9, 0) else 64
+    stages = 2 if dim > 128 and keys == 64 else 3
+    return {"BLOCK_M": 128, "BLOCK_N": keys, "num_stages": stages, "num_warps": 8}
 
 
 def takes(pool: HeadPool) -> bool:
