@@ -15,6 +15,7 @@ from treeflash.cli.cache_flags import ALIASES
         (["--kv", "q8_0"], "q8_0", "q8_0"),
         (["--kv", "q8_0", "--kv-v", "q5_0"], "q8_0", "q5_0"),
         (["--kv-k", "bf16"], "bf16", "auto"),
+        (["--kv", "Q8_0", "--kv-v", "TQ3_0"], "q8_0", "tq3_0"),
         *(([flag], name, name) for flag, name in ALIASES.items()),
         (["--kv-tq3", "--kv-k", "q8_0"], "q8_0", "tq3_0"),
     ],
@@ -32,7 +33,7 @@ def test_every_command_that_answers_has_them(treeflash, command: str) -> None:
         assert flag in shown
     assert not any(flag in shown for flag in ALIASES)
     refused = treeflash(command, "--kv", "q3")
-    assert refused.exit_code == 2 and "q3" in refused.stderr
+    assert refused.exit_code == 2 and "Invalid value for '--kv': 'q3' is not one of" in refused.stderr
 
 
 def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
@@ -42,11 +43,25 @@ def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
     lossy = treeflash(*ask, "--kv", "q4_0", "--kv-k", "q8_0", "--window", 100)
     assert lossy.exit_code == 0
     start, plan, line, *_ = lossy.stderr.splitlines()
-    assert plan.startswith("Keys and values in q8_0/q4_0, context ")
+    assert plan.startswith("Keys and values in q8_0/q4_0 (as asked for), context ")
     assert start.startswith("Approximate: values in q4_0, a window of 100 tokens.")
     assert line.startswith("8 tok · ") and " · values in q4_0 · a window of 100 tokens · " in line
     stats = json.loads(treeflash(*ask, "--kv-q4", "--json").stdout)["stats"]
     assert stats["approximate"] == ["keys and values in q4_0"]
+
+
+def test_a_window_that_holds_the_context_is_none(treeflash, tiny_model) -> None:
+    done = treeflash("run", tiny_model(), "hello", "-n", 4, "--max-ctx", 128, "--window", 128)
+    assert done.exit_code == 0 and "window" not in done.stderr
+    done = treeflash("run", tiny_model(), "hello", "-n", 4, "--max-ctx", 128, "--window", 127)
+    assert "Approximate: a window of 127 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--kv", "q4_0"], ["--window", "2k"], ["--vram-limit", "24g"]])
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_a_server_has_its_own(treeflash, command: str, flags: list[str]) -> None:
+    done = treeflash(command, "--url", "http://127.0.0.1:9", *flags)
+    assert done.exit_code == 2 and "the server has its own" in done.stderr
 
 
 def test_a_model_with_other_heads_is_refused(treeflash, tiny_model) -> None:

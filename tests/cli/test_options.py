@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.options import bias, device, memory, size, unescape
+from treeflash.cli.options import amount, bias, device, memory, size, unescape
 from treeflash.errors import UsageError
 
 
@@ -72,13 +72,23 @@ def test_biases_that_are_none(text):
 
 @pytest.mark.parametrize(
     ("text", "bytes_"),
-    [("24g", 24 << 30), ("24GiB", 24 << 30), ("1.5gb", 3 << 29), ("512m", 512 << 20), ("1000", 1000)],
+    [("24g", 24 << 30), ("24GiB", 24 << 30), ("1.5gb", 3 << 29), ("512m", 512 << 20), ("2097152", 2 << 20)],
 )
 def test_amounts_of_memory(text, bytes_):
-    assert memory(text) == bytes_
+    assert memory(text) == amount(text) == bytes_
 
 
 @pytest.mark.parametrize("text", ["", "g", "24t", "-1g", "24 g b", "1e9"])
 def test_what_is_no_amount_of_memory(text):
     with pytest.raises(typer.BadParameter, match="24g"):
         memory(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("24", "24 bytes, .* 24g are"), ("1000", "1000 b"), ("0g", "0 b")]
+)
+def test_a_forgotten_unit_is_told(text, told):
+    for parse in (memory, amount):
+        with pytest.raises(typer.BadParameter, match=f"means {told}"):
+            parse(text)
+    assert amount("0") == 0

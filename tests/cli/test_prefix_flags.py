@@ -14,7 +14,30 @@ def test_sizes_are_read(treeflash, tiny_model, tmp_path: Path) -> None:
     done = treeflash("serve", tiny_model(), "--print-config", "--prefix-cache", "0")
     assert json.loads(done.stdout)["engine"]["prefix_cache"] == 0
     done = treeflash("serve", tiny_model(), "--prefix-cache", "lots")
-    assert done.exit_code == 2 and "'lots' is not a number of bytes" in done.stderr
+    assert done.exit_code == 2 and "'lots' is not an amount of memory" in done.stderr
+    done = treeflash("serve", tiny_model(), "--prefix-cache-dir-size", "12")
+    assert done.exit_code == 2 and "means 12 bytes" in done.stderr
+    done = treeflash("serve", tiny_model(), "--prefix-cache", "0", "--prefix-cache-dir", tmp_path)
+    assert done.exit_code == 2 and "--prefix-cache 0 turns off" in done.stderr
+
+
+def wait() -> None:
+    """For the threads that the end of a program waits for."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+
+
+def test_what_goes_wrong_with_files_is_a_warning(treeflash, tiny_model, tmp_path: Path) -> None:
+    ask = ["run", tiny_model(), "-p", "hello", "-n", 2, "--prefix-cache-dir", tmp_path]
+    assert "warning" not in treeflash(*ask).stderr
+    wait()
+    for file in tmp_path.glob("*.snapshot"):
+        file.write_bytes(file.read_bytes()[:100])
+    done = treeflash(*ask)
+    assert done.exit_code == 0 and f"warning: 1 snapshots in {tmp_path} are ignored" in done.stderr
+    wait()
+    assert "warning" not in treeflash(*ask, "--quiet").stderr
 
 
 def test_a_later_run_goes_on(treeflash, tiny_model, tmp_path: Path) -> None:
@@ -24,9 +47,7 @@ def test_a_later_run_goes_on(treeflash, tiny_model, tmp_path: Path) -> None:
         done = treeflash("run", tiny_model(), "-p", prompt, "-n", 6, "--json", "--prefix-cache-dir", tmp_path)
         assert done.exit_code == 0, done.stderr
         found.append(json.loads(done.stdout))
-        for thread in threading.enumerate():  # as the end of a program does
-            if not thread.daemon and thread is not threading.main_thread():
-                thread.join()
+        wait()
     assert found[0]["text"] == found[1]["text"]
     cached = [each["stats"]["cached_tokens"] for each in found]
     assert cached[0] == 0 and cached[1] >= 512 and list(tmp_path.glob("*.snapshot"))

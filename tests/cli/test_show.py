@@ -87,7 +87,9 @@ def test_what_fits_on_a_gpu_that_is_not_here(treeflash, tiny_model):
         assert part in shown, part
     small = treeflash("show", path, "--fit", "--vram-limit", "256MiB")
     assert small.exit_code == 0 and "too large" in small.stdout
-    assert "any of these fits: a smaller model" in " ".join(small.stdout.split())
+    assert "hint: what would fit: a smaller model" in " ".join(small.stdout.split())
+    long = treeflash("show", path, "--fit", "--vram-limit", "2g", "--max-ctx", "8k")
+    assert long.exit_code == 2 and "--max-ctx is 8192" in long.stderr and "1 to 4096 tokens" in long.stderr
 
 
 def test_what_fits_needs_a_gpu_or_a_size(treeflash, tiny_model):

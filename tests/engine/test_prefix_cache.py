@@ -91,12 +91,13 @@ def test_a_budget_is_kept_and_the_superseded_go_first(spec: ModelSpec) -> None:
     assert reader.read([*system, *text(10, 50)], {}) == 8
 
 
-def test_nothing_is_kept_where_nothing_shall_be(spec: ModelSpec) -> None:
+def test_nothing_is_kept_where_nothing_shall_be(spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
     reader = Reader(spec, budget=0)
     assert not reader.cache.keeps and reader.read(text(1, 90), {}) == reader.read(text(1, 90), {}) == 0
     small = Reader(spec, budget=1)
     assert small.read(text(1, 90), {80: "turn"}) == small.read(text(1, 90), {80: "turn"}) == 0
     assert small.cache.usage.host_bytes == 0
+    assert len(caplog.records) == 1 and "not remembered: their state takes" in caplog.text
 
 
 def test_a_file_outlives_the_process(spec: ModelSpec, tmp_path: Path) -> None:

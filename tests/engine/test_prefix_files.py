@@ -103,7 +103,9 @@ def test_a_full_disk_is_one_warning(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_folder_holds_no_more_than_it_may(spec: ModelSpec, tmp_path: Path) -> None:
+def test_a_folder_holds_no_more_than_it_may(
+    spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     size = written(spec, tmp_path).stat().st_size
     reader = Reader(spec, folder=tmp_path, limit=3 * size + 100)
     assert reader.files is not None
@@ -120,9 +122,11 @@ def test_a_folder_holds_no_more_than_it_may(spec: ModelSpec, tmp_path: Path) -> 
     assert [again.read([seed, *WORDS[:-1]], {}) for seed in range(4)] == [0, END, END, END]
     small = Reader(spec, folder=tmp_path, limit=size - 1)
     assert small.files is not None
+    assert not caplog.records
     small.read([7, *WORDS], {END: "turn"})
     small.files.flush()
     assert len(list(tmp_path.iterdir())) == 3
+    assert len(caplog.records) == 1 and "--prefix-cache-dir-size" in caplog.text
 
 
 def test_a_later_state_takes_an_earlier_ones_place(spec: ModelSpec, tmp_path: Path) -> None:
@@ -150,7 +154,7 @@ def test_a_file_that_vanishes_is_not_missed(
 
 def test_a_folder_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match="a folder that can be written: Not a directory"):
         SnapshotFiles(tmp_path / "file" / "below", IDENTITY, limit=1)
 
 

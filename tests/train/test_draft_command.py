@@ -86,6 +86,7 @@ def test_mistakes_are_explained(model, prompts, tmp_path):
         ([tmp_path / "absent.gguf", "--prompts", prompts], 3, "no such file"),
         ([model, "--prompts", prompts, "--steps", 1, "--minutes", 1], 2, "exclude each other"),
         ([model, "--prompts", prompts, "--mask-token", 999], 2, "--mask-token is 999"),
+        ([model, "--prompts", prompts, "--continue-from", model], 4, "needed 'dflash' for a draft"),
     ):
         result = treeflash("train", *arguments, *output)
         assert (result.exit_code, message in result.stderr) == (code, True), result.output

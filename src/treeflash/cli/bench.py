@@ -79,6 +79,8 @@ def bench(
     wanted = given.Wanted.read(chosen, temperature, budget, context)
     settings = environment()
     cache = cache_flags.cache(kv, kv_k, kv_v, window)
+    if url is not None:
+        cache_flags.check_remote(EngineConfig(device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache))
     offline = offline or settings.offline
     before = _document(compare) if compare is not None else None
     screen = view.Screen(quiet=quiet)

@@ -94,9 +94,7 @@ Lines = Annotated[Path, _output("--lines", metavar="FILE", help="Every prompt's 
 Resume = Annotated[bool, _output("--resume", help="Go on from what --lines has of the same settings.")]
 JsonFile = Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")]
 Markdown = Annotated[Path | None, _output("--markdown", metavar="FILE", help="The table as a page.")]
-Plot = Annotated[
-    Path | None, _output("--plot", metavar="FOLDER", help="Pictures; needs pip install 'treeflash[bench]'.")
-]
+Plot = Annotated[Path | None, _output("--plot", metavar="FOLDER", help="Pictures; needs matplotlib.")]
 Compare = Annotated[
     Path | None,
     _output(

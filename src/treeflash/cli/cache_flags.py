@@ -4,12 +4,15 @@ Luce DFlash's spellings are understood, and not shown.
 """
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from treeflash.cli.command import Command
 from treeflash.cli.options import size
+from treeflash.config import EngineConfig
+from treeflash.errors import UsageError
 
 ALIASES = {"--kv-f16": "f16", "--kv-q8": "q8_0", "--kv-q4": "q4_0", "--kv-tq3": "tq3_0"}
 
@@ -33,12 +36,17 @@ KV = Annotated[
     KeyValues,
     _cache(
         "--kv",
+        case_sensitive=False,
         help="How they are kept. auto: f32 on a CPU, which alone has it; on a GPU f16, "
         "or the most bits in which the context fits. Below 8 bits the text may change: docs/long-context.md.",
     ),
 ]
-Keys = Annotated[KeyValues | None, _cache("--kv-k", help="Keys alone; else as --kv says.")]
-Values = Annotated[KeyValues | None, _cache("--kv-v", help="Values alone; else as --kv says.")]
+Keys = Annotated[
+    KeyValues | None, _cache("--kv-k", case_sensitive=False, help="Keys alone; else as --kv says.")
+]
+Values = Annotated[
+    KeyValues | None, _cache("--kv-v", case_sensitive=False, help="Values alone; else as --kv says.")
+]
 Window = Annotated[
     int | None,
     _cache(
@@ -56,6 +64,25 @@ def cache(
 ) -> dict[str, Any]:
     """As an EngineConfig has it."""
     return {"kv_k": (keys or kv).value, "kv_v": (values or kv).value, "window": window}
+
+
+def prefixes(memory: int | None, folder: Path | None, folder_size: int) -> dict[str, Any]:
+    """As an EngineConfig has it."""
+    if memory == 0 and folder is not None:
+        raise UsageError(
+            f"--prefix-cache 0 turns off what --prefix-cache-dir {folder} would keep",
+            "leave one of them out; what a folder keeps passes through memory",
+        )
+    return {"prefix_cache": memory, "prefix_cache_dir": folder, "prefix_cache_dir_size": folder_size}
+
+
+def check_remote(config: EngineConfig) -> None:
+    """With --url nothing is loaded here that flags could shape."""
+    if config != EngineConfig():
+        raise UsageError(
+            "--url excludes flags of the device, its memory, keys and values: the server has its own",
+            "give them to treeflash serve",
+        )
 
 
 class CacheCommand(Command):

@@ -149,16 +149,13 @@ def chat(
             raise UsageError(f"--set is {each!r}; needs NAME=VALUE, as in top_p=0.9")
         made.set(name, value)
     screen = view.Screen(quiet=quiet)
+    cache = cache_flags.cache(kv, kv_k, kv_v, window)
+    cache |= cache_flags.prefixes(prefix_cache, prefix_cache_dir, prefix_cache_dir_size)
+    place = Place(max_ctx, vram_limit, device, offline or known.offline, cache)
     if url is not None:
+        cache_flags.check_remote(EngineConfig(device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache))
         backend = _server(url, api_key or known.api_key, model, wishes, screen)
     else:
-        prefix = {
-            "prefix_cache": prefix_cache,
-            "prefix_cache_dir": prefix_cache_dir,
-            "prefix_cache_dir_size": prefix_cache_dir_size,
-        }
-        cache = cache_flags.cache(kv, kv_k, kv_v, window) | prefix
-        place = Place(max_ctx, vram_limit, device, offline or known.offline, cache)
         backend = _local(model or known.target, wishes, place, think=think, screen=screen)
     backend.check(made)
     code = Chat(backend, conversation, made, screen=screen, quiet=quiet, path=load).run()

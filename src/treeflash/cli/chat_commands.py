@@ -228,7 +228,7 @@ def _stats(chat: "Chat", argument: str) -> None:
 
 def _value(value: object) -> str:
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        return (", " if isinstance(value[0], str) else " ").join(map(str, value))
     return f"{value:,.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 

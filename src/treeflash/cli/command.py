@@ -38,6 +38,7 @@ def _mistakes(ctx: Any) -> Generator[None]:
     try:
         yield
     except _ParserError as error:
+        error.message = error.message.removeprefix("Value error, ")  # which some versions of typer add
         if not ctx.meta[__name__]:
             raise
         known = UsageError(error.format_message(), f"{(error.ctx or ctx).command_path} --help")

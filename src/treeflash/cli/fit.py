@@ -94,13 +94,15 @@ def show(facts: dict[str, Any]) -> None:
         texts=["what it means"],
     )
     if plan is None:
-        view.plain(f"\n{problem['message']}; {problem['hint']}")
+        view.paragraphs(problem["message"], f"hint: {problem['hint']}")
     else:
-        view.plain("\n" + "\n".join([plan["line"], *plan["notes"]]))
+        view.paragraphs(plan["line"], *plan["notes"])
 
 
 def _meaning(row: dict[str, Any], chosen: bool) -> str:
     words = ["chosen" if chosen else "fits" if row["fits"] else "too large"]
+    if chosen and not row["fits"]:
+        words.append("with a shorter context")
     if row["host_embedding"] and row["fits"]:
         words.append("token embedding in host memory")
     return ", ".join(words)

@@ -1,5 +1,6 @@
 """From a model's name to a loaded one, for every command that answers; knows no prompt and no protocol."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -73,9 +74,21 @@ class LoadingBar:
         self._bar.stop()
 
 
+class _Warnings(logging.Handler):
+    """What happens behind an answer, a damaged snapshot for one, in the words of a command."""
+
+    def __init__(self, screen: view.Screen):
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.warning(record.getMessage(), "")
+
+
 def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.engine.session import Session
+    logging.getLogger("treeflash").handlers = [_Warnings(screen)]
     with LoadingBar(path.name, screen) as bar:
         session = Session.load(path, config, progress=bar.reading, warming=bar.warming)
     tell(session, path, screen)

@@ -7,16 +7,17 @@ import typer
 from treeflash.errors import UsageError
 
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_LEAST_MEMORY = 1 << 20  # bytes: less is a number whose unit was forgotten
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "e": "\x1b", "\\": "\\"}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|([nrt0e\\]))")
 
 
-def size(text: str | int, wanted: str = "tokens like 8192, 8k or 1m") -> int:
+def size(text: str | int) -> int:
     """8192, 8k, 32K or 1m; k is 1024."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG]?)", str(text).strip())
     number = float(match[1]) * _SUFFIXES[match[2].lower()] if match else 0.5
     if number < 1 or number != int(number):
-        raise typer.BadParameter(f"{str(text)!r} is not a number of {wanted}")
+        raise typer.BadParameter(f"{str(text)!r} is not a number of tokens like 8192, 8k or 1m")
     return int(number)
 
 
@@ -25,12 +26,16 @@ def memory(text: str | int) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg])(?:i?b)?|([0-9]+)b?", str(text).strip().lower())
     if match is None:
         raise typer.BadParameter(f"{str(text)!r} is not an amount of memory like 24g or 24576m")
-    return int(match[3]) if match[3] else int(float(match[1]) * _SUFFIXES[match[2]])
+    number = int(match[3]) if match[3] else int(float(match[1]) * _SUFFIXES[match[2]])
+    if number < _LEAST_MEMORY:
+        meant = f"; {match[3]}g are gigabytes" if match[3] and number else ""
+        raise typer.BadParameter(f"{str(text)!r} means {number} bytes, needed at least 1m{meant}")
+    return number
 
 
 def amount(text: str | int) -> int:
-    """Bytes, none included: 0, 512m, 8g; k is 1024."""
-    return 0 if str(text).strip() == "0" else size(text, "bytes like 0, 512m or 8g")
+    """The same, and 0 for none."""
+    return 0 if str(text).strip() == "0" else memory(text)
 
 
 def device(text: str) -> str:

@@ -216,7 +216,7 @@ PrefixCacheDirSize = Annotated[
     int,
     _engine(
         "--prefix-cache-dir-size",
-        parser=size,
+        parser=memory,
         metavar="SIZE",
         help="Most bytes in that folder; what was used longest ago is deleted. Default: 32g.",
         show_default=False,

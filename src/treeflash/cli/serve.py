@@ -104,9 +104,7 @@ def serve(
         speculation=speculation.config,
         draft=speculation.draft,
         costs=costs_file(),
-        prefix_cache=prefix_cache,
-        prefix_cache_dir=prefix_cache_dir,
-        prefix_cache_dir_size=prefix_cache_dir_size,
+        **cache_flags.prefixes(prefix_cache, prefix_cache_dir, prefix_cache_dir_size),
         **cache_flags.cache(kv, kv_k, kv_v, window),
     )
     if print_config:
@@ -218,7 +216,7 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "device": str(model.device),
         "weights_bytes": session.plan.weights,
         "kv": "/".join(dict.fromkeys(format.name for format in session.plan.kv)),
-        "window": engine.window,
+        "window": session.engine.states.buffers.window,
         "approximate": session.engine.states.approximate,
         "draft": engine.draft.path.name if engine.draft else None,
         "budget": engine.speculation.budget if engine.speculation else 0,

@@ -64,6 +64,13 @@ def plain(text: str) -> None:
         sys.stdout.write(guarded(text, sys.stdout) + "\n")
 
 
+def paragraphs(*texts: str) -> None:
+    """On standard output, below an empty line; on a terminal broken between words."""
+    with delivered():
+        for text in ("", *texts):
+            _console(sys.stdout).print(guarded(text, sys.stdout), soft_wrap=not sys.stdout.isatty())
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """One line, so that tools can read it as it comes."""
     plain(json.dumps(value, ensure_ascii=False))

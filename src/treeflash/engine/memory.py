@@ -91,7 +91,10 @@ def room_on(device: torch.device, limit: int | None = None) -> Room:
     """`limit`: count on no more of a GPU than this, what others and CUDA itself take included."""
     if device.type != "cuda":
         if limit is not None:
-            raise UsageError(f"--vram-limit is for a GPU, the device is {device}", "leave it out")
+            raise UsageError(
+                f"--vram-limit is for a GPU, the device is {device}",
+                "leave it out; treeflash show MODEL --fit plans for a GPU that is not here",
+            )
         return Room(available_memory(device), 0)
     gc.collect()  # what an engine before this one had does not count
     torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ import torch
 from treeflash.config import EngineConfig
 from treeflash.engine.memory import CUDA_LIBRARIES, Room, gib, kv_pair, room_on
 from treeflash.engine.needs import EMBEDDING, Kind, Needs, Pair, measure, token_bytes
-from treeflash.errors import ResourceError
+from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS
 from treeflash.models.spec import ModelSpec
@@ -107,7 +107,7 @@ class MemoryPlan:
         """Format, context and total, for the start of a program."""
         place = f", token embedding in host memory ({gib(self.needs.parts[EMBEDDING])})"
         return (
-            f"Keys and values in {named(self.kv)}, context {self.max_ctx:,} tokens ({self.reason}), "
+            f"Keys and values in {named(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens, "
             f"{gib(self.total)} of {gib(self.room.limit)}{place if self.host_embedding else ''}"
         )
 
@@ -137,6 +137,10 @@ class Survey:
     def of(
         cls, file: GGUFFile, spec: ModelSpec, config: EngineConfig, device: torch.device, room: Room
     ) -> "Survey":
+        if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
+            raise UsageError(
+                f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
+            )
         kind: Kind = "cuda" if device.type == "cuda" else "cpu"
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[kind])
         options = {"context": context, "memory": room.limit}
@@ -160,16 +164,18 @@ class Survey:
                 if least < context and (found := self._first(least)) is not None:
                     pair, way = found
                     longest = min(self._longest(pair, way), context)
-                    return self._plan(pair, way, longest, f"{context:,} do not fit")
+                    reason = f"{context:,} tokens do not fit in {named(self.pairs[-1])}"
+                    return self._plan(pair, way, longest, reason)
             context = min(context, _LEAST_CTX)
         smallest = self.pairs[-1]
         need = gib(self._total(smallest, context, self._ways()[-1]))
         asked = self.config.vram_limit is not None
+        ways = tuple(self._ways_out(context))
         free = "are free" if not self._on_gpu else "may be used" if asked else "are there"
         raise ResourceError(
-            f"{self.file.path.name} needs {need} with a context of {context} tokens in {named(smallest)}, "
+            f"{self.file.path.name} needs {need} with a context of {context:,} tokens in {named(smallest)}, "
             f"{gib(self.room.limit)} {free} on {self.device}",
-            f"any of these fits: {'; '.join(self._ways_out(context))}",
+            f"{'any of these fits' if len(ways) > 1 else 'what would fit'}: {'; '.join(ways)}",
         )
 
     def choices(self) -> tuple[Choice, ...]:
@@ -224,8 +230,8 @@ class Survey:
         if len(self.pairs) == 1:
             return "the default"
         if pair == self.pairs[0]:
-            return f"{_SPARE:.0%} of the memory stay free"
-        return f"the most bits that hold {self.context:,}"
+            return f"{_SPARE:.0%} of the memory or more stay free"
+        return "the most bits in which the context fits"
 
     def _plan(self, pair: Pair, way: _Way, context: int, reason: str) -> MemoryPlan:
         parts = dict(self.needs.parts) | {"prefill": self.needs.prefill[way.chunk]}

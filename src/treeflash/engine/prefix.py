@@ -39,6 +39,7 @@ class PrefixCache:
         self._snapshots: list[Snapshot] = []
         self._fresh: list[Snapshot] = []  # put since files were last written
         self._time = 0
+        self._complained = False
 
     @property
     def keeps(self) -> bool:
@@ -100,6 +101,8 @@ class PrefixCache:
             return self._learn_limit()
         assert state.length == len(tokens)
         snapshot = Snapshot(packed(tokens), kind, state, rings)
+        if snapshot.nbytes > self._budget:
+            self._complain(snapshot)
         self._add(snapshot)
         self._fresh.append(snapshot)
         self._fit()
@@ -201,6 +204,16 @@ class PrefixCache:
         """The system has less memory than was granted."""
         self._budget = min(self._budget, self._host_bytes)
         log.warning("no more than %d MiB could be had for remembered prompts", self._budget >> 20)
+
+    def _complain(self, snapshot: Snapshot) -> None:
+        """Once: other prompts take about as much."""
+        if not self._complained:
+            log.warning(
+                "%d tokens are not remembered: their state takes %.1f MiB, --prefix-cache is %.1f MiB",
+                snapshot.length,
+                *(nbytes / 2**20 for nbytes in (snapshot.nbytes, self._budget)),
+            )
+        self._complained = True
 
     def _busy(self, keep: Snapshot | None) -> list[Snapshot]:
         """Snapshots that must stay as they are."""

@@ -67,8 +67,8 @@ class SnapshotFiles:
             self.entries: tuple[SnapshotFile, ...] = tuple(self._scan())
         except OSError as error:
             raise UsageError(
-                f"the folder {folder} for snapshots cannot be used: {error.strerror}",
-                "give --prefix-cache-dir a folder that can be written",
+                f"--prefix-cache-dir is {folder}, needed a folder that can be written: {_reason(error)}",
+                "mkdir makes one; without the flag nothing is kept on disk",
             ) from error
 
     def write(self, snapshot: Snapshot) -> None:
@@ -130,7 +130,7 @@ class SnapshotFiles:
                 damaged += 1
         if damaged:
             log.warning(
-                "%d files in %s are damaged or not what they claim, and ignored", damaged, self._folder
+                "%d snapshots in %s are ignored: damaged, or not what they claim", damaged, self._folder
             )
 
     def _work(self) -> None:
@@ -144,9 +144,7 @@ class SnapshotFiles:
                 if not self._current.superseded:
                     self._store(self._current)
             except OSError as error:
-                if not self._complained:
-                    log.warning("snapshots cannot be written to %s: %s", self._folder, error)
-                self._complained = True
+                self._complain(f"snapshots cannot be written to {self._folder}: {_reason(error)}")
             finally:
                 with self._lock:
                     self._current = None
@@ -156,7 +154,8 @@ class SnapshotFiles:
         header = _encoded(_header_of(snapshot, self._identity))
         size = len(header) + sum(len(blob) for blob in _blobs(snapshot)) + _END.size
         if not self._make_room(size, path):
-            return
+            limits = f"{size / 2**20:.1f} MiB, --prefix-cache-dir-size {self._limit / 2**20:.1f} MiB"
+            return self._complain(f"a snapshot is not written to {self._folder}: it has {limits}")
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
             with part.open("wb") as file:
@@ -169,6 +168,12 @@ class SnapshotFiles:
         finally:
             part.unlink(missing_ok=True)
         self._replace(SnapshotFile(path, snapshot.tokens, snapshot.kind, snapshot.length, size))
+
+    def _complain(self, text: str) -> None:
+        """Once: what cannot be written now will not be for the next answer, either."""
+        if not self._complained:
+            log.warning("%s", text)
+        self._complained = True
 
     def _replace(self, new: SnapshotFile) -> None:
         """Takes the place of those that it stands for from now on."""
@@ -201,6 +206,11 @@ class SnapshotFiles:
     def _forget(self, entry: SnapshotFile) -> None:
         self.flush()
         self.entries = tuple(each for each in self.entries if each is not entry)
+
+
+def _reason(error: OSError) -> str:
+    """In words, without a number and a path that nobody gave."""
+    return "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
 
 
 def identity(files: Sequence[Path], **facts: object) -> str:

@@ -103,10 +103,6 @@ class Session:
                     f"{path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
                     f"needed {spec.vocab_size}, the rows of token_embd.weight"
                 )
-            if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
-                raise UsageError(
-                    f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
-                )
             plan = plan_memory(file, spec, config, device)
             if device.type == "cuda":
                 hold_to(plan.room, device)

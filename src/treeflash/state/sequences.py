@@ -38,9 +38,11 @@ class SequenceStates:
     ):
         """`kv`: how keys and how values are kept; `window`: how far back a tree's rows look, in tokens.
 
+        A window that holds the whole context is none.
         `input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing.
         `whole`: all pages are there from the start, and no tensor ever moves.
         """
+        window = None if window is not None and window >= max_ctx else window
         self._spec = spec
         self._device = torch.device(device)
         self._input_dtype = input_dtype

@@ -7,6 +7,7 @@ from pathlib import Path
 from treeflash.errors import UsageError
 from treeflash.models.weights import Progress as LoadProgress
 from treeflash.train.draft_data import Regeneration, TokenData, regenerate
+from treeflash.train.draft_import import read_draft
 from treeflash.train.draft_settings import Event, Result, TrainConfig
 from treeflash.train.draft_target import load_target
 from treeflash.train.draft_trainer import Trainer, check_folder, draft_spec
@@ -51,7 +52,10 @@ def train_draft(
     try:
         check_folder(job.folder, resume=job.resume)
         target = load_target(job.target, device=device, progress=loading)
-        draft_spec(target, job.config, job.folder)  # what cannot be is refused before any work
+        # What cannot be is refused before any work.
+        spec = draft_spec(target, job.config, job.folder)
+        if job.begin is not None:
+            read_draft(job.begin, spec, target.spec)
         tokens = job.tokens
         if job.prompts is not None:
             tokens = job.folder / TOKENS
