@@ -134,22 +134,33 @@ def on(survey: Survey, gib: float, **wishes) -> Survey:
 
 
 @pytest.mark.parametrize(
-    ("gib", "chosen", "host"),
+    ("gib", "chosen", "host", "asked"),
     [
-        (24, "q4_0", True),
-        (32, "q8_0", False),
-        (48, "f16", False),
-        (141, "f16", False),
+        (24, "q4_0", True, 262144),
+        (32, "q8_0", False, None),
+        (48, "f16", False, None),
+        (141, "f16", False, None),
     ],
 )
-def test_the_whole_context_of_a_27b(survey_27b: Survey, gib: int, chosen: str, host: bool) -> None:
-    plan = on(survey_27b, gib).decide()
+def test_the_whole_context_of_a_27b(
+    survey_27b: Survey, gib: int, chosen: str, host: bool, asked: int | None
+) -> None:
+    plan = on(survey_27b, gib, max_ctx=asked).decide()
     assert (named(plan.kv), plan.max_ctx, plan.host_embedding) == (chosen, 262144, host)
     assert plan.total <= plan.room.limit == gib * GIB
     assert (EMBEDDING in plan.parts) != host and plan.parts["in use before"] == CUDA_CONTEXT
     assert plan.prefill_chunk == {24: 1024, 141: 8192}.get(gib, 4096)
     assert plan.parts["prefill"] == plan.needs.prefill[plan.prefill_chunk]
     assert chosen in plan.line() and ("host memory" in plan.line()) == host
+
+
+def test_a_context_that_nobody_asked_for_loses_no_bits(survey_27b: Survey) -> None:
+    plan = on(survey_27b, 24).decide()
+    assert named(plan.kv) == "q8_0" and 100_000 < plan.max_ctx < 262144
+    assert "(--max-ctx 262144 fits in q4_0)" in plan.line()
+    assert named(on(survey_27b, 24, kv_v="q4_0").decide().kv) == "q5_0/q4_0"
+    tight = on(survey_27b, 19.5).decide()
+    assert any(format.lossy for format in tight.kv) and tight.max_ctx >= 32768
 
 
 def test_known_sizes_of_a_27b(survey_27b: Survey) -> None:

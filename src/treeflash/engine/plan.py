@@ -2,7 +2,7 @@
 
 Best first: 16 bits if a tenth of the memory stays free, 8 bits, less for values, less for both. What fits
 only with the token embedding in the host's memory, or with smaller chunks of prompts, comes before a format
-with fewer bits.
+with fewer bits; a context shorter than the model's, unless it was asked for, before one with fewer than 8.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,16 +156,18 @@ class Survey:
 
     def decide(self) -> MemoryPlan:
         context = self.context
-        if (found := self._first(context)) is not None:
+        # A context that nobody asked for is no reason to keep less than 8 bits of anything.
+        faithful = self if self.config.max_ctx is not None else self._without_losses()
+        if (found := faithful._first(context)) is not None:
             pair, way = found
             return self._plan(pair, way, context, self._why(pair))
         if self.config.max_ctx is None:
-            for least in (_USUAL_CTX, _LEAST_CTX):
-                if least < context and (found := self._first(least)) is not None:
+            fewest = replace(faithful, pairs=faithful.pairs[-1:])
+            for survey, least in ((fewest, _USUAL_CTX), (self, _USUAL_CTX), (self, _LEAST_CTX)):
+                if least < context and (found := survey._first(least)) is not None:
                     pair, way = found
-                    longest = min(self._longest(pair, way), context)
-                    reason = f"{context:,} tokens do not fit in {named(self.pairs[-1])}"
-                    return self._plan(pair, way, longest, reason)
+                    longest = min(survey._longest(pair, way), context)
+                    return self._plan(pair, way, longest, self._why_shorter(context))
             context = min(context, _LEAST_CTX)
         smallest = self.pairs[-1]
         need = gib(self._total(smallest, context, self._ways()[-1]))
@@ -223,6 +225,16 @@ class Survey:
         """The longest context that fits."""
         empty = self._total(pair, 0, way) - self.needs.kv(pair, 0)
         return self.needs.context(pair, self._most(pair) - empty)
+
+    def _without_losses(self) -> "Survey":
+        """The same with pairs of 8 bits and more, unless fewer were asked for."""
+        pairs = [pair for pair in self.pairs if not any(format.lossy for format in pair)]
+        return replace(self, pairs=pairs or self.pairs)
+
+    def _why_shorter(self, context: int) -> str:
+        if (found := self._first(context)) is None:
+            return f"{context:,} tokens do not fit in {named(self.pairs[-1])}"
+        return f"--max-ctx {context} fits in {named(found[0])}"
 
     def _why(self, pair: Pair) -> str:
         if "auto" not in (self.config.kv_k, self.config.kv_v):
