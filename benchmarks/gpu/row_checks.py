@@ -1,4 +1,4 @@
-"""What the benchmark of a step's small kernels checks of embeddings, of places and of kernels that overlap."""
+"""What the benchmark of a step's small kernels checks of embeddings, places and kernels that overlap."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def packed_table(type: QuantType, rows: int, columns: int, device: str) -> Tenso
 
 def check_embedding(device: str) -> None:
     """Against the decoders of the types, bit by bit; behind 2 GiB, and from the host's memory in a graph."""
-    for type in (*embedding_kernel.TYPES, Q.Q4_0):
+    for type in (*embedding_kernel.TYPES, Q.Q4_0, Q.IQ4_XS):
         for columns in (5120, 768):
             data = packed_table(type, 50, columns, device)
             tokens = torch.tensor([[49, 0, 3, 3], [17, 1, 48, 30]], device=device)
