@@ -76,7 +76,9 @@ class Poison:
         torch.empty = self._plain
 
 
-def tree_of(rows: int, batch: int = 1, *, depth: int = 16, seed: int = 0) -> Step:
+def tree_of(
+    rows: int, batch: int = 1, *, depth: int = 16, seed: int = 0, device: str | torch.device = "cuda"
+) -> Step:
     """Random trees, no path longer than `depth`."""
     choose = random.Random(seed + rows)
     trees = []
@@ -87,9 +89,9 @@ def tree_of(rows: int, batch: int = 1, *, depth: int = 16, seed: int = 0) -> Ste
             parents.append(parent)
             depths.append(depths[parent] + 1)
         trees.append(parents)
-    parents = torch.tensor(trees, device="cuda")
-    zeros = torch.zeros(batch, dtype=torch.int64, device="cuda")
-    return Step.tree(torch.arange(batch, device="cuda"), torch.zeros_like(parents), parents, zeros)
+    parents = torch.tensor(trees, device=device)
+    zeros = torch.zeros(batch, dtype=torch.int64, device=device)
+    return Step.tree(torch.arange(batch, device=device), torch.zeros_like(parents), parents, zeros)
 
 
 class DeltaLayers:

@@ -1,6 +1,8 @@
 """The small kernels of a step on a GPU: checked against references, then timed alone and between products.
 
 PYTHONPATH=src python benchmarks/gpu/rows.py --out rows.jsonl
+
+--device cpu tries the Triton kernels' checks (with TRITON_INTERPRET=1).
 """
 
 import argparse
@@ -9,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +36,7 @@ from layer_checks import (
 from layers import milliseconds, report
 from matmul import model_steps
 from matmul_checks import TUNED, blocks
-from torch import Tensor
+from row_checks import check_chain, check_embedding, check_places, equal
 
 from treeflash.kernels.commit import kernel as commit_kernel
 from treeflash.kernels.commit import reference as commit
@@ -50,17 +53,14 @@ from treeflash.kernels.quant_matmul import (
     pack_rows,
     packed_matmul,
 )
+from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
 SECONDS = 75  # behind which no further part begins
 HEADS_INNER = (48, 128)  # heads of a delta layer's output
-
-
-def equal(name: str, found: Tensor, wanted: Tensor) -> None:
-    passed = torch.equal(found, wanted)
-    if not passed:
-        FAILED.append(name)
-        say("FAIL", name, "differs in its bits")
-    LINES.append({"check": name, "error": 0.0 if passed else 1.0, "passed": passed})
+HEAD_DIMS = (128, 32)
+# Rows and widths by blocks a row.
+_EVERY = ((1, WIDTH), (8, WIDTH), (24, 1000), (64, WIDTH), (3, 100), (2, INNER))
+SIZES = {1: _EVERY, 2: _EVERY[1:2], 4: _EVERY[1:2], 8: _EVERY}
 
 
 def check_rows() -> None:
@@ -69,10 +69,10 @@ def check_rows() -> None:
     chosen = dict(norm_cuda.CLUSTERS)
     first: dict[str, PackedRows] = {}
     try:
-        for cluster in (1, 2, 4, 8):
+        for cluster, sizes in SIZES.items():
             norm_cuda.CLUSTERS.update(dict.fromkeys(chosen, cluster))
-            sizes = ((1, WIDTH), (8, WIDTH), (24, 1000), (64, WIDTH), (3, 100), (2, INNER))
-            for rows, width in sizes if cluster in (1, 8) else sizes[1:2]:
+            compile_rows({width for _, width in sizes})
+            for rows, width in sizes:
                 _check_rows(f"{rows} x {width}, {cluster} blocks a row", rows, width)
         norm_cuda.CLUSTERS.update(chosen)
         wide = torch.randn(64, 2 * INNER, device="cuda")
@@ -94,6 +94,32 @@ def check_rows() -> None:
         norm_cuda.CLUSTERS.update(chosen)
 
 
+def compile_rows(widths: set[int]) -> None:
+    """What `_check_rows` needs, several at a time: one block a row, as on other cards, takes seconds each."""
+    card = cuda.card_of(torch.device("cuda", torch.cuda.current_device()))
+    shapes = {
+        shape
+        for width in widths
+        for shape in (
+            *(norm_cuda.shape_of(kind, width, clusters=True) for kind in (norm_cuda.NORM, norm_cuda.SILU)),
+            *(
+                norm_cuda.shape_of(norm_cuda.GATED, heads_of(width) * dim, dim, clusters=True)
+                for dim in HEAD_DIMS
+            ),
+        )
+    }
+
+    def build(shape: norm_cuda.Shape) -> bytes:
+        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.bulk), arch=card.arch)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(build, shapes))
+
+
+def heads_of(width: int) -> int:
+    return 4 * (width // 512) + 1
+
+
 def _check_rows(name: str, rows: int, width: int) -> None:
     wide = torch.randn(1, rows, 2 * width + 8, device="cuda")
     wide *= 10.0 ** torch.randint(-6, 6, (1, rows, 1), device="cuda")
@@ -107,16 +133,16 @@ def _check_rows(name: str, rows: int, width: int) -> None:
     check_packed(f"rows: norm {name}", packed, norm.add_rms_norm(x, y, weight, EPS)[1])
     check_packed(f"rows: norm alone {name}", alone, norm.rms_norm(x, weight, EPS))
     check_packed(f"rows: silu {name}", product, norm.silu_mul(x.clamp(-30, 30), y))
-    for dim in (128, 32):
-        count = 4 * (width // 512) + 1
+    for dim in HEAD_DIMS:
+        count, weight = heads_of(width), torch.randn(dim, device="cuda")
         heads = torch.randn(1, rows, count, dim, device="cuda")
         gate = torch.randn(1, rows, count * dim + 4, device="cuda")[..., 4:]
         with Poison():
-            packed = norm_cuda.gated_rms_norm(heads, gate, weight[:dim].contiguous(), EPS)
+            packed = norm_cuda.gated_rms_norm(heads, gate, weight, EPS)
         check_packed(
             f"rows: gated {count} heads of {dim}, {name}",
             packed,
-            norm.gated_rms_norm(heads, gate, weight[:dim], EPS),
+            norm.gated_rms_norm(heads, gate, weight, EPS),
         )
 
 
@@ -152,30 +178,31 @@ def check_open() -> None:
                 equal(f"rows of open {name}: scales", packed[0].scale, packed[1].scale)
 
 
-def check_commit() -> None:
+def check_commit(device: str) -> None:
     """The path that stays and the rows that move, against the reference; pages in any order, odd widths."""
     for rows in (1, 8, 24, 64):
-        step = tree_of(rows, 2)
-        slots = torch.tensor([2, 0], device="cuda")
+        step = tree_of(rows, 2, device=device)
+        slots = torch.tensor([2, 0], device=device)
         for last in ([rows - 1, -1], [0, rows // 2]):
             state = [
-                torch.randint(0, 64, (3, 64), device="cuda"),
-                *torch.randint(0, 9, (2, 3), device="cuda"),
+                torch.randint(0, 64, (3, 64), device=device),
+                *torch.randint(0, 9, (2, 3), device=device),
             ]
             results = []
             for implementation in (commit_kernel, commit):
                 path, count, lengths = (part.clone() for part in state)
                 kept = implementation.keep_path(
-                    step.ancestors, torch.tensor(last, device="cuda"), slots, path=path, count=count,
+                    step.ancestors, torch.tensor(last, device=device), slots, path=path, count=count,
                     lengths=lengths,
                 )  # fmt: skip
+                generator = torch.Generator().manual_seed(1)
                 planes = [
-                    torch.arange(2 * 40 * KV_HEADS * PAGE * width, device="cuda")
-                    .view(2, 40, KV_HEADS, PAGE, width)
+                    torch.randint(0, 255, (2, 40, KV_HEADS, PAGE, width), generator=generator)
+                    .to(device)
                     .to(dtype)
                     for width, dtype in ((HEAD, torch.float16), (6, torch.float16), (21, torch.uint8))
                 ]
-                table = torch.randperm(39, generator=torch.Generator().manual_seed(1)).view(3, 13).cuda()
+                table = torch.randperm(39, generator=generator).view(3, 13).to(device)
                 implementation.move_rows(planes, kept, slots, table)
                 results.append((kept.counts, kept.starts, kept.source, path, count, lengths, *planes))
             for number, (found, wanted) in enumerate(zip(*results, strict=True)):
@@ -183,19 +210,19 @@ def check_commit() -> None:
                 equal(name, found, wanted)
 
 
-def check_ring() -> None:
+def check_ring(device: str) -> None:
     rows, heads, dim, size = 16, 8, 128, 40
     cos, sin = norm.rope_angles(
-        torch.randint(0, 9000, (2, rows), device="cuda"), torch.rand(dim // 2, device="cuda")
+        torch.randint(0, 9000, (2, rows), device=device), torch.rand(dim // 2, device=device)
     )
-    k, v = torch.randn(2, 2, rows, heads, dim + 4, device="cuda")[..., :dim]
-    weight = torch.randn(dim, device="cuda")
-    rings = torch.randn(2, 3, size, heads, dim, device="cuda").half()
+    k, v = torch.randn(2, 2, rows, heads, dim + 4, device=device)[..., :dim]
+    weight = torch.randn(dim, device=device)
+    rings = torch.randn(2, 3, size, heads, dim, device=device).half()
     for counts in ((0, 16), (1, 5)):
         places = {
-            "slots": torch.tensor([2, 0], device="cuda"),
-            "lengths": torch.tensor([33, 99, 30], device="cuda"),
-            "count": torch.tensor(counts, device="cuda"),
+            "slots": torch.tensor([2, 0], device=device),
+            "lengths": torch.tensor([33, 99, 30], device=device),
+            "count": torch.tensor(counts, device=device),
         }
         found = []
         for implementation in (ring, norm):
@@ -316,14 +343,28 @@ def time_between() -> None:
         torch.cuda.empty_cache()
 
 
+def part_of(check: Callable[[str], None], device: str) -> Callable[[], None]:
+    def run() -> None:
+        check(device)
+
+    run.__name__ = check.__name__
+    return run
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     torch.manual_seed(0)
-    say(torch.cuda.get_device_name(), "torch", torch.__version__)
+    on_gpu = options.device == "cuda"
+    say(torch.cuda.get_device_name() if on_gpu else "CPU", "torch", torch.__version__)
+    anywhere = (check_commit, check_ring, check_embedding, check_places)
+    parts = [part_of(check, options.device) for check in anywhere]
+    if on_gpu:
+        parts = [check_rows, check_open, check_chain, *parts, time_between, time_rows]
     begin = time.monotonic()
-    for part in (check_rows, check_open, check_commit, check_ring, time_between, time_rows):
+    for part in parts:
         if time.monotonic() - begin > SECONDS:
             say("no time left for", part.__name__)
             continue

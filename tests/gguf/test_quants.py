@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from treeflash.errors import UnsupportedQuant
 from treeflash.gguf import quants
@@ -162,11 +163,36 @@ def test_result_is_on_the_device_of_the_data(
     type: QuantType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # any code book will do, and machines with other devices may lack the package with the real one
-    monkeypatch.setattr(quants, "_iq3_s_grid", lambda: torch.arange(2048.0).view(512, 4))
+    grid = torch.arange(2048.0).view(512, 4)
+    monkeypatch.setattr(quants, "_iq3_s_grid", lambda device: grid.to(device))
     data = random_rows(type, 3, blocks=5)
     weights = dequantise(data.to(device), type)
     assert weights.device.type == device
     assert_same_bits(weights.cpu(), dequantise(data, type))
+
+
+class FromTheHost(TorchDispatchMode):
+    """Counts tensors that are made of numbers or copied from another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.lift_fresh.default
+        self.count += "device" in (kwargs or {}) and function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+@every_type
+def test_decoding_again_takes_nothing_from_the_host(type: QuantType) -> None:
+    """As a captured graph needs it."""
+    data = random_rows(type, 2, blocks=3)
+    dequantise(data, type)
+    with FromTheHost() as taken:
+        dequantise(data, type)
+    assert taken.count == 0
+    with FromTheHost() as taken:
+        torch.tensor([1, 2])
+    assert taken.count == 1
 
 
 def test_floats_are_a_copy() -> None:

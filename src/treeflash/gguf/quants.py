@@ -70,8 +70,13 @@ def _pairs(fields: Tensor) -> Tensor:
 
 
 def _lookup(table: tuple[int, ...], index: Tensor) -> Tensor:
-    values = torch.tensor(table, dtype=torch.float32, device=index.device)
-    return values.index_select(0, index.flatten().int()).view(index.shape)
+    return _values(table, index.device).index_select(0, index.flatten().int()).view(index.shape)
+
+
+@cache
+def _values(table: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because a CUDA graph that decodes an embedding's rows may copy nothing from the host."""
+    return torch.tensor(table, dtype=torch.float32, device=device)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -173,7 +178,7 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 
 
 def _iq3_s(blocks: Tensor) -> Tensor:
-    grid = _iq3_s_grid().to(blocks.device)
+    grid = _iq3_s_grid(blocks.device)
     scale = _half(blocks, 0) * (_pairs(blocks[:, 106:110]).float() * 2 + 1)
     index = blocks[:, 2:66].int() + (_spread(blocks[:, 66:74], count=8, bits=1, span=1).flatten(1).int() << 8)
     sign = _spread(blocks[:, 74:106], count=8, bits=1, span=1).view(-1, 8, 32).float().mul_(-2).add_(1)
@@ -182,7 +187,7 @@ def _iq3_s(blocks: Tensor) -> Tensor:
 
 
 @cache
-def _iq3_s_grid() -> Tensor:
+def _iq3_s_grid(device: torch.device) -> Tensor:
     """The 512 x 4 code book of IQ3_S, which only the gguf package carries."""
     try:
         from gguf.quants import IQ3_S
@@ -192,7 +197,7 @@ def _iq3_s_grid() -> Tensor:
             hint="pip install 'treeflash[iq3]'",
         ) from error
     IQ3_S.init_grid()
-    return torch.from_numpy(IQ3_S.grid).reshape(512, 4).clone()
+    return torch.tensor(IQ3_S.grid, device=device).reshape(512, 4)
 
 
 _FLOATS: dict[QuantType, torch.dtype] = {
