@@ -132,7 +132,7 @@ def test_a_run_continues_from_a_file(pretrain: ModuleType, work: Path) -> None:
     pretrain.main(["--work", str(work), "--minutes", "0.15", "--instruct-share", "0.1", *FLAGS], SHAPE)
     first = json.loads((work / "pretrain.json").read_text())["held_out_loss"]["end"]
     convert(work / "TreeFlash-40M", work / "target.gguf", mix="q8_0")
-    flags = ["--work", str(work), "--minutes", "0.1", *FLAGS, "--lr", "3e-3"]
+    flags = ["--work", str(work), "--minutes", "0.1", *FLAGS, "--lr", "3e-4"]
     pretrain.main([*flags, "--continue-from", str(work / "target.gguf")], SHAPE)
     record = json.loads((work / "pretrain.json").read_text())
     assert record["held_out_loss"]["start"] == pytest.approx(first, abs=0.05)
