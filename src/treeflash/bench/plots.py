@@ -56,7 +56,10 @@ def _axes(heading: str, title: str, x: str, y: str) -> tuple[Any, Any]:
     axes = figure.subplots()
     figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
     # Left of the axes too, so that long names of machines have room.
-    axes.set_title(title, loc="left", x=-0.06, fontsize=9, color="#555555")
+    axes.set_title(" ", fontsize=9)  # room for a line that begins where the heading does
+    places = ("figure fraction", "axes fraction")
+    line = axes.annotate(title, (0.01, 1.03), xycoords=places, fontsize=9, color="#555555")
+    line.set_in_layout(False)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
     axes.tick_params(labelsize=10)
