@@ -39,7 +39,7 @@ from treeflash.kernels.gated_delta import chunk as delta
 from treeflash.models.spec import ModelSpec
 
 # Columns, stages, warps of the walk; rows, keys, stages, warps of attention.
-WALKS = ((64, 2, 8), (64, 3, 8), (64, 2, 4), (32, 2, 4), (32, 1, 4), (32, 3, 8))
+WALKS = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
 TILES = ((128, 32, 3, 8), (128, 32, 2, 8), (64, 64, 2, 8), (128, 64, 2, 8), (64, 32, 3, 4))
 GROUPS = {
     "delta: inverse": ("_prepare_kernel",),

@@ -30,6 +30,7 @@ from treeflash.kernels.quant_matmul import (
 )
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+_WORTH_FETCHING = 1 << 20  # bytes of a matrix that is fetched ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class WeightLoader:
         self.dtype = dtype if self._expand else torch.float32
         self.layouts: set[Layout] = set()  # of the tiles made so far
         self.widened: dict[QuantType, int] = {}  # bytes added to types that have no tiles and became float16
+        self._last: PackedWeight | None = None
         self._progress = progress
         self._done = 0
         self._read: set[str] = set()
@@ -227,7 +229,17 @@ class WeightLoader:
     def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
         """Neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
-            yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
+            matrix = self._tile(self._joined([self._packed(name) for name, _ in run]), type)
+            self._follow(matrix)
+            yield matrix
+
+    def _follow(self, matrix: Matrix) -> None:
+        """Matrices are asked for in the order in which a step reads them; small ones are not worth knowing."""
+        weight = matrix.data
+        if isinstance(weight, PackedWeight) and weight.nbytes >= _WORTH_FETCHING:
+            if self._last is not None:
+                self._last.following = weight
+            self._last = weight
 
     def _tile(self, packed: Tensor, type: QuantType) -> Matrix:
         weight = pack(packed, type, self._space)

@@ -203,10 +203,12 @@ def prepare_tiles(capability: tuple[int, int] | None) -> dict:
 def walk_tiles(dim: int, capability: tuple[int, int] | None) -> dict:
     """By shared memory: with 64 columns the 27B's 48 heads are 96 programs, one an SM on a large card."""
     large = capability in ((8, 0), (9, 0), (10, 0))
+    ampere = capability is not None and capability >= (8, 0)
     return {
         "COLUMNS": min(64 if large else 32, dim),
         "num_warps": 8,
-        "num_stages": 2 if capability is not None and capability >= (8, 0) else 1,
+        # On Hopper the third saves a tenth of the rule's time.
+        "num_stages": 3 if capability == (9, 0) else 2 if ampere else 1,
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_int, c_longlong
+from ctypes import Structure, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -33,6 +33,8 @@ _WIDE_WARPS_FROM = 32
 # With so many stages one is filled again in the middle of the unit after it: the thread that fills then
 # seldom waits for other warps to leave it.
 _HALFWAY_FROM = 3
+# Bytes of the following matrix that a product fetches into L2 behind its own.
+_FETCHED_AHEAD = 16 << 20
 _TOGETHER = 4  # launches with the same x that may be under way at a time
 
 
@@ -187,6 +189,24 @@ def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
     return grid, units // grid, units % grid
 
 
+class Following(Structure):
+    """The matrix that is read next, as tiles.cu fetches it ahead."""
+
+    _fields_ = [
+        ("w", c_void_p),
+        *((name, c_int) for name in ("blocks", "depth", "bytes", "ctas", "share", "extra", "ahead")),
+    ]
+
+    @classmethod
+    def of(cls, weight: PackedWeight | None, card: Card) -> "Following":
+        if weight is None:
+            return cls()
+        blocks, size = weight.padded_rows // ROW_BLOCK, _BLOCK_TILES * weight.layout.tile_bytes
+        grid, share, extra = partition(card, weight)
+        ahead = max(1, _FETCHED_AHEAD // (grid * size))
+        return cls(weight.data.data_ptr(), blocks, weight.data.shape[0], size, grid, share, extra, ahead)
+
+
 def pack_rows(x: Tensor) -> PackedRows:
     rows, columns = x.shape
     packed = empty_rows(rows, columns, x.device)
@@ -243,7 +263,11 @@ def _launch(
     numbers = (*sizes, share, extra, place, int(left_open))
     variant(weight.layout, x.bucket, out.device).matmul(
         (grid, 1),
-        [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
+        [
+            *(weight.data, weight.row_scale, x.data, x.scale, out, parts),
+            *map(c_int, numbers),
+            Following.of(weight.following, card),
+        ],
     )
 
 

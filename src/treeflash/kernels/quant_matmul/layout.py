@@ -82,7 +82,7 @@ DENSE = Layout(16, 0, "none", 128)
 _EXPANSION = 8192.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedWeight:
     """A matrix [rows, columns] in tiles."""
 
@@ -93,6 +93,7 @@ class PackedWeight:
     layout: Layout
     rows: int
     columns: int
+    following: "PackedWeight | None" = None  # what is read after it, where that is known
 
     @property
     def padded_rows(self) -> int:
