@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from matmul_checks import DEVICE, TUNED, Log, Q, blocks, bound, check, error, spread_rows
@@ -151,9 +150,6 @@ def model_steps() -> Steps:
             else:
                 weights.append(with_data(made[key], made[key].data.clone()))
         steps.append((weights, columns))
-    large = [weight for weights, _ in steps for weight in weights if weight.nbytes >= 1 << 20]
-    for weight, following in pairwise(large):
-        weight.following = following
     return steps
 
 

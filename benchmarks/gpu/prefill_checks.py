@@ -94,7 +94,10 @@ def check_delta(report: Report, shapes: dict) -> None:
 
 
 def check_causal(report: Report, shapes: dict) -> None:
-    """The first rows of a longer chunk have the same bits, and the cut shows in rounding only."""
+    """Nothing that follows is seen: it shows in rounding only, as does a cut.
+
+    (The power of two that states and writes are kept in follows from the whole chunk.)
+    """
     work = DeltaWork(shapes["delta"], 150, 0, report.device)
     heads = work.heads()
     slots, states = work.places["slots"], [work.state.clone(), work.state.clone()]
@@ -103,7 +106,8 @@ def check_causal(report: Report, shapes: dict) -> None:
     for rows in (slice(0, 77), slice(77, None)):
         cut = [part[:, rows].clone(memory_format=torch.contiguous_format) for part in heads]
         parts.append(delta.slot_delta(*cut, states[1], slots=slots))
-    report.check("delta rule: what follows changes no bit", torch.equal(parts[0], whole[:, :77]))
+    follows = error(parts[0], whole[:, :77])
+    report.check("delta rule: what follows is not seen", follows < 1e-4, error=f"{follows:.1e}")
     apart = error(parts[1], whole[:, 77:]), error(states[1], states[0])
     report.check("delta rule: cut in two", max(apart) < 3e-3, errors=[f"{each:.1e}" for each in apart])
 

@@ -39,11 +39,11 @@ def test_the_delta_rule_compiles(card: str) -> None:
 
 @pytest.mark.parametrize("card", TARGETS)
 def test_attention_compiles(card: str) -> None:
-    """Over pages, and over the first of several expanded slices."""
+    """Over one slice, and over the first of several."""
     target, limit = TARGETS[card]
-    for dim, paged in ((256, True), (256, False), (128, True))[: 3 if card == "sm_90" else 1]:
-        places = {"KEYS_PAGED": paged, "VALUES_PAGED": paged, "BEGIN": True, "END": paged, "GATE": paged}
-        constants = {"KV": 4, "GROUP": 6, "PAGE": 64, "D": dim, "PRECISION": "ieee", **places}
+    for dim, whole in ((256, True), (256, False), (128, True))[: 3 if card == "sm_90" else 1]:
+        parts = {"BEGIN": True, "END": whole, "GATE": whole}
+        constants = {"KV": 4, "GROUP": 6, "D": dim, "PRECISION": "ieee", **parts}
         chosen = attention.tiles(dim, capability(target))
         scalars = {"first": "i32", "last": "i32"}
         assert compiled(attention._chunk_attention_kernel, card, constants, chosen, scalars=scalars) <= limit

@@ -19,6 +19,7 @@ class Answer:
         self._stream, self._parser = stream, parser
         self._stops = StopStrings(stop)
         self._one_call = one_call
+        self.may_end = one_call or any(stop)  # whether `write` ever gives a number
         self._ready: list[Delta] = []
         self.reasoning_tokens = 0
 

@@ -45,10 +45,10 @@ class Looked:
 class Clock:
     """Seconds between the parts of a step, as the device sees them; asked when it has come to the end.
 
-    A step marks: 0 and 1 around the proposal, 2 before the pass, 3 behind it, 4 when all is decided.
+    A step marks: 0 and 1 around the proposal, 2 and 3 around the pass, 4 and 5 around what decides.
     """
 
-    def __init__(self, device: torch.device, marks: int = 5):
+    def __init__(self, device: torch.device, marks: int = 6):
         self._times = [0.0] * marks
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
@@ -139,6 +139,7 @@ class StepParts:
 
         masks: what may follow each row, where the request has such limits.
         """
+        self.clock.mark(4)
         if self.draws is None:
             walked = self._walk(looked, sampler, masks or ())
         else:
@@ -148,7 +149,7 @@ class StepParts:
         if walked.flat.is_cuda:
             self._decided.copy_(walked.flat, non_blocking=True)
             walked = Walked(self._decided)
-        self.clock.mark(4)
+        self.clock.mark(5)
         if self._slots.is_cuda:
             torch.cuda.current_stream().synchronize()
         return walked

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treeflash.engine.cut import cut_text
-from treeflash.engine.device_step import StepParts, padded_rows
+from treeflash.engine.device_step import Looked, StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
 from treeflash.engine.prefill import chunk_size, compile_chunk, read_chunk, rows_wanted
@@ -40,6 +40,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     # Sees each batch of committed tokens; a number ends the request with that many of them delivered.
     cut: Callable[[list[int]], int | None] = lambda tokens: None
+    may_cut: bool = True  # whether it ever gives a number
     cancelled: Callable[[], bool] = lambda: False  # asked at every prefill chunk and every step
     guide: Guide | None = None  # which tokens may follow
     draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
@@ -210,11 +211,15 @@ class Engine:
         undecided: list[int] = []  # the anchor, which the sampler meets again as the root of the next tree
         while True:
             ahead: DraftTree | None = None
+            looked: Looked | None = None
             if verified is not None and self.steps.draws is not None:
                 self._settle(verified, len(fresh), None)
-                if self._may_go_on(request, fresh, limit - stats.generated_tokens):
-                    # The device drafts while the host looks at the text; if it ends here, for nothing.
+                room = limit - stats.generated_tokens - len(fresh)
+                if room > 0 and self._may_go_on(request, fresh):
+                    # The device goes on while the host looks at the text; if it ends here, for nothing.
                     ahead = self._propose(slot, fresh[-1], request, sampler)
+                    if not request.may_cut:  # rows that a pass has been made behind cannot be taken back
+                        looked = self._look(slot, ahead, room)
             cut = cut_text(fresh, request, limit - stats.generated_tokens)
             if cut.tokens:
                 stats.token_came()
@@ -239,8 +244,9 @@ class Engine:
             undecided += fresh
             sampler.accept(undecided[:-1])
             undecided = undecided[-1:]
-            room = limit - stats.generated_tokens
-            verified = self._step(slot, undecided[0], room, ahead, request, sampler, stats)
+            tree = self._propose(slot, undecided[0], request, sampler) if ahead is None else ahead
+            looked = self._look(slot, tree, limit - stats.generated_tokens) if looked is None else looked
+            verified = self._decide(slot, undecided[0], tree, looked, request, sampler, stats)
             fresh = verified.tokens
 
     def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
@@ -293,44 +299,44 @@ class Engine:
         sampler.fixed.allow(masks)
         return sampler.fixed.draw(logits, at, nothing, nothing).tolist()
 
-    def _step(
+    def _look(self, slot: int, tree: DraftTree, room: int) -> Looked:
+        """The target's pass over a tree, of which at most `room` rows may stay."""
+        self._reserve(slot, self.steps.size(len(tree)))
+        self.steps.load(tree, room)
+        self.steps.clock.mark(2)
+        looked = self.steps.look(len(tree))
+        self.steps.clock.mark(3)
+        return looked
+
+    def _decide(
         self,
         slot: int,
         anchor: int,
-        room: int,
-        tree: DraftTree | None,
+        tree: DraftTree,
+        looked: Looked,
         request: Request,
         sampler: Sampler,
         stats: RequestStats,
     ) -> _Verified:
-        """Propose, verify, walk: the tokens behind the anchor that this step decides, at least one.
-
-        Their rows are kept, at most `room` of them. `tree`: proposed before.
-        """
+        """Draws and walks: the tokens behind the anchor that this step decides; keeps their rows."""
         steps, guide = self.steps, request.guide
-        if tree is None:
-            tree = self._propose(slot, anchor, request, sampler)
-        self._reserve(slot, steps.size(len(tree)))
-        steps.load(tree, room)
-        steps.clock.mark(2)
-        looked = steps.look(len(tree))
-        steps.clock.mark(3)
         # Whatever the masks take is spent while a device is busy with the pass.
         masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist()) if guide else None
         decided = steps.walk(looked, sampler, masks).flat.tolist()
         count = decided[0]
         self.states.lengths[slot] += count
-        draft_s, verify_s = steps.clock.seconds(0, 1), steps.clock.seconds(2, 4)
+        clock = steps.clock
+        draft_s, verify_s = clock.seconds(0, 1), clock.seconds(2, 3) + clock.seconds(4, 5)
         stats.draft_s += draft_s
         stats.verify_s += verify_s
         rows, tokens = decided[4 : 4 + count], decided[4 + MAX_ROWS : 4 + MAX_ROWS + count]
         return _Verified(anchor, len(tree), looked.features, looked.logits, rows, tokens, draft_s, verify_s)
 
-    def _may_go_on(self, request: Request, fresh: list[int], room: int) -> bool:
-        """Whether a proposal behind these tokens can be made before the text is looked at."""
-        if request.guide is not None or request.sampling.logprobs is not None:
-            return False  # the one decides over proposals, the others read what a draft may write over
-        return len(fresh) < room and fresh[-1] not in request.stop_ids
+    def _may_go_on(self, request: Request, fresh: list[int]) -> bool:
+        """Whether the next step can begin before the text is looked at."""
+        if request.guide is not None or request.sampling.logprobs is not None or request.trees:
+            return False  # the first decides over proposals, the others read what a step writes over
+        return request.stop_ids.isdisjoint(fresh)
 
     def _propose(self, slot: int, anchor: int, request: Request, sampler: Sampler) -> DraftTree:
         position, guide, clock = self.states.lengths[slot], request.guide, self.steps.clock

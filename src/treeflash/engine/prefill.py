@@ -20,7 +20,7 @@ CPU_CHUNK = 512  # a larger one is no faster there, and tells less often how far
 # at 2048 on an H200, 4.5% at 8192).
 CHUNKS = ((60 << 30, 8192), (30 << 30, 4096), (0, 2048))
 EXPANDED_WEIGHTS = 1 << 26  # float16, at a time, for products of many rows
-EXPANDED_PAGES = 64 << 20  # bytes of quantised keys and values at a time
+EXPANDED_PAGES = 64 << 20  # bytes of keys and values brought together at a time
 
 
 def chunk_size(kind: str, memory: int) -> int:
@@ -62,24 +62,21 @@ def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0) -> int:
     """Most that a chunk takes on a GPU beside weights and states; `taps`: layers that a draft reads."""
     width = spec.width
 
-    def product(*sizes: int) -> int:
-        """Float32 results, and the slice of them that is not yet multiplied by its rows' scales."""
-        return 4 * (sum(sizes) + min(max(sizes), EXPANDED_WEIGHTS // width))
-
-    # The residual stream and what is added to it, of this layer and the one before; packed for a product.
-    stream = 4 * 4 * width + 2 * width
+    # The residual stream and what is added to it, of this layer's halves and the one before; packed for a
+    # product.
+    stream = 6 * 4 * width + 2 * width
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
-    stages = [product(2 * inner), 4 * 2 * inner + 2 * inner + product(width)]
+    stages = [4 * 2 * inner + 2 * inner + 4 * width]
     query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
     qkv = query + 2 * spec.kv_heads * spec.head_dim
     heads = 4 * spec.heads * spec.head_dim
-    stages += [product(qkv), 4 * qkv + 2 * heads, 4 * qkv + heads + heads // 2 + product(width)]
+    stages += [4 * qkv + 2 * heads, 4 * qkv + heads + heads // 2 + 4 * width]
     if spec.delta is not None:
         delta = spec.delta
         joined = delta.channels + delta.inner + 2 * delta.value_heads
         # Queries, keys, what is erased and what is seen in 16 bits; values, whose place the outputs take.
         run = 2 * (delta.channels - delta.inner) + 6 * delta.inner + 2 * 64 * delta.value_heads
-        stages += [product(joined), 4 * joined + run, 4 * joined + 6 * delta.inner + product(width)]
+        stages += [4 * joined + run, 4 * joined + 6 * delta.inner + 4 * width]
     tapped = 4 * taps * width
     fixed = 2 * EXPANDED_WEIGHTS + EXPANDED_PAGES + min(chunk, PIECE) * (2 * taps + 12) * width
     return chunk * (stream + max(stages) + tapped) + fixed

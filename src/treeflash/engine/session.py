@@ -188,6 +188,7 @@ class Session:
                 sampling=request.sampling,
                 stop_ids=self.tokenizer.stop_ids,
                 cut=answer.write,
+                may_cut=answer.may_end,
                 cancelled=request.cancelled,
                 guide=self._prompts.guide(request, prompt),
                 draft_budget=request.draft_budget,

@@ -26,11 +26,11 @@ from treeflash.kernels.quant_matmul import (
     open_product,
     pack,
     packed_products,
+    products_but_one,
     quant_matmul,
 )
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-_WORTH_FETCHING = 1 << 20  # bytes of a matrix that is fetched ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,19 @@ class Projections:
         if self.bias is not None:
             out = out + self.bias
         return out.split(self.sizes, -1)
+
+    def but_one(self, x: Tensor | PackedRows, late: int) -> tuple[tuple[Tensor, ...], Callable[[], object]]:
+        """The same, but that part `late`, read `apart`, may be there only when the second result has been
+        called: it overlaps with kernels that do not need it.
+        """
+        tiles = [matrix.data for matrix in self.matrices if isinstance(matrix.data, PackedWeight)]
+        starts = [sum(weight.rows for weight in tiles[:number]) for number in range(len(tiles))]
+        if not isinstance(x, PackedRows) or self.bias is not None or sum(self.sizes[:late]) not in starts:
+            return self(x), lambda: None
+        number = starts.index(sum(self.sizes[:late]))
+        assert tiles[number].rows == self.sizes[late], (tiles[number].rows, self.sizes)
+        out, finish = products_but_one(x, tiles, number)
+        return out.split(self.sizes, -1), finish
 
     def left_open(self, x: Tensor | PackedRows) -> Sequence[Tensor | OpenSums]:
         """As `Matrix.left_open`, where all of them are one matrix."""
@@ -154,7 +167,6 @@ class WeightLoader:
         self.dtype = dtype if self._expand else torch.float32
         self.layouts: set[Layout] = set()  # of the tiles made so far
         self.widened: dict[QuantType, int] = {}  # bytes added to types that have no tiles and became float16
-        self._last: PackedWeight | None = None
         self._progress = progress
         self._done = 0
         self._read: set[str] = set()
@@ -180,8 +192,13 @@ class WeightLoader:
             raise UnsupportedModel(f"tensor {bias}: a bias here is not part of any supported model")
         return self.projections([name], [rows], columns).matrices[0]
 
-    def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
-        """Matrices [size, columns] by name; where the file has a .bias beside a .weight, it is added."""
+    def projections(
+        self, names: Sequence[str], sizes: Sequence[int], columns: int, *, apart: str | None = None
+    ) -> Projections:
+        """Matrices [size, columns] by name; where the file has a .bias beside a .weight, it is added.
+
+        `apart`: the name of one that in tiles stays a matrix of its own.
+        """
         types = [
             self._file.require_tensor(name, (rows, columns)).type
             for name, rows in zip(names, sizes, strict=True)
@@ -192,7 +209,7 @@ class WeightLoader:
                 self._expand_into(part, self._packed(name), type)
             matrices = (Matrix(data, None),)
         elif self._tiles:
-            matrices = tuple(self._tile_runs(names, types))
+            matrices = tuple(self._tile_runs(names, types, apart))
         else:
             matrices = tuple(
                 Matrix(self._packed(name), type) for name, type in zip(names, types, strict=True)
@@ -226,20 +243,13 @@ class WeightLoader:
             self._progress(min(self._done, self._total), self._total)
         return data
 
-    def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
+    def _tile_runs(
+        self, names: Sequence[str], types: Sequence[QuantType], apart: str | None
+    ) -> Iterator[Matrix]:
         """Neighbours of one type as one matrix: fewer and larger launches."""
-        for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
-            matrix = self._tile(self._joined([self._packed(name) for name, _ in run]), type)
-            self._follow(matrix)
-            yield matrix
-
-    def _follow(self, matrix: Matrix) -> None:
-        """Matrices are asked for in the order in which a step reads them; small ones are not worth knowing."""
-        weight = matrix.data
-        if isinstance(weight, PackedWeight) and weight.nbytes >= _WORTH_FETCHING:
-            if self._last is not None:
-                self._last.following = weight
-            self._last = weight
+        pairs = zip(names, types, strict=True)
+        for (type, _), run in groupby(pairs, key=lambda pair: (pair[1], pair[0] == apart)):
+            yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
 
     def _tile(self, packed: Tensor, type: QuantType) -> Matrix:
         weight = pack(packed, type, self._space)

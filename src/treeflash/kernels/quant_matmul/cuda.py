@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import Structure, c_int, c_longlong, c_void_p
+from ctypes import c_int, c_longlong
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -33,9 +33,7 @@ _WIDE_WARPS_FROM = 32
 # With so many stages one is filled again in the middle of the unit after it: the thread that fills then
 # seldom waits for other warps to leave it.
 _HALFWAY_FROM = 3
-# Bytes of the following matrix that a product fetches into L2 behind its own.
-_FETCHED_AHEAD = 16 << 20
-_TOGETHER = 4  # launches with the same x that may be under way at a time
+_TOGETHER = 3  # launches with the same x that may be under way at a time, beside a late one
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ def _workspace(device: torch.device) -> Tensor:
     graphs point at them; so products on one device must follow one another in one stream."""
     card = card_of(device)
     words = card.resident * card.processors * ROW_BLOCK * 64
-    return torch.full((_TOGETHER, words), _UNWRITTEN, dtype=torch.int32, device=device)
+    return torch.full((_TOGETHER + 1, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
@@ -187,24 +185,6 @@ def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
     units = weight.padded_rows // ROW_BLOCK * weight.data.shape[0]
     grid = min(card.resident * card.processors, max(1, units * weight.layout.unit // _LEAST_COLUMNS))
     return grid, units // grid, units % grid
-
-
-class Following(Structure):
-    """The matrix that is read next, as tiles.cu fetches it ahead."""
-
-    _fields_ = [
-        ("w", c_void_p),
-        *((name, c_int) for name in ("blocks", "depth", "bytes", "ctas", "share", "extra", "ahead")),
-    ]
-
-    @classmethod
-    def of(cls, weight: PackedWeight | None, card: Card) -> "Following":
-        if weight is None:
-            return cls()
-        blocks, size = weight.padded_rows // ROW_BLOCK, _BLOCK_TILES * weight.layout.tile_bytes
-        grid, share, extra = partition(card, weight)
-        ahead = max(1, _FETCHED_AHEAD // (grid * size))
-        return cls(weight.data.data_ptr(), blocks, weight.data.shape[0], size, grid, share, extra, ahead)
 
 
 def pack_rows(x: Tensor) -> PackedRows:
@@ -247,8 +227,15 @@ def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tens
     for start in range(0, len(pairs), _TOGETHER):
         group = pairs[start : start + _TOGETHER]
         for number, (weight, out) in enumerate(group):
-            place = 0 if len(group) == 1 else 1 if number == 0 else 2
-            _launch(x, weight, out, parts=_workspace(out.device)[number], place=place)
+            _launch(x, weight, out, parts=_workspace(out.device)[number], place=2 if number else 1)
+
+
+def late_product(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
+    """A product that comes behind kernels which need it as little as it needs them, and overlaps with them.
+
+    `products` have begun to read x and `out` was there before them, so that nobody else uses its memory.
+    """
+    _launch(x, weight, out, parts=_workspace(out.device)[_TOGETHER], place=2)
 
 
 def _launch(
@@ -263,11 +250,7 @@ def _launch(
     numbers = (*sizes, share, extra, place, int(left_open))
     variant(weight.layout, x.bucket, out.device).matmul(
         (grid, 1),
-        [
-            *(weight.data, weight.row_scale, x.data, x.scale, out, parts),
-            *map(c_int, numbers),
-            Following.of(weight.following, card),
-        ],
+        [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
     )
 
 

@@ -82,7 +82,7 @@ DENSE = Layout(16, 0, "none", 128)
 _EXPANSION = 8192.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A matrix [rows, columns] in tiles."""
 
@@ -93,7 +93,6 @@ class PackedWeight:
     layout: Layout
     rows: int
     columns: int
-    following: "PackedWeight | None" = None  # what is read after it, where that is known
 
     @property
     def padded_rows(self) -> int:

@@ -73,26 +73,6 @@ DEVICE int cta_of(int unit, int share, int extra) {
   return unit < cut ? unit / (share + 1) : extra + (unit - cut) / share;
 }
 
-// The matrix that is read after this one, in units of `bytes`, and how many of each of its CTAs' units to fetch.
-struct Following {
-  const u8* w;
-  int blocks, depth, bytes, ctas, share, extra, ahead;
-};
-// Into L2, by the CTAs that have asked for all their own weights: memory would stand idle until the next product starts.
-DEVICE void fetch_ahead(const Following& next, int cta, int ctas) {
-#if BULK
-  for (int c = cta; c < next.ctas; c += ctas) {
-    const int unit = first_unit(c, next.share, next.extra), units = next.share + (c < next.extra);
-    int block = unit / next.depth, step = unit - block * next.depth;
-    for (int i = 0; i < next.ahead && i < units; i++) {
-      const u8* from = next.w + ((size_t)step * next.blocks + block) * next.bytes;
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(next.bytes) : "memory");
-      if (++step == next.depth) step = 0, block++;
-    }
-  }
-#endif
-}
-
 constexpr u32 UNWRITTEN = 0xffffdeadu;
 DEVICE uint4 load_part(const uint4* p) {
   uint4 v;
@@ -142,8 +122,7 @@ DEVICE void store(const float (&v)[SUMS][4], float* y, const float* x_scale, int
 // the first lets the next start when it has itself waited, and x is there; the next waits only to end after it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
-       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int place, int open,
-       const Following next) {
+       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int place, int open) {
   extern __shared__ __align__(128) u8 ring[];
   const u32 ring0 = shared_address(ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = gridDim.x - 1 - blockIdx.x;
@@ -183,13 +162,11 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   }
   if (place != 2) WAIT_FOR_PREVIOUS;
   if (place == 1) NEXT_MAY_START;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0)
     for (int i = 0, from = step0; i < ahead; i++) {
       fill_x(i, from);
       if (++from == depth) from = 0;
     }
-    if (fill_unit == units) fetch_ahead(next, cta, gridDim.x);
-  }
   int empty_phase = 0;
   // The slot of the unit before this one is filled again once all warps have left it.
   auto refill = [&](int unit) {
@@ -198,7 +175,6 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
         barrier_wait(empty + 8 * fill_slot, empty_phase);
         fill_weights();
         fill_x(fill_slot, fill_step);
-        if (fill_unit == units - 1) fetch_ahead(next, cta, gridDim.x);
       }
       advance();
       if (fill_slot == 0) empty_phase ^= 1;
