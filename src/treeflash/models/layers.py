@@ -110,8 +110,7 @@ class GatedDelta:
         self._eps = spec.eps
         heads = delta.value_heads
         names = [f"{block}.{part}.weight" for part in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
-        sizes = [delta.channels, delta.inner, heads, heads]
-        self._in = loader.projections(names, sizes, spec.width, apart=names[1])
+        self._in = loader.projections(names, [delta.channels, delta.inner, heads, heads], spec.width)
         self._out = loader.matrix(f"{block}.ssm_out.weight", spec.width, delta.inner)
         self._conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
         self._decay = loader.vector(f"{block}.ssm_a", heads)
@@ -124,10 +123,8 @@ class GatedDelta:
     ) -> Tensor | OpenSums:
         """x [B, T, width], normalised, to [B, T, width]; or for a kernel that adds up open sums."""
         batch = len(frame.slots)
-        parts, finish_gate = self._in.but_one(x, 1)
-        inputs, gate, beta, alpha = by_item(parts, batch)
+        inputs, gate, beta, alpha = by_item(self._in(x), batch)
         out = (self._chunk if frame.ancestors is None else self._tree)(inputs, alpha, beta, frame, buffers)
-        finish_gate()  # its weights come from memory while the kernels above wait for one another
         pack = self._packs_out(batch * gate.shape[1])
         h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
         sums = self._out.left_open(h) if leave_open else self._out(h)

@@ -26,7 +26,6 @@ from treeflash.kernels.quant_matmul import (
     open_product,
     pack,
     packed_products,
-    products_but_one,
     quant_matmul,
 )
 
@@ -79,19 +78,6 @@ class Projections:
         if self.bias is not None:
             out = out + self.bias
         return out.split(self.sizes, -1)
-
-    def but_one(self, x: Tensor | PackedRows, late: int) -> tuple[tuple[Tensor, ...], Callable[[], object]]:
-        """The same, but that part `late`, read `apart`, may be there only when the second result has been
-        called: it overlaps with kernels that do not need it.
-        """
-        tiles = [matrix.data for matrix in self.matrices if isinstance(matrix.data, PackedWeight)]
-        starts = [sum(weight.rows for weight in tiles[:number]) for number in range(len(tiles))]
-        if not isinstance(x, PackedRows) or self.bias is not None or sum(self.sizes[:late]) not in starts:
-            return self(x), lambda: None
-        number = starts.index(sum(self.sizes[:late]))
-        assert tiles[number].rows == self.sizes[late], (tiles[number].rows, self.sizes)
-        out, finish = products_but_one(x, tiles, number)
-        return out.split(self.sizes, -1), finish
 
     def left_open(self, x: Tensor | PackedRows) -> Sequence[Tensor | OpenSums]:
         """As `Matrix.left_open`, where all of them are one matrix."""
@@ -192,13 +178,8 @@ class WeightLoader:
             raise UnsupportedModel(f"tensor {bias}: a bias here is not part of any supported model")
         return self.projections([name], [rows], columns).matrices[0]
 
-    def projections(
-        self, names: Sequence[str], sizes: Sequence[int], columns: int, *, apart: str | None = None
-    ) -> Projections:
-        """Matrices [size, columns] by name; where the file has a .bias beside a .weight, it is added.
-
-        `apart`: the name of one that in tiles stays a matrix of its own.
-        """
+    def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
+        """Matrices [size, columns] by name; where the file has a .bias beside a .weight, it is added."""
         types = [
             self._file.require_tensor(name, (rows, columns)).type
             for name, rows in zip(names, sizes, strict=True)
@@ -209,7 +190,7 @@ class WeightLoader:
                 self._expand_into(part, self._packed(name), type)
             matrices = (Matrix(data, None),)
         elif self._tiles:
-            matrices = tuple(self._tile_runs(names, types, apart))
+            matrices = tuple(self._tile_runs(names, types))
         else:
             matrices = tuple(
                 Matrix(self._packed(name), type) for name, type in zip(names, types, strict=True)
@@ -243,12 +224,9 @@ class WeightLoader:
             self._progress(min(self._done, self._total), self._total)
         return data
 
-    def _tile_runs(
-        self, names: Sequence[str], types: Sequence[QuantType], apart: str | None
-    ) -> Iterator[Matrix]:
+    def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
         """Neighbours of one type as one matrix: fewer and larger launches."""
-        pairs = zip(names, types, strict=True)
-        for (type, _), run in groupby(pairs, key=lambda pair: (pair[1], pair[0] == apart)):
+        for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
             yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
 
     def _tile(self, packed: Tensor, type: QuantType) -> Matrix:

@@ -11,7 +11,7 @@ from torch import Tensor
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.reference import LARGEST_SCALE, SHORTEST, TQ3_BOUNDS, TQ3_DIM, TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
-from treeflash.kernels.norm_rope.kernel import _heads, _turned
+from treeflash.kernels.norm_rope.kernel import _heads, _turned, overlap, wait
 
 
 def _words(mask: int) -> list[tl.constexpr]:
@@ -248,11 +248,13 @@ def _cache_kernel(
     k_stride, k_head_stride, v_stride, v_head_stride, eps,
     KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr, STRETCH: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head of one row a program: its key, normed and turned by position, or its value."""
     head, row, side = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    page, offset = tl.load(pages + row).to(tl.int64), tl.load(offsets + row).to(tl.int64)
+    wait(OVERLAP)
+    page = tl.load(pages + row, cache_modifier=".cg").to(tl.int64)
+    offset = tl.load(offsets + row, cache_modifier=".cg").to(tl.int64)
     place = (page * KV + head) * PAGE + offset
     if side == 0:
         source = k + row * k_stride + head * k_head_stride
@@ -262,7 +264,7 @@ def _cache_kernel(
         _store_row(key, key_codes, key_scales, place, KEYS, D, SIZE, STRETCH)
     else:
         dims = tl.arange(0, BLOCK)
-        value = tl.load(v + row * v_stride + head * v_head_stride + dims, mask=dims < D, other=0.0)
+        value = tl.load(v + row * v_stride + head * v_head_stride + dims, dims < D, 0.0, cache_modifier=".cg")
         _store_row(value.to(tl.float32), value_codes, value_scales, place, VALUES, D, SIZE, STRETCH)
 
 
@@ -331,7 +333,7 @@ def cache_heads(
         SIZE=group_size(dim), STRETCH=(min(dim, TQ3_DIM) / TQ3_DIM) ** 0.5, KEYS=form(keys),
         VALUES=form(values), NORM=norm is not None, INTERLEAVED=interleaved,
         # A product and a sum rounded once would give other codes than the two rounded one by one.
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False, **overlap(k.device),
     )  # fmt: skip
 
 

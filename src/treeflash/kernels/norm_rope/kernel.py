@@ -1,7 +1,7 @@
 """Triton kernels of norms, rotary embedding and gates: a row or a head a program, float32 inside.
 
-Those before a product may start before the kernel in front of them has ended (OVERLAP); they then wait for it
-and read past L1, which may be older than what they read.
+Those of a step's layers may start before the kernel in front of them has ended (OVERLAP); they then wait for
+it and read past L1, which may be older than what they read.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 
 
 @triton.jit
-def _wait(OVERLAP: tl.constexpr):
+def wait(OVERLAP: tl.constexpr):
     """For the kernel in front of this one; only then may the next one start."""
     if OVERLAP:
         gdc_wait()
@@ -49,7 +49,7 @@ def _norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     factor = tl.load(weight + columns, mask=inside, other=0.0)
-    _wait(OVERLAP)
+    wait(OVERLAP)
     value = tl.load(x + row * x_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     if ADD:
         value += tl.load(add + row * add_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
@@ -104,7 +104,7 @@ def _gated_norm_rows_kernel(
     inside = (head < HEADS)[:, None] & (dims < D)[None, :]
     column = head[:, None] * D + dims[None, :]
     factor = tl.load(weight + dims, mask=dims < D, other=0.0)
-    _wait(OVERLAP)
+    wait(OVERLAP)
     value = tl.load(x + row * HEADS * D + column, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     open_ = tl.load(gate + row * gate_stride + column, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
@@ -135,7 +135,7 @@ def _silu_rows_kernel(
 ):  # fmt: skip
     """One row a program, packed for a product; in two parts, whose sizes must be powers of two."""
     row = tl.program_id(0).to(tl.int64)
-    _wait(OVERLAP)
+    wait(OVERLAP)
     gate += row * gate_stride
     up += row * up_stride
     out += row * row_stride
@@ -181,14 +181,14 @@ def _turned(
     else:
         first = dims < HALF
         partner, angle = tl.where(first, dims + HALF, dims - HALF), tl.where(first, dims, dims - HALF)
-    value = tl.load(x + dims, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(x + partner, mask=rotated, other=0.0).to(tl.float32)
+    value = tl.load(x + dims, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+    other = tl.load(x + partner, rotated, 0.0, cache_modifier=".cg").to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
         value *= scale * tl.load(norm + dims, mask=inside, other=0.0)
         other *= scale * tl.load(norm + partner, mask=rotated, other=0.0)
-    c = tl.load(cos + angle, mask=rotated, other=1.0)
-    s = tl.load(sin + angle, mask=rotated, other=0.0)
+    c = tl.load(cos + angle, rotated, 1.0, cache_modifier=".cg")
+    s = tl.load(sin + angle, rotated, 0.0, cache_modifier=".cg")
     return value * c + tl.where(first, -other, other) * s
 
 
@@ -196,10 +196,11 @@ def _turned(
 def _head_kernel(
     x, norm, cos, sin, out, row_stride, head_stride, eps,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head of one row a program: normed and rotated into out [rows, HEADS, D]."""
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    wait(OVERLAP)
     source = x + row * row_stride + head * head_stride
     turned = _turned(source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
     dims = tl.arange(0, BLOCK)
@@ -321,6 +322,6 @@ def head_rope(
     _head_kernel[(heads, len(flat))](
         flat, flat if norm is None else norm, cos, sin, out, flat.stride(0), flat.stride(1), eps,
         HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), NORM=norm is not None,
-        INTERLEAVED=interleaved, num_warps=1,
+        INTERLEAVED=interleaved, num_warps=1, **overlap(x.device),
     )  # fmt: skip
     return out

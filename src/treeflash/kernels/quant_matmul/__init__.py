@@ -19,7 +19,6 @@ from treeflash.kernels.quant_matmul.packed import (
     packed_matmul,
     packed_products,
     prepare,
-    products_but_one,
 )
 from treeflash.kernels.quant_matmul.reference import dense_matmul, quant_matmul
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
@@ -46,7 +45,6 @@ __all__ = [
     "packed_matmul",
     "packed_products",
     "prepare",
-    "products_but_one",
     "quant_matmul",
     "unpack",
 ]

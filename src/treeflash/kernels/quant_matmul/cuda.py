@@ -33,7 +33,7 @@ _WIDE_WARPS_FROM = 32
 # With so many stages one is filled again in the middle of the unit after it: the thread that fills then
 # seldom waits for other warps to leave it.
 _HALFWAY_FROM = 3
-_TOGETHER = 3  # launches with the same x that may be under way at a time, beside a late one
+_TOGETHER = 4  # launches with the same x that may be under way at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _workspace(device: torch.device) -> Tensor:
     graphs point at them; so products on one device must follow one another in one stream."""
     card = card_of(device)
     words = card.resident * card.processors * ROW_BLOCK * 64
-    return torch.full((_TOGETHER + 1, words), _UNWRITTEN, dtype=torch.int32, device=device)
+    return torch.full((_TOGETHER, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
@@ -227,15 +227,8 @@ def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tens
     for start in range(0, len(pairs), _TOGETHER):
         group = pairs[start : start + _TOGETHER]
         for number, (weight, out) in enumerate(group):
-            _launch(x, weight, out, parts=_workspace(out.device)[number], place=2 if number else 1)
-
-
-def late_product(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
-    """A product that comes behind kernels which need it as little as it needs them, and overlaps with them.
-
-    `products` have begun to read x and `out` was there before them, so that nobody else uses its memory.
-    """
-    _launch(x, weight, out, parts=_workspace(out.device)[_TOGETHER], place=2)
+            place = 0 if len(group) == 1 else 1 if number == 0 else 2
+            _launch(x, weight, out, parts=_workspace(out.device)[number], place=place)
 
 
 def _launch(

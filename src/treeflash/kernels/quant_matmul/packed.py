@@ -1,7 +1,7 @@
 """The product of any number of rows with a matrix in tiles; picks the kernels, knows not their insides."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Literal
 
@@ -121,27 +121,6 @@ def packed_products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> 
     for weight, part in zip(weights, outs, strict=True):
         packed_matmul(x, weight, part)
     return out
-
-
-def products_but_one(
-    x: Tensor | PackedRows, weights: Sequence[PackedWeight], late: int
-) -> tuple[Tensor, Callable[[], object]]:
-    """The same, but that one of them may be there only when the second result has been called.
-
-    On a GPU it then overlaps with the kernels called before it, which must not need it.
-    """
-    device, rest = weights[0].data.device, [number for number in range(len(weights)) if number != late]
-    few = isinstance(x, PackedRows) and x.bucket is not None
-    if not few or not rest or backend(device) != "cuda":
-        return packed_products(x, weights), lambda: None
-    assert isinstance(x, PackedRows) and all(x.columns == weight.columns for weight in weights), x.columns
-    from treeflash.kernels.quant_matmul import cuda
-
-    sizes = [weight.rows for weight in weights]
-    out = torch.empty(x.rows, sum(sizes), device=device)
-    outs = out.split(sizes, 1)
-    cuda.products(x, [weights[number] for number in rest], [outs[number] for number in rest])
-    return out, partial(cuda.late_product, x, weights[late], outs[late])
 
 
 def can_stay_open(x: PackedRows, weight: PackedWeight) -> bool:

@@ -20,13 +20,14 @@
 // a block's sums are added by who reads them (sums.py says how), which saves that trip.
 
 // One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two products of 32
-// columns stand apart, so that the second need not wait for the first.
+// columns stand apart, so that the second need not wait for the first. Gives bits of what was loaded last.
 template <class Between>
-DEVICE void multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
+DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
   constexpr int CHUNK = TILES % 4 == 0 ? 4 : TILES % 3 == 0 ? 3 : TILES;
   Tile t[ROW_TILES];
   UNROLL for (int m = 0; m < ROW_TILES; m++) load_tile(t[m], at + m * TILE_BYTES, lane);
   const u32 mine = xs + lane * 16;
+  u32 last = 0;
   UNROLL for (int j = 0; j < SPANS; j++) {
     uint4 low[ROW_TILES];
     UNROLL for (int h = 0; h < 2; h++) {
@@ -38,6 +39,7 @@ DEVICE void multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Con
       UNROLL for (int first = 0; first < TILES; first += CHUNK) {
         uint4 b[CHUNK];
         UNROLL for (int n = 0; n < CHUNK; n++) b[n] = load128(mine + (2 * j + h) * (TOKENS * 64) + (first + n) * 512);
+        if (j == SPANS - 1 && h == 1) UNROLL for (int n = 0; n < CHUNK; n++) last |= b[n].w;
         UNROLL for (int m = 0; m < ROW_TILES; m++)
           UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m], b[n].x, b[n].y);
         UNROLL for (int m = 0; m < ROW_TILES; m++)
@@ -45,7 +47,9 @@ DEVICE void multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Con
       }
     }
     if (j == SPANS / 2 - 1) halfway();
+    if (LOW < 16 && j == SPANS - 1) UNROLL for (int m = 0; m < ROW_TILES; m++) last |= low[m].w;
   }
+  return last;
 }
 
 #if BULK
@@ -54,7 +58,11 @@ DEVICE void barrier_wait(u32 b, u32 phase) {
   asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],%1; @p bra done; bra again; done: }" ::"r"(b), "r"(phase) : "memory");
 }
 DEVICE void barrier_expect(u32 b, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(b), "r"(n) : "memory"); }
-DEVICE void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(b) : "memory"); }
+// When `loaded` is there: its release does not wait for loads that are on their way (seen on an H200: a stage was
+// filled again before its last tiles had been read, once in 10^5 units). `zero` is 0, which the compiler must not know.
+DEVICE void barrier_arrive(u32 b, u32 loaded, u32 zero) {
+  asm volatile("{.reg .b32 t; and.b32 t,%1,%2; add.u32 t,t,%0; mbarrier.arrive.shared.b64 _,[t];}" ::"r"(b), "r"(loaded), "r"(zero) : "memory");
+}
 DEVICE void bulk_copy(u32 to, const void* from, u32 n, u32 b, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to), "l"(from), "r"(n), "r"(b), "l"(policy) : "memory");
 }
@@ -226,14 +234,14 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     fill();
 #endif
     const u32 stage = ring0 + slot * STAGE_BYTES;
-    multiply(sums, stage + warp * (ROW_TILES * TILE_BYTES), stage + WEIGHT_BYTES, lane, c, [&]() {
+    const u32 last = multiply(sums, stage + warp * (ROW_TILES * TILE_BYTES), stage + WEIGHT_BYTES, lane, c, [&]() {
 #if BULK
       if (HALFWAY) refill(i);
 #endif
     });
 #if BULK
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty + 8 * slot);
+    if (lane == 0) barrier_arrive(empty + 8 * slot, last, (u32)place >> 4);
 #endif
     if (++slot == STAGES) slot = 0, phase ^= 1;
     if (started && (step == depth - 1 || i == units - 1)) {
