@@ -21,5 +21,7 @@ def pair_27b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grow.Growth]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grow_write, "_write_tensors", leave_holes)
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
-        yield grow.grow(folder, "27b", random=True)
+        grown = grow.grow(folder, "27b", random=True)
+    # not within the patch: it would last as long as the fixture, and leave holes in every later test's files
+    yield grown
     shutil.rmtree(folder)

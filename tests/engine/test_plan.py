@@ -30,7 +30,7 @@ from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import WeightLoader
 from treeflash.state.draft_ring import draft_buffers
 from treeflash.state.sequences import SequenceStates
-from treeflash.tools.grow import Growth
+from treeflash.tools.grow import Growth, grow
 from treeflash.tools.tiny import FAMILIES
 
 __all__ = ["pair_27b"]
@@ -177,6 +177,14 @@ def test_known_sizes_of_a_27b(survey_27b: Survey) -> None:
     choices = {named(choice.pair): choice for choice in survey_27b.choices()}
     assert [choice.max_ctx for choice in choices.values()] == sorted(c.max_ctx for c in choices.values())
     assert choices["q8_0"].max_ctx > 130_000 and not choices["q8_0"].fits and choices["tq3_0"].fits
+
+
+def test_only_the_pair_of_holes_has_holes(pair_27b: Growth, tmp_path: Path, tiny_model) -> None:
+    """What other tests grow in the same process is written."""
+    with GGUFFile.open(pair_27b.target) as file:
+        assert not file.raw("output_norm.weight").any()
+    with GGUFFile.open(grow(tmp_path / "grown", "double", target=tiny_model()).target) as file:
+        assert file.raw("output_norm.weight").any() and file.raw("token_embd.weight").any()
 
 
 def flags(text: str) -> dict:
