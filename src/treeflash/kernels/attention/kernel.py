@@ -13,6 +13,7 @@ from treeflash.kernels.attention import reference
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.kernel import form, load_rows, takes, tensors, turn, turning
 from treeflash.kernels.kv_cache.rotation import group_size
+from treeflash.kernels.norm_rope.kernel import overlap, wait
 
 SPLITS = 64  # of the context, at most; one more holds the step's own rows
 SINKS = tl.constexpr(reference.SINKS)
@@ -226,20 +227,21 @@ def _ring_kernel(
 def _merge_kernel(
     part_top, part_weight, part_sum, active, gate, out, gate_row, gate_head, T,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query head of one row a program: its splits by their log-sum-exp, rotated back, then the gate."""
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, node = row // T, row % T
     head = query_head // GROUP
-    used = tl.load(active + item)
+    wait(OVERLAP)
+    used = tl.load(active + item, cache_modifier=".cg")
     count = T * GROUP
     base = (item * KV + head) * (SPLITS + 1) * count + node * GROUP + query_head % GROUP
     split = tl.arange(0, PARTS)
     filled = (split < used) | (split == SPLITS)
-    tops = tl.load(part_top + base + split * count, mask=filled, other=-float("inf"))
+    tops = tl.load(part_top + base + split * count, filled, -float("inf"), cache_modifier=".cg")
     level = tl.max(tops, 0)
-    weights = tl.load(part_weight + base + split * count, mask=filled, other=0.0)
+    weights = tl.load(part_weight + base + split * count, filled, 0.0, cache_modifier=".cg")
     weight = tl.sum(weights * tl.exp2(tops - level), 0)
     dims = tl.arange(0, BLOCK)
     sum_ = tl.zeros((BLOCK,), tl.float32)
@@ -249,17 +251,16 @@ def _merge_kernel(
         number = tl.where(number == used, SPLITS, number)
         some = (start + tl.arange(0, STEP)) <= used
         at = base + number * count
-        share = tl.exp2(tl.load(part_top + at, mask=some, other=-float("inf")) - level)
-        part = tl.load(
-            part_sum + at[:, None] * D + dims[None, :], mask=some[:, None] & (dims < D)[None, :], other=0.0
-        )
+        share = tl.exp2(tl.load(part_top + at, some, -float("inf"), cache_modifier=".cg") - level)
+        places, there = part_sum + at[:, None] * D + dims[None, :], some[:, None] & (dims < D)[None, :]
+        part = tl.load(places, there, 0.0, cache_modifier=".cg")
         sum_ += tl.sum(part * share[:, None], 0)
     result = sum_ / weight
     if TURN:
         result = turn(result, TURN, True)
     if GATE:
         place = gate + row * gate_row + query_head * gate_head + dims
-        result *= tl.sigmoid(tl.load(place, mask=dims < D, other=0.0).to(tl.float32))
+        result *= tl.sigmoid(tl.load(place, dims < D, 0.0, cache_modifier=".cg").to(tl.float32))
     tl.store(out + (row * KV * GROUP + query_head) * D + dims, result, mask=dims < D)
 
 
@@ -316,7 +317,7 @@ class _Parts:
             rows,
             KV=self._kv_heads, GROUP=self._group, D=dim, BLOCK=triton.next_power_of_2(dim), TURN=turn,
             SPLITS=SPLITS, PARTS=triton.next_power_of_2(SPLITS + 1), STEP=32, GATE=gate is not None,
-            num_warps=8,
+            num_warps=8, **overlap(out.device),
         )  # fmt: skip
         return out
 
