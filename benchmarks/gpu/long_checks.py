@@ -1,12 +1,14 @@
 """What the benchmark of long attention checks: the cache's kernels on a GPU against their references."""
 
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from layer_checks import EPS, FAILED, HEAD, HEADS, KV_HEADS, LINES, PAGE, ROTATED, Poison, check, say
 from torch import Tensor
 
-from treeflash.kernels.attention import kernel
+from treeflash.kernels.attention import cuda, kernel, paged_attention
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.kv_cache import kernel as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
@@ -16,13 +18,14 @@ from treeflash.kernels.norm_rope import reference as norm
 from treeflash.models.step import Step
 
 NAMES = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
-# Rows, keys, stages and warps besides those that are chosen, and splits.
+# Tiles of the CUDA kernel besides those that are chosen, and splits.
 VARIANTS = (
-    {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 3, "num_warps": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 7, "num_warps": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 3, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "num_warps": 8},
+    {"queries": 48},
+    {"queries": 96},
+    {"queries": 144, "stages": 2},
+    {"stages": 2},
+    {"stages": 3},
+    {"stages": 4, "resident": 1},
     {"SPLITS": 32},
 )
 
@@ -87,9 +90,17 @@ class Case:
         assert self.step.ancestors is not None
         return self.table, self.lengths, self.step.ancestors, self.positions
 
-    def found(self, pools: list[HeadPool] | None = None) -> Tensor:
+    def found(
+        self, pools: list[HeadPool] | None = None, attend: Callable[..., Tensor] = paged_attention
+    ) -> Tensor:
         options = {"window": self.window, "gate": self.gate}
-        return kernel.paged_attention(self.q, *(pools or self.pools), *self._places(), **options)
+        return attend(self.q, *(pools or self.pools), *self._places(), **options)
+
+    def kernel(self, pools: list[HeadPool] | None = None) -> str:
+        """Which one `paged_attention` takes."""
+        if not self.q.is_cuda:
+            return "torch"
+        return "cuda" if cuda.takes(self.q, *(pools or self.pools)) else "triton"
 
     def wanted(self) -> Tensor:
         return attention.paged_attention(
@@ -102,18 +113,25 @@ def check_pair(pair: tuple[str, str], device: str) -> None:
     shapes = [
         ((HEADS, KV_HEADS, HEAD), 11, (777, 130), None),
         ((HEADS, KV_HEADS, HEAD), 24, (64, 4100), None),
+        ((HEADS, KV_HEADS, HEAD), 1, (20001, 1), None),
     ]
     if pair[0] == pair[1]:
         shapes += [((32, 8, 128), 3, (0, 1001), None), ((16, 8, 64), 1, (65, 63), None)]
-        shapes += [((HEADS, KV_HEADS, HEAD), 7, (9000, 70), 500)]
+        shapes += [((HEADS, KV_HEADS, HEAD), 7, (9000, 70), 500), ((HEADS, KV_HEADS, HEAD), 24, (9001,), 500)]
+        shapes += [((HEADS, KV_HEADS, HEAD), rows, (17000, 63), None) for rows in (33, 48, 64)]
     if device == "cpu":
         shapes = [((4, 2, 64), 3, (70, 3), None), ((2, 1, 64), 2, (300, 64), 30)]
     for heads, rows, lengths, window in shapes:
         case = Case(pair, rows, lengths, device=device, heads=heads, window=window)
-        with Poison():
-            found = case.found()
         name = f"{'/'.join(pair)}, heads {heads}, {rows} rows, context {lengths}, window {window}"
-        check(name, found, case.wanted(), tolerance)
+        wanted = case.wanted()
+        with Poison():
+            found = case.found() if device == "cuda" else case.found(attend=kernel.paged_attention)
+        check(f"{case.kernel()}, {name}", found, wanted, tolerance)
+        if case.kernel() == "cuda" and rows == 24 and window is None:
+            with Poison():
+                found = case.found(attend=kernel.paged_attention)
+            check(f"triton, {name}", found, wanted, tolerance)
 
 
 def check_variant(name: str, number: int) -> None:
@@ -121,7 +139,8 @@ def check_variant(name: str, number: int) -> None:
     case = Case((name, name), 24, (5000,))
     plain = case.found()
     with Variant(number):
-        check(f"{name}, {VARIANTS[number]}", case.found(), plain, 2e-3)
+        found = case.found()
+    check(f"{name}, {VARIANTS[number]}", found, plain, 1e-3 if "SPLITS" in VARIANTS[number] else 1e-12)
 
 
 class Variant:
@@ -131,12 +150,15 @@ class Variant:
         self._chosen = dict(VARIANTS[number])
 
     def __enter__(self) -> None:
-        self._plain = kernel.tiles, kernel.SPLITS
-        kernel.SPLITS = self._chosen.pop("SPLITS", kernel.SPLITS)
-        kernel.tiles = lambda *shape: {**self._plain[0](*shape), **self._chosen}
+        self._plain = cuda.tile_of, kernel.SPLITS
+        kernel.SPLITS = cuda.SPLITS = self._chosen.pop("SPLITS", kernel.SPLITS)
+        cuda.tile_of = lambda *shape, **more: replace(self._plain[0](*shape, **more), **self._chosen)
+        cuda._kernel.cache_clear()
 
     def __exit__(self, *failure: object) -> None:
-        kernel.tiles, kernel.SPLITS = self._plain
+        cuda.tile_of, kernel.SPLITS = self._plain
+        cuda.SPLITS = kernel.SPLITS
+        cuda._kernel.cache_clear()
 
 
 def check_write(device: str) -> None:
@@ -188,12 +210,12 @@ def check_rows_alone(device: str) -> None:
             case = Case((name, name), 64, (length,), window=window)
             q, gate, positions = case.q, case.gate, case.positions
             results = []
-            for rows in (1, 8, 24, 64):
+            for rows in (1, 3, 8, 16, 24, 32, 48, 64):
                 case.q, case.gate, case.step = q[:, :rows], gate[:, :rows], tree_of(rows, 1, device)
                 case.positions = positions[:, :rows]
                 results.append(case.found()[:, :1])
             equal = all(torch.equal(result, results[0]) for result in results)
-            label = f"row 0 of 1, 8, 24, 64 rows, {name}, context {length}, window {window}"
+            label = f"{case.kernel()}, row 0 of 1 to 64 rows, {name}, context {length}, window {window}"
             say("EQUAL" if equal else "DIFFERS", label)
             LINES.append({"check": label, "error": 0.0 if equal else 1.0, "passed": equal})
             if not equal:
