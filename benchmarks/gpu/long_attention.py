@@ -122,7 +122,8 @@ def describe(device: str) -> None:
         built = cuda._kernel(tile, torch.device("cuda", 0))
         say(
             f"{name} {rows} rows: {tile.queries} queries, {tile.stages} stages, "
-            f"{tile.shared_bytes} bytes shared, {built.registers} registers, {built.spilled} bytes local, {built.occupancy} an SM"
+            f"{tile.shared_bytes} bytes shared, {built.registers} registers, "
+            f"{built.spilled} bytes local, {built.occupancy} an SM"
         )
 
 

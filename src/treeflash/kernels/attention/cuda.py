@@ -57,6 +57,7 @@ class Tile:
             "VALUES": STORED.index(self.values),
             "QUERIES": self.queries,
             "STAGES": self.stages,
+            "SHARED": self.shared_bytes,
             "RESIDENT": self.resident,
             "WINDOW": int(self.window),
             "SPLITS": SPLITS,

@@ -3,7 +3,7 @@
 // No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
 //   KEYS, VALUES  how they are stored: 0 float16, 1 bfloat16, 2 q8_0, 3 q5_0, 4 q4_0, 5 tq3_0
 //   QUERIES       of a block of the grid: nodes x query heads of one KV head, node-major; a multiple of 8 up to 24, or of 48
-//   STAGES        of the rings of keys and of values      RESIDENT  blocks that an SM shall hold
+//   STAGES        of the rings of keys and of values      SHARED    bytes of shared memory     RESIDENT  blocks of an SM
 //   SPLITS, SINKS, WINDOW (0 or 1)                         FIRST0.., LAST0..  signs of the rotation, 32 in a word
 //   LEVEL0..3     of tq3_0: low bytes, then high bytes, of eight float16
 //   OVERLAP       1: launched before the kernel in front of it has ended (sm_90 and up)
@@ -212,6 +212,7 @@ struct __align__(128) Memory {
   u64 seen[QUERIES];
   Tokens tokens[3];  // of block b at b modulo 3: those of two blocks are read while a third's are written
 };
+static_assert(SHARED == sizeof(Memory) + STAGES * (KeyRows::STAGE + ValueRows::STAGE), "SHARED");
 // Lanes that write shares of one query and those that read them meet different banks.
 DEVICE int slot_of(int query, int part) { return (query * 4 + part) ^ (query >> 2 << 2); }
 
