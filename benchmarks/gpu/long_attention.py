@@ -115,7 +115,7 @@ def describe(device: str) -> None:
     """Tiles of the CUDA kernel, and what the driver says of them."""
     card = cuda.card_of(torch.device("cuda", 0))
     for name, rows in itertools.product(TIMED, (1, 8, 16, 24, 32, 64)):
-        tile = cuda.tile_of(card, name, name, rows * HEADS // KV_HEADS, window=False)
+        tile = cuda.tile_of(card, name, name, rows * HEADS // KV_HEADS)
         if tile is None:
             say(f"{name}: Triton")
             continue

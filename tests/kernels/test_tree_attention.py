@@ -65,9 +65,9 @@ def test_every_card_has_tiles_for_small_codes(card: Card, tmp_path: Path) -> Non
 def test_tiles_fit_and_do_not_depend_on_what_else_is_asked(
     card: Card, pair: tuple[str, str], rows: int, group: int
 ) -> None:
-    tile = tile_of(card, *pair, rows * group, window=False)
+    tile = tile_of(card, *pair, rows * group)
     # Another kernel for other rows would be another result.
-    assert (tile is None) == (tile_of(card, *pair, 1, window=False) is None)
+    assert (tile is None) == (tile_of(card, *pair, 1) is None)
     if tile is not None:
         assert tile.queries in (*NARROW, *WIDE) and tile.stages >= 2
         assert tile.shared_bytes <= card.shared_per_block
@@ -78,7 +78,7 @@ def test_tiles_fit_and_do_not_depend_on_what_else_is_asked(
 def test_trees_are_covered_with_little_padding() -> None:
     covered = {}
     for rows in (1, 8, 16, 24, 32, 48, 64):
-        tile = tile_of(CARDS["H200"], "q8_0", "q8_0", 6 * rows, window=False)
+        tile = tile_of(CARDS["H200"], "q8_0", "q8_0", 6 * rows)
         assert tile is not None
         covered[rows] = tile.queries * -(-6 * rows // tile.queries)
     assert covered == {1: 8, 8: 48, 16: 96, 24: 144, 32: 192, 48: 288, 64: 432}

@@ -35,6 +35,7 @@ class Tile:
 
     keys: str
     values: str
+    page: int
     queries: int
     stages: int
     resident: int  # blocks of the grid that an SM holds
@@ -55,6 +56,7 @@ class Tile:
         macros = {
             "KEYS": STORED.index(self.keys),
             "VALUES": STORED.index(self.values),
+            "PAGE": self.page,
             "QUERIES": self.queries,
             "STAGES": self.stages,
             "SHARED": self.shared_bytes,
@@ -81,7 +83,9 @@ def _fixed_bytes(queries: int) -> int:
     return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // 128) * 128
 
 
-def tile_of(card: Card, keys: str, values: str, queries: int, *, window: bool) -> Tile | None:
+def tile_of(
+    card: Card, keys: str, values: str, queries: int, *, page: int = BLOCK, window: bool = False
+) -> Tile | None:
     """The tile for so many queries of a KV head; None where the card has no room for two stages.
 
     Whether there is one does not depend on the queries: a row's result must not depend on the others.
@@ -91,9 +95,9 @@ def tile_of(card: Card, keys: str, values: str, queries: int, *, window: bool) -
     def made(size: int) -> Tile:
         half = (card.shared_per_processor // 2 - _RESERVED - _fixed_bytes(size)) // stage
         if size in NARROW and half >= 3:
-            return Tile(keys, values, size, min(half, _MAX_STAGES), 2, window)
+            return Tile(keys, values, page, size, min(half, _MAX_STAGES), 2, window)
         whole = (card.shared_per_block - _fixed_bytes(size)) // stage
-        return Tile(keys, values, size, min(whole, _MAX_STAGES), 1, window)
+        return Tile(keys, values, page, size, min(whole, _MAX_STAGES), 1, window)
 
     wide = [size for size in WIDE if made(size).stages >= 2]
     if not wide:
@@ -116,7 +120,7 @@ def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
         return False
     if not usable(q.device):
         return False
-    return tile_of(card_of(q.device), keys.format.name, values.format.name, 1, window=False) is not None
+    return tile_of(card_of(q.device), keys.format.name, values.format.name, 1) is not None
 
 
 @cache
@@ -154,12 +158,11 @@ def paged_attention(
         assert numbers.dtype == torch.int64, f"{numbers.dtype}, needed int64"
     assert page_table.stride(1) == 1 and lengths.is_contiguous(), f"{page_table.stride()}, {lengths.stride()}"
     group = heads // kv_heads
-    tile = tile_of(
-        card_of(q.device), keys.format.name, values.format.name, rows * group, window=window is not None
-    )
+    names = keys.format.name, values.format.name
+    tile = tile_of(card_of(q.device), *names, rows * group, page=page, window=window is not None)
     assert tile is not None
     tiles, parts = -(-rows * group // tile.queries), Parts(q, kv_heads)
-    numbers = (rows, page_table.stride(0), window or 0, kv_heads, group, page, tiles)
+    numbers = (rows, page_table.stride(0), window or 0, kv_heads, group, tiles)
     _kernel(tile, q.device)(
         (tiles * batch * kv_heads, SPLITS + 1),
         [

@@ -4,7 +4,7 @@
 //   KEYS, VALUES  how they are stored: 0 float16, 1 bfloat16, 2 q8_0, 3 q5_0, 4 q4_0, 5 tq3_0
 //   QUERIES       of a block of the grid: nodes x query heads of one KV head, node-major; a multiple of 8 up to 24, or of 48
 //   STAGES        of the rings of keys and of values      SHARED    bytes of shared memory     RESIDENT  blocks of an SM
-//   SPLITS, SINKS, WINDOW (0 or 1)                         FIRST0.., LAST0..  signs of the rotation, 32 in a word
+//   SPLITS, SINKS, PAGE, WINDOW (0 or 1)                   FIRST0.., LAST0..  signs of the rotation, 32 in a word
 //   LEVEL0..3     of tq3_0: low bytes, then high bytes, of eight float16
 //   OVERLAP       1: launched before the kernel in front of it has ended (sm_90 and up)
 //
@@ -136,30 +136,46 @@ struct Tokens {
   int turn, count;
 };
 
-template <int STORED, bool FLAT>
-DEVICE void fetch(u8* stage, const u8* codes, const u8* scales, const Tokens& tokens) {
-  typedef Rows<STORED> R;
-  constexpr int PARTS = R::BYTES / 16, MAIN_PARTS = R::MAIN / 16;
-  const int thread = own_number();
-  UNROLL for (int n = 0; n < (BLOCK * PARTS + THREADS - 1) / THREADS; n++) {
-    const int index = n * THREADS + thread, row = index / PARTS, part = index % PARTS;
-    if (BLOCK * PARTS % THREADS == 0 || index < BLOCK * PARTS) {
-      const long long at = (row < tokens.turn ? tokens.first : tokens.second) + row;
-      u8* to = part < MAIN_PARTS ? stage + place_of<R::MAIN, FLAT>(row, part)
-                                 : stage + BLOCK * R::MAIN + row * R::BITS + (part - MAIN_PARTS) * 16;
-      const bool there = row < tokens.count;
-      copy16(to, there ? codes + at * R::BYTES + part * 16 : codes, there ? 16 : 0);
-    }
+// PARTS times 16 bytes of every row, from byte `from` of the row on; PLAIN: all rows are there, in one page.
+template <int BYTES, int PARTS, bool PLAIN, class Place>
+DEVICE void fetch_plane(const u8* codes, int from, const Tokens& tokens, Place place) {
+  constexpr int STEP = THREADS / PARTS;
+  static_assert(THREADS % PARTS == 0 && STEP % 4 == 0, "places of rows STEP apart differ by a constant");
+  const int thread = own_number(), row0 = thread / PARTS, part = thread % PARTS;
+  const u8* source = codes + (tokens.first + row0) * BYTES + from + part * 16;
+  u8* to = place(row0, part);
+  const int apart = (int)(place(row0 + 4, part) - to) / 4;
+  UNROLL for (int n = 0; n < (BLOCK + STEP - 1) / STEP; n++) {
+    const int row = n * STEP + row0;
+    if (BLOCK % STEP && row >= BLOCK) break;
+    const u8* at = source + n * STEP * BYTES;
+    if (!PLAIN && row >= tokens.turn) at += (tokens.second - tokens.first) * BYTES;
+    const bool there = PLAIN || row < tokens.count;
+    copy16(to + n * STEP * apart, there ? at : codes, there ? 16 : 0);
   }
-  if (R::CODED && thread < BLOCK) {
-    const int row = thread;
-    const long long at = (row < tokens.turn ? tokens.first : tokens.second) + row;
-    const bool there = row < tokens.count;
+}
+template <int STORED, bool FLAT, bool PLAIN>
+DEVICE void fetch_rows(u8* stage, const u8* codes, const u8* scales, const Tokens& tokens) {
+  typedef Rows<STORED> R;
+  fetch_plane<R::BYTES, R::MAIN / 16, PLAIN>(codes, 0, tokens, [&](int row, int part) { return stage + place_of<R::MAIN, FLAT>(row, part); });
+  if (R::BITS)
+    fetch_plane<R::BYTES, 2, PLAIN>(codes, R::MAIN, tokens, [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
+  const int row = own_number();
+  if (R::CODED && row < BLOCK) {
+    const bool there = PLAIN || row < tokens.count;
+    const long long at = (PLAIN || row < tokens.turn ? tokens.first : tokens.second) + row;
     u8* to = stage + BLOCK * R::BYTES + row * R::SCALES;
     const u8* from = there ? scales + at * R::SCALES : scales;
     if (R::SCALES == 4) copy4(to, from, there ? 4 : 0);
     else copy16(to, from, there ? 16 : 0);
   }
+}
+template <int STORED, bool FLAT>
+DEVICE void fetch(u8* stage, const u8* codes, const u8* scales, const Tokens tokens) {
+  if (tokens.count == BLOCK && tokens.turn >= BLOCK)
+    fetch_rows<STORED, FLAT, true>(stage, codes, scales, tokens);
+  else
+    fetch_rows<STORED, FLAT, false>(stage, codes, scales, tokens);
 }
 
 // A unit of a row: 8 float16 (or bfloat16), before their scale.
@@ -318,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const u8* value_codes, const u8* value_scales,
                const long long* table, const long long* lengths, const long long* ancestors, const long long* positions,
                float* part_top, float* part_weight, float* part_sum, int* active, float scale, int rows, int table_stride,
-               int window, int kv_heads, int group, int page, int tiles) {
+               int window, int kv_heads, int group, int tiles) {
   extern __shared__ uint4 memory[];
   Memory& m = *(Memory*)memory;
   u8* key_ring = (u8*)(&m + 1);
@@ -350,13 +366,13 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     const int start = begin + block * BLOCK;
     return own ? length : WINDOW && start >= sinks ? start - sinks + low : start;
   };
-  auto page_of = [&](int block) { return block < blocks ? (int)__ldcg(table + index_of(block) / page) : 0; };
+  auto page_of = [&](int block) { return block < blocks ? (int)__ldcg(table + index_of(block) / PAGE) : 0; };
   auto tokens_of = [&](int block, int number) {
-    const int index = index_of(block), offset = index % page;
-    Tokens tokens = {((long long)number * kv_heads + head) * page + offset, 0, page - offset, 0};
+    const int index = index_of(block), offset = index % PAGE;
+    Tokens tokens = {((long long)number * kv_heads + head) * PAGE + offset, 0, PAGE - offset, 0};
     tokens.count = own ? rows : min(BLOCK, end - begin - block * BLOCK);
-    if (own && offset + rows > page)
-      tokens.second = (__ldcg(table + index / page + 1) * kv_heads + head) * page - tokens.turn;
+    if (own && offset + rows > PAGE)
+      tokens.second = (__ldcg(table + index / PAGE + 1) * kv_heads + head) * PAGE - tokens.turn;
     return tokens;
   };
   auto fetch_keys = [&](int block, const Tokens& tokens) {
@@ -418,35 +434,44 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
             s[k][n][e] = visible ? s[k][n][e] : NONE;
           }
     }
-    UNROLL for (int n = 0; n < SCORE_TILES; n++)
+    UNROLL for (int n = 0; n < SCORE_TILES; n++) {
+      float top[2];
       UNROLL for (int c = 0; c < 2; c++) {
-        float top = fmaxf(s[0][n][c], s[0][n][c + 2]);
-        UNROLL for (int k = 1; k < KEY_TILES; k++) top = fmaxf(top, fmaxf(s[k][n][c], s[k][n][c + 2]));
-        UNROLL for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, across(top, mask));
-        if (g == 0) m.maxima[key_part][(score_tile + n) * 8 + 2 * t + c] = top;
+        top[c] = fmaxf(s[0][n][c], s[0][n][c + 2]);
+        UNROLL for (int k = 1; k < KEY_TILES; k++) top[c] = fmaxf(top[c], fmaxf(s[k][n][c], s[k][n][c + 2]));
+        UNROLL for (int mask = 4; mask < 32; mask *= 2) top[c] = fmaxf(top[c], across(top[c], mask));
       }
+      if (g == 0) *(float2*)(m.maxima[key_part] + (score_tile + n) * 8 + 2 * t) = make_float2(top[0], top[1]);
+    }
     __syncthreads();  // maxima; and all have done with these keys and the values before them
     if (block + STAGES <= blocks) fetch_values(block + STAGES - 1, m.tokens[(block + STAGES - 1) % 3]);
     if (block + STAGES < blocks) fetch_keys(block + STAGES, m.tokens[(block + STAGES) % 3]);
     end_group();
-    if (thread == 0) m.tokens[(block + STAGES + 1) % 3] = tokens_of(block + STAGES + 1, ahead);
-    ahead = page_of(block + STAGES + 2);
+    if (thread == 0) {
+      m.tokens[(block + STAGES + 1) % 3] = tokens_of(block + STAGES + 1, ahead);
+      ahead = page_of(block + STAGES + 2);
+    }
 
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
+      const int query = (score_tile + n) * 8 + 2 * t;
+      const float2 top = *(const float2*)(m.tops[block & 1] + query);
+      float2 higher = top;
+      UNROLL for (int k = 0; k < KEY_PARTS; k++) {
+        const float2 found = *(const float2*)(m.maxima[k] + query);
+        higher = make_float2(fmaxf(higher.x, found.x), fmaxf(higher.y, found.y));
+      }
+      // Seen nothing yet: any number will do.
+      const float2 level = make_float2(higher.x == NONE ? 0.f : higher.x, higher.y == NONE ? 0.f : higher.y);
+      const float2 fade = make_float2(power_of_two(top.x - level.x), power_of_two(top.y - level.y));
       float p[KEY_TILES][4];
-      UNROLL for (int c = 0; c < 2; c++) {
-        const int query = (score_tile + n) * 8 + 2 * t + c;
-        const float top = m.tops[block & 1][query];
-        float higher = top;
-        UNROLL for (int k = 0; k < KEY_PARTS; k++) higher = fmaxf(higher, m.maxima[k][query]);
-        const float level = higher == NONE ? 0.f : higher;  // seen nothing yet: any number will do
-        const float fade = power_of_two(top - level);
-        UNROLL for (int k = 0; k < KEY_TILES; k++) {
-          p[k][c] = power_of_two(s[k][n][c] - level);
-          p[k][c + 2] = power_of_two(s[k][n][c + 2] - level);
-          weight[k][n][c] = fmaf(weight[k][n][c], fade, p[k][c] + p[k][c + 2]);
-        }
-        if (key_part == 0 && g == 0) m.fade[query] = fade, m.tops[~block & 1][query] = higher;
+      UNROLL for (int k = 0; k < KEY_TILES; k++) {
+        UNROLL for (int e = 0; e < 4; e++) p[k][e] = power_of_two(s[k][n][e] - (e & 1 ? level.y : level.x));
+        weight[k][n][0] = fmaf(weight[k][n][0], fade.x, p[k][0] + p[k][2]);
+        weight[k][n][1] = fmaf(weight[k][n][1], fade.y, p[k][1] + p[k][3]);
+      }
+      if (key_part == 0 && g == 0) {
+        *(float2*)(m.fade + query) = fade;
+        *(float2*)(m.tops[~block & 1] + query) = higher;
       }
       UNROLL for (int k = 0; k < KEY_TILES; k++)
         UNROLL for (int c = 0; c < 2; c++)
