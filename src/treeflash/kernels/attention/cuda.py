@@ -23,6 +23,7 @@ BLOCK = 64  # keys at a time
 STORED = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 # Queries of a tile, with 4 warps and with 12. 24 rows of 6 query heads are one tile of 144.
 NARROW, WIDE = (8, 16, 24), (48, 96, 144)
+GROUPED = True  # warp groups multiply where there are such instructions
 _MAX_STAGES = 4
 _RESERVED = 1024  # bytes of shared memory that each block of the grid costs beside its own
 # What a tile costs beside its queries, in queries: it reads and decodes all keys and values again.
@@ -40,14 +41,27 @@ class Tile:
     stages: int
     resident: int  # blocks of the grid that an SM holds
     window: bool
+    grouped: bool  # products by warp groups, which only Hopper has
 
     @property
     def threads(self) -> int:
-        return 384 if self.queries in WIDE else 128
+        return 128 if self.queries in NARROW else 256 if self.grouped else 384
 
     @property
     def shared_bytes(self) -> int:
-        return _fixed_bytes(self.queries) + self.stages * _stage_bytes(self.keys, self.values)
+        return _fixed_bytes(self.queries, self.grouped) + self.stages * _stage_bytes(self.keys, self.values)
+
+    def arch(self, card: Card) -> str:
+        return f"{card.arch}a" if self.grouped else card.arch
+
+    def source(self) -> str:
+        """CUDA C++, with the warp groups' products before it where they are used."""
+        folder, parts = files("treeflash.kernels.attention"), []
+        if self.grouped:
+            groups = 1 if self.queries in NARROW else 2
+            parts.append(_product("score_product", self.queries // groups, self.keys))
+            parts.append(_product("sum_product", self.queries, self.values))
+        return "\n".join([*parts, *(folder.joinpath(name).read_text() for name in ("pages.cu", "tree.cu"))])
 
     def defines(self, overlap: bool) -> dict[str, int]:
         """The macros of tree.cu."""
@@ -62,6 +76,7 @@ class Tile:
             "SHARED": self.shared_bytes,
             "RESIDENT": self.resident,
             "WINDOW": int(self.window),
+            "GROUPED": int(self.grouped),
             "SPLITS": SPLITS,
             "SINKS": SINKS,
             "OVERLAP": int(overlap),
@@ -77,10 +92,32 @@ def _stage_bytes(keys: str, values: str) -> int:
     return BLOCK * (FORMATS[keys].row_bytes(DIM) + FORMATS[values].row_bytes(DIM))
 
 
-def _fixed_bytes(queries: int) -> int:
+def _fixed_bytes(queries: int, grouped: bool) -> int:
     """What is not in the rings: as `Memory` of tree.cu."""
-    of_query = 2 * DIM + 2 * BLOCK + 4 * (4 + 2 + 1 + 1) + 8
-    return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // 128) * 128
+    of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 2 + 1 + 1) + 8, 1024 if grouped else 128
+    return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // unit) * unit
+
+
+def _product(name: str, columns: int, stored: str) -> str:
+    """A function: adds to the sums [columns / 8][4] of a warp group a step of 16; 0 for `more` begins them.
+
+    The first operand is in registers, the second in rows of 128 bytes: 1024 from one eight to the next, with
+    their 16 bytes exchanged as the hardware does with 128.
+    """
+    kind, count = "bf16" if stored == "bf16" else "f16", columns // 2
+    sums = ",".join(f"%{i}" for i in range(count))
+    a, b, more = ",".join(f"%{count + i}" for i in range(4)), f"%{count + 4}", f"%{count + 5}"
+    layout = 1024 >> 4 | 1 << 30
+    outputs = ",".join(f'"+f"(c[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void {name}(float* c, const unsigned* a, unsigned b, int more) {{\n"
+        f'  asm volatile("{{.reg .pred p; .reg .b64 d; "\n'
+        f'    "setp.ne.b32 p,{more},0; mov.b64 d,{{{b},{layout}}}; "\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "\n'
+        f'    "{{{sums}}},{{{a}}},d,p,1,1,0;}}"\n'
+        f"    : {outputs}\n"
+        f'    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(more));\n}}'
+    )
 
 
 def tile_of(
@@ -90,14 +127,14 @@ def tile_of(
 
     Whether there is one does not depend on the queries: a row's result must not depend on the others.
     """
-    stage = _stage_bytes(keys, values)
+    stage, grouped = _stage_bytes(keys, values), GROUPED and card.arch == "sm_90"
 
     def made(size: int) -> Tile:
-        half = (card.shared_per_processor // 2 - _RESERVED - _fixed_bytes(size)) // stage
-        if size in NARROW and half >= 3:
-            return Tile(keys, values, page, size, min(half, _MAX_STAGES), 2, window)
-        whole = (card.shared_per_block - _fixed_bytes(size)) // stage
-        return Tile(keys, values, page, size, min(whole, _MAX_STAGES), 1, window)
+        fixed = _fixed_bytes(size, grouped)
+        half = (card.shared_per_processor // 2 - _RESERVED - fixed) // stage
+        both = size in NARROW and half >= 3
+        stages = half if both else (card.shared_per_block - fixed) // stage
+        return Tile(keys, values, page, size, min(stages, _MAX_STAGES), 1 + int(both), window, grouped)
 
     wide = [size for size in WIDE if made(size).stages >= 2]
     if not wide:
@@ -106,10 +143,6 @@ def tile_of(
     if narrow is not None:
         return made(narrow)
     return made(min(wide, key=lambda size: (-(-queries // size) * (size + _TILE_COST), -size)))
-
-
-def source() -> str:
-    return files("treeflash.kernels.attention").joinpath("tree.cu").read_text()
 
 
 def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
@@ -126,7 +159,7 @@ def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
 @cache
 def _kernel(tile: Tile, device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(source(), defines=tile.defines(card.bulk), arch=card.arch)
+    cubin = compile_cubin(tile.source(), defines=tile.defines(card.bulk), arch=tile.arch(card))
     return Module(cubin, device).kernel(
         "tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.bulk
     )

@@ -1,226 +1,27 @@
 // Attention of a tree's rows over one split of a paged context (reference.py says what it is; kernel.py merges).
 //
-// No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
+// No headers: NVRTC builds this file, behind pages.cu, with no include path. Macros, given by cuda.py:
 //   KEYS, VALUES  how they are stored: 0 float16, 1 bfloat16, 2 q8_0, 3 q5_0, 4 q4_0, 5 tq3_0
-//   QUERIES       of a block of the grid: nodes x query heads of one KV head, node-major; a multiple of 8 up to 24, or of 48
+//   QUERIES       of a block of the grid: nodes x query heads of one KV head, node-major; 8, 16, 24 or a multiple of 48
 //   STAGES        of the rings of keys and of values      SHARED    bytes of shared memory     RESIDENT  blocks of an SM
 //   SPLITS, SINKS, PAGE, WINDOW (0 or 1)                   FIRST0.., LAST0..  signs of the rotation, 32 in a word
 //   LEVEL0..3     of tq3_0: low bytes, then high bytes, of eight float16
+//   GROUPED       1: products by warp groups (sm_90a), from score_product and sum_product that cuda.py puts before this file
 //   OVERLAP       1: launched before the kernel in front of it has ended (sm_90 and up)
 //
 // Keys, and then dims of values, are the 16-row operand of mma.m16n8k16: S^T = K Q^T and O^T = V^T P^T, so queries are
 // padded to 8 and codes go from shared memory into a fragment's registers. Which dim or key stands in which row or column of
-// a fragment is free. A lane always reads 8 neighbouring dims of one token, a unit:
-//   K^T: unit 4 j + lane % 4 of tokens g and g + 8 (g = lane / 4) is what it has of the two steps of 16 dims in group j of 32;
-//   V^T: unit 8 w + g of tokens 16 k + {0, 8, 4, 12} + lane % 4 is rows g and g + 8 of the four tiles of warp group w.
+// a fragment is free. A lane reads neighbouring dims of one token:
+//   keys: 8 dims from 32 j + 8 t on (t = lane % 4) of tokens g and g + 8 (g = lane / 4) are what it has of two steps of 16 dims;
+//   values: rows g and g + 8 of its warp's tiles are 2 dims a tile; columns are tokens 16 k + {0, 8, 4, 12} + t.
+// Warp groups take the same fragments from registers, and queries and shares from shared memory: rows of 128 bytes, 16 bytes
+// number p of row r at p ^ (r & 7).
 // A query's sums are formed in the same order whatever QUERIES is, and follow from that query alone.
 
-typedef unsigned u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
-#define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
-
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// Copies past L1; what lies behind the first `given` bytes becomes zeros.
-DEVICE void copy16(void* to, const void* from, int given) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(given) : "memory");
-}
-DEVICE void copy4(void* to, const void* from, int given) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],4,%2;" ::"r"(shared_address(to)), "l"(from), "r"(given) : "memory");
-}
-DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-DEVICE u32 sub2(u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEVICE u32 mul2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEVICE u32 permute(u32 a, u32 b, u32 selector) {
-  u32 d;
-  asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
-  return d;
-}
-DEVICE float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-  return y;
-}
-template <int STORED>
-DEVICE u32 pack(float low, float high) {
-  u32 d;
-  if (STORED == 1)
-    asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-template <int STORED>
-DEVICE void mma(float* c, const u32* a, u32 b0, u32 b1) {
-  if (STORED == 1)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// threadIdx.x, read again: addresses that follow from it are not kept in registers for the whole loop.
-DEVICE int own_number() {
-  int number;
-  asm volatile("mov.u32 %0,%%tid.x;" : "=r"(number));
-  return number;
-}
-DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
-DEVICE void let_next_start() {
-#if OVERLAP
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void wait_for_inputs() {
-#if OVERLAP
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-constexpr int D = 256;
-constexpr int BLOCK = 64;  // keys at a time; a page holds a multiple of them
-constexpr int UNITS = D / 8;
-constexpr int TILES = QUERIES / 8;
-constexpr bool WIDE = QUERIES >= 48;
-constexpr int WARPS = WIDE ? 12 : 4;
-constexpr int THREADS = 32 * WARPS;
-// How warps share S^T [4 tiles of keys][TILES], and O^T [16 tiles of dims][TILES].
-constexpr int KEY_PARTS = WIDE ? 2 : 4;
-constexpr int KEY_TILES = 4 / KEY_PARTS;
-constexpr int SCORE_TILES = TILES * KEY_PARTS / WARPS;
-constexpr int SCORE_STEPS = WIDE ? 2 : UNITS / 4;  // unrolled: registers
-constexpr int DIM_PARTS = 4;
-constexpr int SUM_TILES = TILES * DIM_PARTS / WARPS;
-static_assert(SCORE_TILES * WARPS == TILES * KEY_PARTS && SUM_TILES * WARPS == TILES * DIM_PARTS, "QUERIES");
-#define NONE __uint_as_float(0xff800000u)  // minus infinity
-
-template <int STORED>
-struct Rows {
-  static constexpr bool CODED = STORED >= 2;
-  static constexpr int MAIN = STORED < 2 ? 2 * D : STORED == 2 ? D : STORED == 5 ? D / 4 : D / 2;  // bytes of the first plane
-  static constexpr int BITS = STORED == 3 || STORED == 5 ? D / 8 : 0;                              // and of the second
-  static constexpr int BYTES = MAIN + BITS;
-  static constexpr int SCALES = STORED == 5 ? 4 : CODED ? D / 16 : 0;
-  static constexpr int STAGE = BLOCK * (BYTES + SCALES);
-};
-typedef Rows<KEYS> KeyRows;
-typedef Rows<VALUES> ValueRows;
-
-// Where a row's 16 bytes number `part` lie: lanes of one access must meet different banks. FLAT: read by 4 rows' lanes of 16
-// bytes each (floats as keys); else 8 rows of 8 bytes, or 2 rows of 16.
-template <int MAIN, bool FLAT>
-DEVICE int place_of(int row, int part) {
-  const int turned = FLAT ? part ^ ((row & 1) << 2) : MAIN == 64 ? part ^ (row & 2) : part ^ ((row & 3) << 1);
-  return row * MAIN + turned * 16;
-}
-
-// Tokens of a block in the pool: row r is at first + r, from `turn` on, which is the next page, at second + r.
-struct Tokens {
-  long long first, second;
-  int turn, count;
-};
-
-// PARTS times 16 bytes of every row, from byte `from` of the row on; PLAIN: all rows are there, in one page.
-template <int BYTES, int PARTS, bool PLAIN, class Place>
-DEVICE void fetch_plane(const u8* codes, int from, const Tokens& tokens, Place place) {
-  constexpr int STEP = THREADS / PARTS;
-  static_assert(THREADS % PARTS == 0 && STEP % 4 == 0, "places of rows STEP apart differ by a constant");
-  const int thread = own_number(), row0 = thread / PARTS, part = thread % PARTS;
-  const u8* source = codes + (tokens.first + row0) * BYTES + from + part * 16;
-  u8* to = place(row0, part);
-  const int apart = (int)(place(row0 + 4, part) - to) / 4;
-  UNROLL for (int n = 0; n < (BLOCK + STEP - 1) / STEP; n++) {
-    const int row = n * STEP + row0;
-    if (BLOCK % STEP && row >= BLOCK) break;
-    const u8* at = source + n * STEP * BYTES;
-    if (!PLAIN && row >= tokens.turn) at += (tokens.second - tokens.first) * BYTES;
-    const bool there = PLAIN || row < tokens.count;
-    copy16(to + n * STEP * apart, there ? at : codes, there ? 16 : 0);
-  }
-}
-template <int STORED, bool FLAT, bool PLAIN>
-DEVICE void fetch_rows(u8* stage, const u8* codes, const u8* scales, const Tokens& tokens) {
-  typedef Rows<STORED> R;
-  fetch_plane<R::BYTES, R::MAIN / 16, PLAIN>(codes, 0, tokens, [&](int row, int part) { return stage + place_of<R::MAIN, FLAT>(row, part); });
-  if (R::BITS)
-    fetch_plane<R::BYTES, 2, PLAIN>(codes, R::MAIN, tokens, [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
-  const int row = own_number();
-  if (R::CODED && row < BLOCK) {
-    const bool there = PLAIN || row < tokens.count;
-    const long long at = (PLAIN || row < tokens.turn ? tokens.first : tokens.second) + row;
-    u8* to = stage + BLOCK * R::BYTES + row * R::SCALES;
-    const u8* from = there ? scales + at * R::SCALES : scales;
-    if (R::SCALES == 4) copy4(to, from, there ? 4 : 0);
-    else copy16(to, from, there ? 16 : 0);
-  }
-}
-template <int STORED, bool FLAT>
-DEVICE void fetch(u8* stage, const u8* codes, const u8* scales, const Tokens tokens) {
-  if (tokens.count == BLOCK && tokens.turn >= BLOCK)
-    fetch_rows<STORED, FLAT, true>(stage, codes, scales, tokens);
-  else
-    fetch_rows<STORED, FLAT, false>(stage, codes, scales, tokens);
-}
-
-// A unit of a row: 8 float16 (or bfloat16), before their scale.
-template <int STORED, bool FLAT>
-DEVICE void unit_of(u32* halves, const u8* stage, int row, int unit) {
-  typedef Rows<STORED> R;
-  if (!R::CODED) {
-    const uint4 found = *(const uint4*)(stage + place_of<R::MAIN, FLAT>(row, unit));
-    halves[0] = found.x, halves[1] = found.y, halves[2] = found.z, halves[3] = found.w;
-    return;
-  }
-  constexpr int WIDTH = R::MAIN / 8;  // units side by side in the first plane
-  const int beside = unit % WIDTH;
-  const uint2 main = *(const uint2*)(stage + place_of<R::MAIN, FLAT>(row, beside >> 1) + (beside & 1) * 8);
-  uint2 bits = make_uint2(0, 0);
-  if (R::BITS) bits = *(const uint2*)(stage + BLOCK * R::MAIN + row * R::BITS + unit % 4 * 8);
-  UNROLL for (int i = 0; i < 2; i++) {
-    u32 code = i ? main.y : main.x;
-    if (STORED == 2) code ^= 0x80808080u;
-    if (STORED == 3 || STORED == 4) code = (code >> (unit / WIDTH * 4)) & 0x0f0f0f0fu;
-    if (STORED == 5) code = (code >> (unit / WIDTH * 2)) & 0x03030303u;
-    if (R::BITS) code |= (((i ? bits.y : bits.x) >> (unit / 4)) & 0x01010101u) << (STORED == 3 ? 4 : 2);
-    if (STORED == 5) {
-      const u32 choice = permute(code | code >> 4, 0, 0x4420);  // a code in each of four nibbles
-      const u32 low = permute(LEVEL0, LEVEL1, choice), high = permute(LEVEL2, LEVEL3, choice);
-      halves[2 * i] = permute(low, high, 0x5140);
-      halves[2 * i + 1] = permute(low, high, 0x7362);
-    } else {
-      // float16 of 1024 + code has the code for its last bits.
-      constexpr u32 ZERO = STORED == 2 ? 0x64806480u : STORED == 3 ? 0x64106410u : 0x64086408u;
-      halves[2 * i] = sub2(permute(code, 0x64646464u, 0x4140), ZERO);
-      halves[2 * i + 1] = sub2(permute(code, 0x64646464u, 0x4342), ZERO);
-    }
-  }
-}
-template <int STORED>
-DEVICE u32 scale_of(const u8* stage, int row, int unit) {
-  typedef Rows<STORED> R;
-  return *(const unsigned short*)(stage + BLOCK * R::BYTES + row * R::SCALES + (STORED == 5 ? unit / 16 : unit / 4) * 2);
-}
-
-struct __align__(128) Memory {
-  uint4 queries[TILES][UNITS / 4][32];  // as mma reads its second operand, two steps of 16 dims in 16 bytes
-  u32 shares[TILES][4][32][2];          // likewise, steps of 16 keys
-  float maxima[4][QUERIES];             // of parts of the keys; at the end the weights of the tiles of keys
+struct __align__(GROUPED ? 1024 : 128) Memory {
+  u8 queries[QUERIES * D * 2];
+  u8 shares[QUERIES * BLOCK * 2];
+  float maxima[4][QUERIES];  // of parts of the keys; at the end the weights of the tiles of keys
   float tops[2][QUERIES];
   float fade[QUERIES];
   int oldest[QUERIES];
@@ -229,8 +30,18 @@ struct __align__(128) Memory {
   Tokens tokens[3];  // of block b at b modulo 3: those of two blocks are read while a third's are written
 };
 static_assert(SHARED == sizeof(Memory) + STAGES * (KeyRows::STAGE + ValueRows::STAGE), "SHARED");
-// Lanes that write shares of one query and those that read them meet different banks.
-DEVICE int slot_of(int query, int part) { return (query * 4 + part) ^ (query >> 2 << 2); }
+// Where the queries' words lie of dims 32 j + 8 t + 2 i and the next, and where shares of keys 16 * step + pair and + 8: as a
+// product reads its second operand, and so that the lanes of one access meet different banks.
+DEVICE u32* query_word(Memory& m, int query, int j, int t, int i) {
+  if (!GROUPED) return (u32*)m.queries + (((query >> 3) * (D / 32) + j) * 32 + (query & 7) * 4 + t) * 4 + i;
+  const int part = 4 * (j & 1) + i;
+  return (u32*)m.queries + ((j >> 1) * QUERIES + query) * 32 + (part ^ (query & 7)) * 4 + t;
+}
+DEVICE u32* share_word(Memory& m, int query, int step, int pair) {
+  if (GROUPED) return (u32*)m.shares + query * 32 + ((2 * step + (pair >> 2)) ^ (query & 7)) * 4 + (pair & 3);
+  const int in_tile = query & 7, slot = (in_tile * 4 + (pair & 3)) ^ (in_tile >> 2 << 2);
+  return (u32*)m.shares + (((query >> 3) * 4 + step) * 32 + slot) * 2 + (pair >> 2);
+}
 
 // Sums and differences in groups of 128 values, 8 to a lane, between two sets of signs.
 DEVICE void rotate(float* x, u32 first, u32 last, int lane) {
@@ -251,7 +62,7 @@ DEVICE void rotate(float* x, u32 first, u32 last, int lane) {
 
 // The block's queries, scaled, rotated where keys are, into shared memory. q: of its item and KV head.
 DEVICE void load_queries(Memory& m, const float* q, float scale, int first, int count, int group, int stride) {
-  constexpr int AHEAD = WIDE ? 4 : 2;
+  constexpr int AHEAD = !WIDE ? 2 : GROUPED ? 3 : 4;
   static_assert(TILES * 8 % (WARPS * AHEAD) == 0, "QUERIES");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const u32 words[8] = {FIRST0, FIRST1, FIRST2, FIRST3, LAST0, LAST1, LAST2, LAST3};
@@ -274,60 +85,87 @@ DEVICE void load_queries(Memory& m, const float* q, float scale, int first, int 
       UNROLL for (int i = 0; i < 8; i++) x[n][i] = __fmul_rn(x[n][i], scale);
       if (KeyRows::CODED) rotate(x[n], signs[0], signs[1], lane);
       const int query = start + n * WARPS;
-      m.queries[query >> 3][lane >> 2][(query & 7) * 4 + (lane & 3)] =
-          make_uint4(pack<KEYS>(x[n][0], x[n][1]), pack<KEYS>(x[n][2], x[n][3]), pack<KEYS>(x[n][4], x[n][5]),
-                     pack<KEYS>(x[n][6], x[n][7]));
+      UNROLL for (int i = 0; i < 4; i++)
+        *query_word(m, query, lane >> 2, lane & 3, i) = pack<KEYS>(x[n][2 * i], x[n][2 * i + 1]);
     }
   }
 }
 
-DEVICE void score(float (&s)[KEY_TILES][SCORE_TILES][4], const Memory& m, const u8* stage, int key_part, int first_tile) {
+// Scores of the warp's keys, and of queries from first_tile * 8 on.
+DEVICE void score(float (&s)[KEY_TILES][SCORE_TILES][4], Memory& m, const u8* stage, int key_part, int first_tile) {
   const int lane = own_number() & 31, row0 = key_part * (16 * KEY_TILES) + (lane >> 2);
+#if GROUPED
+  const u32 queries = rows_at(m.queries + first_tile * 1024);
+#else
   UNROLL for (int k = 0; k < KEY_TILES; k++)
     UNROLL for (int n = 0; n < SCORE_TILES; n++) UNROLL for (int e = 0; e < 4; e++) s[k][n][e] = 0.f;
-  _Pragma("unroll SCORE_STEPS") for (int j = 0; j < UNITS / 4; j++) {
+#endif
+  _Pragma("unroll SCORE_STEPS") for (int j = 0; j < D / 32; j++) {
     u32 a[KEY_TILES][2][4];
     UNROLL for (int k = 0; k < KEY_TILES; k++)
       UNROLL for (int r = 0; r < 2; r++) {
         const int row = row0 + 16 * k + 8 * r;
         u32 halves[4];
-        unit_of<KEYS, !KeyRows::CODED>(halves, stage, row, 4 * j + (lane & 3));
+        dims_of<KEYS, !KeyRows::CODED, 2>(halves, stage, row, 8 * j + 2 * (lane & 3));
         if (KeyRows::CODED) {
-          const u32 scale = permute(scale_of<KEYS>(stage, row, 4 * j), 0, 0x1010);
+          const u32 scale = permute(scale_of<KEYS>(stage, row, 8 * j), 0, 0x1010);
           UNROLL for (int i = 0; i < 4; i++) halves[i] = mul2(halves[i], scale);
         }
         UNROLL for (int i = 0; i < 4; i++) a[k][i >> 1][2 * (i & 1) + r] = halves[i];
       }
+#if GROUPED
+    begin_products();
+    UNROLL for (int h = 0; h < 2; h++)
+      score_product(s[0][0], a[0][h], queries + ((j >> 1) * QUERIES * 128 + (2 * (j & 1) + h) * 32) / 16, j + h > 0);
+    end_products();
+    wait_products<1>();  // those before these have read their operands
+#else
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
-      const uint4 b = m.queries[first_tile + n][j][lane];
+      const uint4 b = *(const uint4*)query_word(m, (first_tile + n) * 8 + (lane >> 2), j, lane & 3, 0);
       UNROLL for (int k = 0; k < KEY_TILES; k++) mma<KEYS>(s[k][n], a[k][0], b.x, b.y);
       UNROLL for (int k = 0; k < KEY_TILES; k++) mma<KEYS>(s[k][n], a[k][1], b.z, b.w);
     }
+#endif
   }
+#if GROUPED
+  wait_products<0>();
+#endif
 }
 
-DEVICE void add_values(float (&sum)[4][SUM_TILES][4], const Memory& m, const u8* stage, int dim_part, int first_tile) {
-  const int lane = own_number() & 31, unit = 8 * dim_part + (lane >> 2);
+DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], Memory& m, const u8* stage, int dim_part, int first_tile) {
+  constexpr int WORDS = DIM_TILES / 2;
+  const int lane = own_number() & 31, quad = (8 * dim_part + (lane >> 2)) * WORDS;
   UNROLL for (int step = 0; step < 4; step++) {
-    u32 a[4][4];
+    u32 a[DIM_TILES][4];
     UNROLL for (int pair = 0; pair < 2; pair++) {
       const int row = 16 * step + 4 * pair + (lane & 3);
-      u32 one[4], other[4];
-      unit_of<VALUES, false>(one, stage, row, unit);
-      unit_of<VALUES, false>(other, stage, row + 8, unit);
+      u32 one[DIM_TILES], other[DIM_TILES];
+      dims_of<VALUES, false, WORDS>(one, stage, row, quad);
+      dims_of<VALUES, false, WORDS>(other, stage, row + 8, quad);
       u32 scales = 0;
-      if (ValueRows::CODED) scales = scale_of<VALUES>(stage, row, unit) | scale_of<VALUES>(stage, row + 8, unit) << 16;
-      UNROLL for (int i = 0; i < 4; i++)
+      if (ValueRows::CODED) scales = scale_of<VALUES>(stage, row, quad) | scale_of<VALUES>(stage, row + 8, quad) << 16;
+      UNROLL for (int i = 0; i < DIM_TILES; i++)
         UNROLL for (int r = 0; r < 2; r++) {
           const u32 both = permute(one[i], other[i], r ? 0x7632 : 0x5410);
           a[i][2 * pair + r] = ValueRows::CODED ? mul2(both, scales) : both;
         }
     }
+#if GROUPED
+    const u32 shares = rows_at(m.shares) + step * 2;
+    begin_products();
+    UNROLL for (int i = 0; i < DIM_TILES; i++) sum_product(sum[i][0], a[i], shares, true);
+    end_products();
+    wait_products<1>();
+#else
     UNROLL for (int n = 0; n < SUM_TILES; n++) {
-      const uint2 b = *(const uint2*)m.shares[first_tile + n][step][slot_of(lane >> 2, lane & 3)];
-      UNROLL for (int i = 0; i < 4; i++) mma<VALUES>(sum[i][n], a[i], b.x, b.y);
+      const uint2 b = *(const uint2*)share_word(m, (first_tile + n) * 8 + (lane >> 2), step, lane & 3);
+      UNROLL for (int i = 0; i < DIM_TILES; i++) mma<VALUES>(sum[i][n], a[i], b.x, b.y);
     }
+#endif
   }
+#if GROUPED
+  wait_products<0>();
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -335,7 +173,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
                const long long* table, const long long* lengths, const long long* ancestors, const long long* positions,
                float* part_top, float* part_weight, float* part_sum, int* active, float scale, int rows, int table_stride,
                int window, int kv_heads, int group, int tiles) {
-  extern __shared__ uint4 memory[];
+  extern __shared__ __align__(1024) uint4 memory[];
   Memory& m = *(Memory*)memory;
   u8* key_ring = (u8*)(&m + 1);
   u8* value_ring = key_ring + STAGES * KeyRows::STAGE;
@@ -406,12 +244,14 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   }
   if (WINDOW && own && thread < rows) m.held[thread] = (int)__ldcg(positions + (long long)item * rows + thread);
   wait_groups<STAGES - 1>();
+  publish();
   __syncthreads();
 
+  // A warp group's four warps have the four tiles of keys, and the same queries.
   const int key_part = warp % KEY_PARTS, score_tile = warp / KEY_PARTS * SCORE_TILES;
   const int dim_part = warp % DIM_PARTS, sum_tile = warp / DIM_PARTS * SUM_TILES;
-  float sum[4][SUM_TILES][4], weight[KEY_TILES][SCORE_TILES][2];
-  UNROLL for (int i = 0; i < 4; i++)
+  float sum[DIM_TILES][SUM_TILES][4], weight[KEY_TILES][SCORE_TILES][2];
+  UNROLL for (int i = 0; i < DIM_TILES; i++)
     UNROLL for (int n = 0; n < SUM_TILES; n++) UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] = 0.f;
   UNROLL for (int k = 0; k < KEY_TILES; k++)
     UNROLL for (int n = 0; n < SCORE_TILES; n++) weight[k][n][0] = weight[k][n][1] = 0.f;
@@ -452,45 +292,42 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
       ahead = page_of(block + STAGES + 2);
     }
 
+    bool fades = false;
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
       const int query = (score_tile + n) * 8 + 2 * t;
       const float2 top = *(const float2*)(m.tops[block & 1] + query);
-      float2 higher = top;
+      float2 level = top;
       UNROLL for (int k = 0; k < KEY_PARTS; k++) {
         const float2 found = *(const float2*)(m.maxima[k] + query);
-        higher = make_float2(fmaxf(higher.x, found.x), fmaxf(higher.y, found.y));
+        level = make_float2(fmaxf(level.x, found.x), fmaxf(level.y, found.y));
       }
+      // A level stays while shares keep below 2^SLACK: sums are then not to be faded.
+      level = make_float2(level.x > top.x + SLACK ? level.x : top.x, level.y > top.y + SLACK ? level.y : top.y);
+      if (key_part == 0 && g == 0) *(float2*)(m.tops[~block & 1] + query) = level;
       // Seen nothing yet: any number will do.
-      const float2 level = make_float2(higher.x == NONE ? 0.f : higher.x, higher.y == NONE ? 0.f : higher.y);
+      level = make_float2(level.x == NONE ? 0.f : level.x, level.y == NONE ? 0.f : level.y);
       const float2 fade = make_float2(power_of_two(top.x - level.x), power_of_two(top.y - level.y));
+      fades = fades || fade.x != 1.f || fade.y != 1.f;
       float p[KEY_TILES][4];
       UNROLL for (int k = 0; k < KEY_TILES; k++) {
         UNROLL for (int e = 0; e < 4; e++) p[k][e] = power_of_two(s[k][n][e] - (e & 1 ? level.y : level.x));
         weight[k][n][0] = fmaf(weight[k][n][0], fade.x, p[k][0] + p[k][2]);
         weight[k][n][1] = fmaf(weight[k][n][1], fade.y, p[k][1] + p[k][3]);
       }
-      if (key_part == 0 && g == 0) {
-        *(float2*)(m.fade + query) = fade;
-        *(float2*)(m.tops[~block & 1] + query) = higher;
-      }
+      if (key_part == 0 && g == 0) *(float2*)(m.fade + query) = fade;
       UNROLL for (int k = 0; k < KEY_TILES; k++)
         UNROLL for (int c = 0; c < 2; c++)
-          m.shares[score_tile + n][key_part * KEY_TILES + k][slot_of(2 * t + c, g & 3)][g >> 2] =
-              pack<VALUES>(p[k][c], p[k][c + 2]);
+          *share_word(m, query + c, key_part * KEY_TILES + k, g) = pack<VALUES>(p[k][c], p[k][c + 2]);
     }
     wait_groups<STAGES - 1>();
-    __syncthreads();  // shares, fade; these values and the keys after these
-
-    float2 fade[SUM_TILES];
-    bool fades = false;
-    UNROLL for (int n = 0; n < SUM_TILES; n++) {
-      fade[n] = *(const float2*)(m.fade + (sum_tile + n) * 8 + 2 * t);
-      fades = fades || fade[n].x != 1.f || fade[n].y != 1.f;
-    }
-    if (any(fades))
-      UNROLL for (int i = 0; i < 4; i++)
-        UNROLL for (int n = 0; n < SUM_TILES; n++)
-          UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] *= e & 1 ? fade[n].y : fade[n].x;
+    publish();
+    // Shares, fade; these values and the keys after these.
+    if (__syncthreads_or(fades))
+      UNROLL for (int n = 0; n < SUM_TILES; n++) {
+        const float2 fade = *(const float2*)(m.fade + (sum_tile + n) * 8 + 2 * t);
+        UNROLL for (int i = 0; i < DIM_TILES; i++)
+          UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] *= e & 1 ? fade.y : fade.x;
+      }
     add_values(sum, m, value_ring + block % STAGES * ValueRows::STAGE, dim_part, sum_tile);
   }
 
@@ -506,9 +343,9 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     UNROLL for (int c = 0; c < 2; c++) {
       const int query = (sum_tile + n) * 8 + 2 * t + c;
       if (first_query + query < count) {
-        float4* to = (float4*)(part_sum + (base + query) * D + dim_part * 64 + g * 8);
-        to[0] = make_float4(sum[0][n][c], sum[0][n][c + 2], sum[1][n][c], sum[1][n][c + 2]);
-        to[1] = make_float4(sum[2][n][c], sum[2][n][c + 2], sum[3][n][c], sum[3][n][c + 2]);
+        float4* to = (float4*)(part_sum + (base + query) * D + (8 * dim_part + g) * (2 * DIM_TILES));
+        UNROLL for (int i = 0; i < DIM_TILES; i += 2)
+          to[i / 2] = make_float4(sum[i][n][c], sum[i][n][c + 2], sum[i + 1][n][c], sum[i + 1][n][c + 2]);
       }
     }
   __syncthreads();
