@@ -25,13 +25,12 @@ def paged_attention(
     if q.is_cuda and ancestors is not None:
         from treeflash.kernels.attention import cuda, kernel
 
-        if cuda.takes(q, keys, values):
-            chosen = cuda
-        else:
-            chosen = kernel if kernel.takes(keys) and kernel.takes(values) else reference
-    else:
-        chosen = reference
-    return chosen.paged_attention(
+        chosen = cuda if cuda.takes(q, keys, values) else kernel
+        if chosen is cuda or (kernel.takes(keys) and kernel.takes(values)):
+            return chosen.paged_attention(
+                q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
+            )
+    return reference.paged_attention(
         q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
     )
 

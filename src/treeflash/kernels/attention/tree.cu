@@ -195,7 +195,6 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   int size = max((span + SPLITS - 1) / SPLITS, min((span + SPLITS / 2 - 1) / (SPLITS / 2), 256));
   size = max((size + 63) / 64 * 64, 64);
   const int begin = own ? span : min(split * size, span), end = min(begin + size, span);
-  if (own && head == 0 && tile == 0 && thread == 0) active[item] = (span + size - 1) / size;
   const int blocks = own ? 1 : (end - begin + BLOCK - 1) / BLOCK;
   if (blocks == 0) return;
 
@@ -348,6 +347,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
           to[i / 2] = make_float4(sum[i][n][c], sum[i][n][c + 2], sum[i + 1][n][c], sum[i + 1][n][c + 2]);
       }
     }
+  if (own && head == 0 && tile == 0 && thread == 0) active[item] = (span + size - 1) / size;
   __syncthreads();
   for (int i = thread; i < QUERIES; i += THREADS)
     if (first_query + i < count) {
