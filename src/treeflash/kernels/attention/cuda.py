@@ -94,7 +94,7 @@ def _stage_bytes(keys: str, values: str) -> int:
 
 def _fixed_bytes(queries: int, grouped: bool) -> int:
     """What is not in the rings: as `Memory` of tree.cu."""
-    of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 2 + 1 + 1) + 8, 1024 if grouped else 128
+    of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 4 + 1) + 8, 1024 if grouped else 128
     return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // unit) * unit
 
 

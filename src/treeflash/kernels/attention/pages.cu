@@ -47,6 +47,21 @@ DEVICE u32 pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
+// The two numbers of a word.
+template <int STORED>
+DEVICE float low_of(u32 x) {
+  float y;
+  if (STORED == 1) return __uint_as_float(x << 16);
+  asm("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.f32.f16 %0,a;}" : "=f"(y) : "r"(x));
+  return y;
+}
+template <int STORED>
+DEVICE float high_of(u32 x) {
+  float y;
+  if (STORED == 1) return __uint_as_float(x & 0xffff0000u);
+  asm("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.f32.f16 %0,b;}" : "=f"(y) : "r"(x));
+  return y;
+}
 template <int STORED>
 DEVICE void mma(float* c, const u32* a, u32 b0, u32 b1) {
   if (STORED == 1)
@@ -104,6 +119,7 @@ constexpr int SCORE_STEPS = WIDE && !GROUPED ? 2 : D / 32;  // unrolled: registe
 constexpr int DIM_PARTS = GROUPED ? WARPS : 4;
 constexpr int DIM_TILES = 16 / DIM_PARTS;
 constexpr int SUM_TILES = TILES * DIM_PARTS / WARPS;
+constexpr int WEIGHTS = (4 * QUERIES + THREADS - 1) / THREADS;  // parts of queries' weights that a thread has
 constexpr float SLACK = 8;  // shares are float16: 2^8 of 2^16
 static_assert(SCORE_TILES * WARPS == TILES * KEY_PARTS && SUM_TILES * WARPS == TILES * DIM_PARTS, "QUERIES");
 #define NONE __uint_as_float(0xff800000u)  // minus infinity

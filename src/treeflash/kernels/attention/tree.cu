@@ -22,7 +22,9 @@ struct __align__(GROUPED ? 1024 : 128) Memory {
   u8 queries[QUERIES * D * 2];
   u8 shares[QUERIES * BLOCK * 2];
   float maxima[4][QUERIES];  // of parts of the keys; at the end the weights of the tiles of keys
-  float tops[2][QUERIES];
+  float tops[QUERIES];    // what shares are relative to; NONE: no key was seen yet
+  float levels[QUERIES];  // the same as a finite number
+  float limits[QUERIES];  // scores above these make a new top
   float fade[QUERIES];
   int oldest[QUERIES];
   int held[BLOCK];
@@ -132,7 +134,19 @@ DEVICE void score(float (&s)[KEY_TILES][SCORE_TILES][4], Memory& m, const u8* st
 #endif
 }
 
-DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], Memory& m, const u8* stage, int dim_part, int first_tile) {
+// Adds the shares of 16 keys of a query, as they are multiplied.
+DEVICE float share_of(Memory& m, int query, int step) {
+  float all = 0.f;
+  UNROLL for (int pair = 0; pair < 8; pair++) {
+    const u32 both = *share_word(m, query, step, pair);
+    all += low_of<VALUES>(both) + high_of<VALUES>(both);
+  }
+  return all;
+}
+
+// Values times shares; and a thread's weights, part i being a quarter of the keys of a query.
+DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], float (&weight)[WEIGHTS], Memory& m, const u8* stage,
+                       int dim_part, int first_tile) {
   constexpr int WORDS = DIM_TILES / 2;
   const int lane = own_number() & 31, quad = (8 * dim_part + (lane >> 2)) * WORDS;
   UNROLL for (int step = 0; step < 4; step++) {
@@ -162,6 +176,11 @@ DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], Memory& m, const u
       UNROLL for (int i = 0; i < DIM_TILES; i++) mma<VALUES>(sum[i][n], a[i], b.x, b.y);
     }
 #endif
+  }
+  const int thread = own_number();
+  UNROLL for (int i = 0; i < WEIGHTS; i++) {
+    const int part = i * THREADS + thread;
+    if (4 * QUERIES % THREADS == 0 || part < 4 * QUERIES) weight[i] += share_of(m, part >> 2, part & 3);
   }
 #if GROUPED
   wait_products<0>();
@@ -232,12 +251,14 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   if (thread == 0) UNROLL for (int i = STAGES - 1; i <= STAGES; i++) m.tokens[i % 3] = tokens_of(i, pages[i]);
   int ahead = pages[STAGES + 1];
   wait_for_inputs();
+  if (own && head == 0 && tile == 0 && thread == 0) active[item] = (span + size - 1) / size;
   load_queries(m, q + ((long long)item * rows * kv_heads + head) * group * D, scale, first_query, count, group,
                kv_heads * group * D);
   for (int i = thread; i < QUERIES; i += THREADS) {
     const int node = (first_query + i) / group;
     const long long at = (long long)item * rows + node;
-    m.tops[0][i] = NONE;
+    m.tops[i] = m.limits[i] = NONE;
+    m.levels[i] = 0.f;
     if (own) m.seen[i] = node < rows ? (u64)__ldcg(ancestors + at) : 0;
     if (WINDOW) m.oldest[i] = node < rows ? (int)__ldcg(positions + at) - window + 1 : 0;
   }
@@ -249,11 +270,10 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   // A warp group's four warps have the four tiles of keys, and the same queries.
   const int key_part = warp % KEY_PARTS, score_tile = warp / KEY_PARTS * SCORE_TILES;
   const int dim_part = warp % DIM_PARTS, sum_tile = warp / DIM_PARTS * SUM_TILES;
-  float sum[DIM_TILES][SUM_TILES][4], weight[KEY_TILES][SCORE_TILES][2];
+  float sum[DIM_TILES][SUM_TILES][4], weight[WEIGHTS];
   UNROLL for (int i = 0; i < DIM_TILES; i++)
     UNROLL for (int n = 0; n < SUM_TILES; n++) UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] = 0.f;
-  UNROLL for (int k = 0; k < KEY_TILES; k++)
-    UNROLL for (int n = 0; n < SCORE_TILES; n++) weight[k][n][0] = weight[k][n][1] = 0.f;
+  UNROLL for (int i = 0; i < WEIGHTS; i++) weight[i] = 0.f;
 
   _Pragma("unroll 1") for (int block = 0; block < blocks; block++) {
     float s[KEY_TILES][SCORE_TILES][4];
@@ -273,16 +293,38 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
             s[k][n][e] = visible ? s[k][n][e] : NONE;
           }
     }
+    bool exceeds = false;
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
-      float top[2];
-      UNROLL for (int c = 0; c < 2; c++) {
-        top[c] = fmaxf(s[0][n][c], s[0][n][c + 2]);
-        UNROLL for (int k = 1; k < KEY_TILES; k++) top[c] = fmaxf(top[c], fmaxf(s[k][n][c], s[k][n][c + 2]));
-        UNROLL for (int mask = 4; mask < 32; mask *= 2) top[c] = fmaxf(top[c], across(top[c], mask));
-      }
-      if (g == 0) *(float2*)(m.maxima[key_part] + (score_tile + n) * 8 + 2 * t) = make_float2(top[0], top[1]);
+      const float2 limit = *(const float2*)(m.limits + (score_tile + n) * 8 + 2 * t);
+      UNROLL for (int k = 0; k < KEY_TILES; k++)
+        exceeds = exceeds || fmaxf(s[k][n][0], s[k][n][2]) > limit.x || fmaxf(s[k][n][1], s[k][n][3]) > limit.y;
     }
-    __syncthreads();  // maxima; and all have done with these keys and the values before them
+    // All have done with these keys and the values before them. New tops are rare: a top stays while no score is higher by SLACK,
+    // which follows from the query's own scores, and not from what else brings us here.
+    if (__syncthreads_or(exceeds)) {
+      UNROLL for (int n = 0; n < SCORE_TILES; n++)
+        UNROLL for (int c = 0; c < 2; c++) {
+          float top = fmaxf(s[0][n][c], s[0][n][c + 2]);
+          UNROLL for (int k = 1; k < KEY_TILES; k++) top = fmaxf(top, fmaxf(s[k][n][c], s[k][n][c + 2]));
+          UNROLL for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, across(top, mask));
+          if (g == 0) m.maxima[key_part][(score_tile + n) * 8 + 2 * t + c] = top;
+        }
+      __syncthreads();
+      if (thread < QUERIES) {
+        float top = m.maxima[0][thread];
+        UNROLL for (int k = 1; k < KEY_PARTS; k++) top = fmaxf(top, m.maxima[k][thread]);
+        const bool moves = top > m.limits[thread];
+        m.fade[thread] = moves ? power_of_two(m.tops[thread] - top) : 1.f;
+        if (moves) m.tops[thread] = m.levels[thread] = top, m.limits[thread] = top + SLACK;
+      }
+      __syncthreads();
+      UNROLL for (int i = 0; i < WEIGHTS; i++) weight[i] *= m.fade[min((i * THREADS + thread) / 4, QUERIES - 1)];
+      UNROLL for (int n = 0; n < SUM_TILES; n++) {
+        const float2 fade = *(const float2*)(m.fade + (sum_tile + n) * 8 + 2 * t);
+        UNROLL for (int i = 0; i < DIM_TILES; i++)
+          UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] *= e & 1 ? fade.y : fade.x;
+      }
+    }
     if (block + STAGES <= blocks) fetch_values(block + STAGES - 1, m.tokens[(block + STAGES - 1) % 3]);
     if (block + STAGES < blocks) fetch_keys(block + STAGES, m.tokens[(block + STAGES) % 3]);
     end_group();
@@ -291,52 +333,27 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
       ahead = page_of(block + STAGES + 2);
     }
 
-    bool fades = false;
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
       const int query = (score_tile + n) * 8 + 2 * t;
-      const float2 top = *(const float2*)(m.tops[block & 1] + query);
-      float2 level = top;
-      UNROLL for (int k = 0; k < KEY_PARTS; k++) {
-        const float2 found = *(const float2*)(m.maxima[k] + query);
-        level = make_float2(fmaxf(level.x, found.x), fmaxf(level.y, found.y));
-      }
-      // A level stays while shares keep below 2^SLACK: sums are then not to be faded.
-      level = make_float2(level.x > top.x + SLACK ? level.x : top.x, level.y > top.y + SLACK ? level.y : top.y);
-      if (key_part == 0 && g == 0) *(float2*)(m.tops[~block & 1] + query) = level;
-      // Seen nothing yet: any number will do.
-      level = make_float2(level.x == NONE ? 0.f : level.x, level.y == NONE ? 0.f : level.y);
-      const float2 fade = make_float2(power_of_two(top.x - level.x), power_of_two(top.y - level.y));
-      fades = fades || fade.x != 1.f || fade.y != 1.f;
+      const float2 level = *(const float2*)(m.levels + query);
       float p[KEY_TILES][4];
       UNROLL for (int k = 0; k < KEY_TILES; k++) {
         UNROLL for (int e = 0; e < 4; e++) p[k][e] = power_of_two(s[k][n][e] - (e & 1 ? level.y : level.x));
-        weight[k][n][0] = fmaf(weight[k][n][0], fade.x, p[k][0] + p[k][2]);
-        weight[k][n][1] = fmaf(weight[k][n][1], fade.y, p[k][1] + p[k][3]);
       }
-      if (key_part == 0 && g == 0) *(float2*)(m.fade + query) = fade;
       UNROLL for (int k = 0; k < KEY_TILES; k++)
         UNROLL for (int c = 0; c < 2; c++)
           *share_word(m, query + c, key_part * KEY_TILES + k, g) = pack<VALUES>(p[k][c], p[k][c + 2]);
     }
     wait_groups<STAGES - 1>();
     publish();
-    // Shares, fade; these values and the keys after these.
-    if (__syncthreads_or(fades))
-      UNROLL for (int n = 0; n < SUM_TILES; n++) {
-        const float2 fade = *(const float2*)(m.fade + (sum_tile + n) * 8 + 2 * t);
-        UNROLL for (int i = 0; i < DIM_TILES; i++)
-          UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] *= e & 1 ? fade.y : fade.x;
-      }
-    add_values(sum, m, value_ring + block % STAGES * ValueRows::STAGE, dim_part, sum_tile);
+    __syncthreads();  // shares; these values and the keys after these
+    add_values(sum, weight, m, value_ring + block % STAGES * ValueRows::STAGE, dim_part, sum_tile);
   }
 
-  UNROLL for (int k = 0; k < KEY_TILES; k++)
-    UNROLL for (int n = 0; n < SCORE_TILES; n++)
-      UNROLL for (int c = 0; c < 2; c++) {
-        float all = weight[k][n][c];
-        UNROLL for (int mask = 4; mask < 32; mask *= 2) all += across(all, mask);
-        if (g == 0) m.maxima[key_part * KEY_TILES + k][(score_tile + n) * 8 + 2 * t + c] = all;
-      }
+  UNROLL for (int i = 0; i < WEIGHTS; i++) {
+    const int part = i * THREADS + thread;
+    if (part < 4 * QUERIES) m.maxima[part & 3][part >> 2] = weight[i];
+  }
   const long long base = ((long long)unit * (SPLITS + 1) + split) * count + first_query;
   UNROLL for (int n = 0; n < SUM_TILES; n++)
     UNROLL for (int c = 0; c < 2; c++) {
@@ -347,11 +364,10 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
           to[i / 2] = make_float4(sum[i][n][c], sum[i][n][c + 2], sum[i + 1][n][c], sum[i + 1][n][c + 2]);
       }
     }
-  if (own && head == 0 && tile == 0 && thread == 0) active[item] = (span + size - 1) / size;
   __syncthreads();
   for (int i = thread; i < QUERIES; i += THREADS)
     if (first_query + i < count) {
-      part_top[base + i] = m.tops[blocks & 1][i];
+      part_top[base + i] = m.tops[i];
       part_weight[base + i] = ((m.maxima[0][i] + m.maxima[1][i]) + m.maxima[2][i]) + m.maxima[3][i];
     }
 }
