@@ -23,15 +23,18 @@ CARDS = {
 PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
 
 
+def told(tool: str, *arguments: str) -> str:
+    """What one of the tools that come with Triton prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
 def resources(card: Card, tile: Tile, folder: Path) -> tuple[int, int]:
     """Registers and bytes of stack of a thread, from the machine code."""
     path = folder / "tile.cubin"
     macros = tile.defines(card.bulk)
     path.write_bytes(compile_cubin(tile.source(), defines=macros, arch=tile.arch(card), cached=False))
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    text = subprocess.run(
-        [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-    ).stdout
+    text = told("cuobjdump", "--dump-resource-usage", str(path))
     found = re.search(r"Function tree_attention:\s+REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
@@ -44,6 +47,16 @@ def test_a_tree_of_24_rows_keeps_its_sums_in_registers(pair: tuple[str, str], tm
     assert tile is not None and tile.queries == 144 and tile.grouped
     registers, stack = resources(card, tile, tmp_path)
     assert stack <= 64 and registers * tile.threads <= 65536
+
+
+def test_products_of_warp_groups_run_while_the_next_keys_are_decoded(tmp_path: Path) -> None:
+    """The assembler waits for each of them at once when it has not enough registers."""
+    card = CARDS["H200"]
+    tile = tile_of(card, "q8_0", "q8_0", 144)
+    assert tile is not None
+    resources(card, tile, tmp_path)
+    code = told("nvdisasm", str(tmp_path / "tile.cubin"))
+    assert 0 < code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
 
 
 def test_a_row_leaves_room_for_a_second_block(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ DEVICE int own_number() {
   return number;
 }
 DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// A number that all lanes have, which the compiler is told so.
+DEVICE u32 of_warp(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 // The low half of what says where a warp group's second operand lies, in 16 bytes; the other half is in cuda.py.
 DEVICE u32 rows_at(const void* p) { return shared_address(p) >> 4 | 1u << 16; }
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

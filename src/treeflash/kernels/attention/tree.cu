@@ -97,7 +97,7 @@ DEVICE void load_queries(Memory& m, const float* q, float scale, int first, int 
 DEVICE void score(float (&s)[KEY_TILES][SCORE_TILES][4], Memory& m, const u8* stage, int key_part, int first_tile) {
   const int lane = own_number() & 31, row0 = key_part * (16 * KEY_TILES) + (lane >> 2);
 #if GROUPED
-  const u32 queries = rows_at(m.queries + first_tile * 1024);
+  const u32 queries = of_warp(rows_at(m.queries + first_tile * 1024));
 #else
   UNROLL for (int k = 0; k < KEY_TILES; k++)
     UNROLL for (int n = 0; n < SCORE_TILES; n++) UNROLL for (int e = 0; e < 4; e++) s[k][n][e] = 0.f;
@@ -187,6 +187,15 @@ DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], float (&weight)[WE
 #endif
 }
 
+// What a thread has of S^T and O^T. A warp group's four warps have the four tiles of keys, and the same queries.
+struct Part {
+  int g, t, key_part, score_tile, dim_part, sum_tile;
+};
+DEVICE Part part_of(int thread) {
+  const int lane = thread & 31, warp = thread >> 5;
+  return {lane >> 2, lane & 3, warp % KEY_PARTS, warp / KEY_PARTS * SCORE_TILES, warp % DIM_PARTS, warp / DIM_PARTS * SUM_TILES};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const u8* value_codes, const u8* value_scales,
                const long long* table, const long long* lengths, const long long* ancestors, const long long* positions,
@@ -197,7 +206,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   u8* key_ring = (u8*)(&m + 1);
   u8* value_ring = key_ring + STAGES * KeyRows::STAGE;
   let_next_start();
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const int thread = threadIdx.x;
   const int tile = blockIdx.x % tiles, unit = blockIdx.x / tiles, item = unit / kv_heads, head = unit % kv_heads;
   // The step's own rows are the last split and begin first; splits that a short context leaves empty come last.
   const int split = blockIdx.y == 0 ? SPLITS : blockIdx.y - 1;
@@ -267,15 +276,13 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   publish();
   __syncthreads();
 
-  // A warp group's four warps have the four tiles of keys, and the same queries.
-  const int key_part = warp % KEY_PARTS, score_tile = warp / KEY_PARTS * SCORE_TILES;
-  const int dim_part = warp % DIM_PARTS, sum_tile = warp / DIM_PARTS * SUM_TILES;
   float sum[DIM_TILES][SUM_TILES][4], weight[WEIGHTS];
   UNROLL for (int i = 0; i < DIM_TILES; i++)
     UNROLL for (int n = 0; n < SUM_TILES; n++) UNROLL for (int e = 0; e < 4; e++) sum[i][n][e] = 0.f;
   UNROLL for (int i = 0; i < WEIGHTS; i++) weight[i] = 0.f;
 
   _Pragma("unroll 1") for (int block = 0; block < blocks; block++) {
+    const auto [g, t, key_part, score_tile, dim_part, sum_tile] = part_of(own_number());
     float s[KEY_TILES][SCORE_TILES][4];
     score(s, m, key_ring + block % STAGES * KeyRows::STAGE, key_part, score_tile);
     const int present = own ? rows : min(BLOCK, end - begin - block * BLOCK);
@@ -297,7 +304,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
       const float2 limit = *(const float2*)(m.limits + (score_tile + n) * 8 + 2 * t);
       UNROLL for (int k = 0; k < KEY_TILES; k++)
-        exceeds = exceeds || fmaxf(s[k][n][0], s[k][n][2]) > limit.x || fmaxf(s[k][n][1], s[k][n][3]) > limit.y;
+        exceeds |= (fmaxf(s[k][n][0], s[k][n][2]) > limit.x) | (fmaxf(s[k][n][1], s[k][n][3]) > limit.y);
     }
     // All have done with these keys and the values before them. New tops are rare: a top stays while no score is higher by SLACK,
     // which follows from the query's own scores, and not from what else brings us here.
@@ -354,6 +361,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     const int part = i * THREADS + thread;
     if (part < 4 * QUERIES) m.maxima[part & 3][part >> 2] = weight[i];
   }
+  const auto [g, t, key_part, score_tile, dim_part, sum_tile] = part_of(own_number());
   const long long base = ((long long)unit * (SPLITS + 1) + split) * count + first_query;
   UNROLL for (int n = 0; n < SUM_TILES; n++)
     UNROLL for (int c = 0; c < 2; c++) {
