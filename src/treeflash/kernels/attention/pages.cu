@@ -173,9 +173,11 @@ DEVICE void fetch_plane(const u8* codes, int from, const Tokens& tokens, Place p
 template <int STORED, bool FLAT, bool PLAIN>
 DEVICE void fetch_rows(u8* stage, const u8* codes, const u8* scales, const Tokens& tokens) {
   typedef Rows<STORED> R;
-  fetch_plane<R::BYTES, R::MAIN / 16, PLAIN>(codes, 0, tokens, [&](int row, int part) { return stage + place_of<R::MAIN, FLAT>(row, part); });
+  fetch_plane<R::BYTES, R::MAIN / 16, PLAIN>(
+      codes, 0, tokens, [&](int row, int part) { return stage + place_of<R::MAIN, FLAT>(row, part); });
   if (R::BITS)
-    fetch_plane<R::BYTES, 2, PLAIN>(codes, R::MAIN, tokens, [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
+    fetch_plane<R::BYTES, 2, PLAIN>(
+        codes, R::MAIN, tokens, [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
   const int row = own_number();
   if (R::CODED && row < BLOCK) {
     const bool there = PLAIN || row < tokens.count;

@@ -22,16 +22,17 @@ struct __align__(GROUPED ? 1024 : 128) Memory {
   u8 queries[QUERIES * D * 2];
   u8 shares[QUERIES * BLOCK * 2];
   float maxima[4][QUERIES];  // of parts of the keys; at the end the weights of the tiles of keys
-  float tops[QUERIES];    // what shares are relative to; NONE: no key was seen yet
-  float levels[QUERIES];  // the same as a finite number
-  float limits[QUERIES];  // scores above these make a new top
+  float tops[QUERIES];       // what shares are relative to; NONE: no key was seen yet
+  float levels[QUERIES];     // the same as a finite number
+  float limits[QUERIES];     // scores above these make a new top
   float fade[QUERIES];
-  int oldest[QUERIES];
-  int held[BLOCK];
-  u64 seen[QUERIES];
+  int oldest[QUERIES];       // position that a window lets a query see
+  int held[BLOCK];           // positions of the step's rows
+  u64 seen[QUERIES];         // which of them a query sees
   Tokens tokens[3];  // of block b at b modulo 3: those of two blocks are read while a third's are written
 };
 static_assert(SHARED == sizeof(Memory) + STAGES * (KeyRows::STAGE + ValueRows::STAGE), "SHARED");
+
 // Where the queries' words lie of dims 32 j + 8 t + 2 i and the next, and where shares of keys 16 * step + pair and + 8: as a
 // product reads its second operand, and so that the lanes of one access meet different banks.
 DEVICE u32* query_word(Memory& m, int query, int j, int t, int i) {
