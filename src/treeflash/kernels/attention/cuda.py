@@ -132,7 +132,7 @@ def tile_of(
     def made(size: int) -> Tile:
         fixed = _fixed_bytes(size, grouped)
         half = (card.shared_per_processor // 2 - _RESERVED - fixed) // stage
-        both = size in NARROW and half >= 3
+        both = size in NARROW and half >= 2
         stages = half if both else (card.shared_per_block - fixed) // stage
         return Tile(keys, values, page, size, min(stages, _MAX_STAGES), 1 + int(both), window, grouped)
 
