@@ -28,12 +28,13 @@ from long_checks import (
     Variant,
     check_expand,
     check_pair,
-    check_rows_alone,
     check_write,
     noise,
     run_jobs,
 )
 
+from treeflash.kernels.attention import cuda, paged_attention
+from treeflash.kernels.attention.kernel import paged_attention as triton_attention
 from treeflash.kernels.kv_cache import kernel as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import reference as norm
@@ -42,16 +43,17 @@ SECONDS = 80  # behind which no further part begins
 WORKERS = 14
 LAYERS = 16  # with attention, of the 27B
 TIMED = ("f16", "q8_0", "q5_0", "q4_0", "tq3_0")
-CONTEXTS = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)
+CONTEXTS = (8 << 10, 64 << 10, 256 << 10)
 
 
 Running = list[tuple[subprocess.Popen, Path]]
+Attend = Callable[..., torch.Tensor]
 
 
 def start_jobs(folder: Path) -> Running:
-    """Every pair and every variant, in processes that run beside the first checks."""
+    """Every pair, format and variant, in processes that run beside the first checks."""
     pairs = sorted(itertools.product(NAMES, NAMES), key=lambda pair: pair[0] != pair[1])
-    jobs = ["/".join(pair) for pair in pairs]
+    jobs = ["/".join(pair) for pair in pairs] + list(TIMED)
     jobs += [f"{name}:{number}" for name in ("f16", "q8_0", "q4_0") for number in range(len(VARIANTS))]
     running = []
     for worker in range(WORKERS):
@@ -95,36 +97,69 @@ def ceilings() -> tuple[float, float]:
     return bandwidth, rate
 
 
-def attention_time(name: str, length: int, rows: int, window: int | None = None, repeats: int = 15) -> float:
-    """Milliseconds a layer, over layers that together are larger than the second-level cache."""
+def timed_case(name: str, length: int, rows: int, window: int | None = None) -> tuple[Case, list]:
+    """Layers that together are larger than the second-level cache."""
     one = 2 * length * KV_HEADS * FORMATS[name].row_bytes(HEAD)
     layers = min(LAYERS, -(-(256 << 20) // one))
     case = Case((name, name), rows, (length,), window=window, layers=layers)
-    pools = [[pool[i] for pool in case.pools] for i in range(layers)]
-    return milliseconds(lambda: [case.found(pool) for pool in pools], repeats=repeats) / layers
+    return case, [[pool[i] for pool in case.pools] for i in range(layers)]
+
+
+def attention_time(case: Case, pools: list, repeats: int = 15, attend: Attend = paged_attention) -> float:
+    """Milliseconds a layer."""
+    return milliseconds(lambda: [case.found(pool, attend) for pool in pools], repeats=repeats) / len(pools)
+
+
+def describe(device: str) -> None:
+    """Tiles of the CUDA kernel, and what the driver says of them."""
+    card = cuda.card_of(torch.device("cuda", 0))
+    for name, rows in itertools.product(TIMED, (1, 8, 16, 24, 32, 64)):
+        tile = cuda.tile_of(card, name, name, rows * HEADS // KV_HEADS)
+        if tile is None:
+            say(f"{name}: Triton")
+            continue
+        built = cuda._kernel(tile, torch.device("cuda", 0))
+        say(
+            f"{name} {rows} rows: {tile.queries} queries, {tile.stages} stages, "
+            f"{tile.shared_bytes} bytes shared, {built.registers} registers, "
+            f"{built.spilled} bytes local, {built.occupancy} an SM"
+        )
 
 
 def time_attention(device: str) -> None:
     bandwidth, rate = ceilings()
-    say("format context rows | us a layer, ms a step, floor ms (read, products), times the floor, TB/s")
+    say("format context rows kernel | us a layer, with Triton; floors us (read, products), times it, TB/s")
     for name, length, rows in itertools.product(TIMED, CONTEXTS, (1, 24)):
-        ms = attention_time(name, length, rows)
+        case, pools = timed_case(name, length, rows)
+        ms = attention_time(case, pools)
+        other = attention_time(case, pools, repeats=5, attend=triton_attention)
         read = 2 * length * KV_HEADS * FORMATS[name].row_bytes(HEAD)
         floors = [read / bandwidth * 1e3, 4 * rows * HEADS * HEAD * length / rate * 1e3]
-        step, limit = LAYERS * ms, LAYERS * max(floors)
+        ran = case.kernel(pools[0])
         say(
-            f"{name:6s} {length >> 10:4d}K {rows:3d} | {ms * 1e3:8.1f} {step:7.3f} "
-            f"{LAYERS * floors[0]:7.3f} {LAYERS * floors[1]:7.3f} {step / limit:6.2f} {read / ms / 1e9:6.2f}"
+            f"{name:6s} {length >> 10:4d}K {rows:3d} {ran:6s} | {ms * 1e3:8.1f} {other * 1e3:8.1f} "
+            f"{1e3 * floors[0]:7.1f} {1e3 * floors[1]:7.1f} {ms / max(floors):6.2f} {read / ms / 1e9:6.2f}"
         )
         LINES.append(
-            {"time": "attention", "format": name, "context": length, "rows": rows, "us": ms * 1e3,
-             "step_ms": step, "floor_ms": limit}
+            {"time": "attention", "format": name, "context": length, "rows": rows, "kernel": ran,
+             "us": ms * 1e3, "triton_us": other * 1e3, "floor_us": max(floors) * 1e3}
         )  # fmt: skip
+
+
+def time_rows(device: str) -> None:
+    """What a tree costs by its rows."""
+    for name, length in itertools.product(("q8_0", "f16"), (8 << 10, 64 << 10)):
+        times = []
+        for rows in (1, 8, 16, 24, 32, 48, 64):
+            us = attention_time(*timed_case(name, length, rows), repeats=7) * 1e3
+            times.append(f"{rows}: {us:.1f}")
+            LINES.append({"time": "rows", "format": name, "context": length, "rows": rows, "us": us})
+        say(f"{name} {length >> 10}K, us a layer by rows:", ", ".join(times))
 
 
 def time_windows(device: str) -> None:
     for window, rows in itertools.product((2048, 8192), (1, 24)):
-        ms = attention_time("q8_0", 128 << 10, rows, window)
+        ms = attention_time(*timed_case("q8_0", 128 << 10, rows, window))
         say(f"q8_0 128K, window {window}, {rows} rows: {ms * 1e3:.1f} us a layer")
         LINES.append({"time": "window", "window": window, "rows": rows, "us": ms * 1e3})
 
@@ -165,13 +200,14 @@ def time_expand(device: str) -> None:
 def time_variants(device: str) -> None:
     """Tiles and splits besides those chosen; the best of each column is what to choose."""
     for name, length, rows in itertools.product(("q8_0", "q4_0", "f16"), (8 << 10, 64 << 10), (24, 1)):
-        us = attention_time(name, length, rows) * 1e3
+        case, pools = timed_case(name, length, rows)
+        us = attention_time(case, pools) * 1e3
         say(f"{name} {length >> 10}K {rows} rows, as chosen: {us:.1f} us")
         for number, chosen in enumerate(VARIANTS):
             label = " ".join(f"{key} {value}" for key, value in chosen.items())
             try:
                 with Variant(number):
-                    us = attention_time(name, length, rows, repeats=7) * 1e3
+                    us = attention_time(case, pools, repeats=7) * 1e3
                 say(f"    {label}: {us:.1f} us")
                 LINES.append(
                     {"time": "variant", "format": name, "context": length, "rows": rows, "us": us, **chosen}
@@ -191,7 +227,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--jobs", nargs="*", help="of a process of checks: keys/values or format:variant")
+    parser.add_argument(
+        "--jobs", nargs="*", help="of a process of checks: keys/values, format or format:variant"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.jobs:
@@ -207,7 +245,8 @@ def measure(device: str, out: Path | None, folder: Path) -> int:
     parts: list[Callable[[str], None]] = [check_write, check_expand, partial(check_pairs, running=running)]
     if device == "cuda":
         say(torch.cuda.get_device_name(), "torch", torch.__version__)
-        parts += [check_rows_alone, time_attention, time_writes, time_windows, time_expand, time_variants]
+        parts += [describe, time_attention, time_rows, time_windows, time_variants]
+        parts += [time_writes, time_expand]
     begin = time.monotonic()
     for part in parts:
         started, name = time.monotonic(), getattr(part, "__name__", "check_pairs")

@@ -23,10 +23,11 @@ def paged_attention(
     gate: Tensor | None = None,
 ) -> Tensor:
     if q.is_cuda and ancestors is not None:
-        from treeflash.kernels.attention import kernel
+        from treeflash.kernels.attention import cuda, kernel
 
-        if kernel.takes(keys) and kernel.takes(values):
-            return kernel.paged_attention(
+        chosen = cuda if cuda.takes(q, keys, values) else kernel
+        if chosen is cuda or (kernel.takes(keys) and kernel.takes(values)):
+            return chosen.paged_attention(
                 q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
             )
     return reference.paged_attention(

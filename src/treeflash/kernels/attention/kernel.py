@@ -290,7 +290,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
-class _Parts:
+class Parts:
     """Room for the splits' results, and the merge of them."""
 
     def __init__(self, q: Tensor, kv_heads: int):
@@ -356,7 +356,7 @@ def paged_attention(
     assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
     assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
     assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
-    parts, turn = _Parts(q, kv_heads), group_size(dim)
+    parts, turn = Parts(q, kv_heads), group_size(dim)
     row_bytes = max(keys.format.code_bytes(dim), values.format.code_bytes(dim))
     chosen = tiles(dim, row_bytes, _capability(q.device))
     _paged_kernel[parts.grid(chosen["BLOCK_M"])](
@@ -393,7 +393,7 @@ def block_attention(
     assert ring_keys.dtype == ring_values.dtype and ring_keys.shape == ring_values.shape, f"{ring_keys.dtype}"
     assert ring_keys.is_contiguous() and ring_values.is_contiguous(), f"{ring_keys.stride()}"
     assert dim >= 16 and heads % kv_heads == 0, f"heads of {dim}, {heads} over {kv_heads}"
-    parts = _Parts(q, kv_heads)
+    parts = Parts(q, kv_heads)
     chosen = tiles(dim, dim * ring_keys.element_size(), _capability(q.device))
     _ring_kernel[parts.grid(chosen["BLOCK_M"])](
         q, k, v, positions.contiguous(), ring_keys, ring_values, slots, lengths, starts,

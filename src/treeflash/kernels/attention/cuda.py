@@ -1,0 +1,207 @@
+"""The CUDA C++ kernel of a tree's attention: which tiles it is built for and how it is launched."""
+
+from ctypes import c_float, c_int
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from treeflash.kernels.attention.kernel import LOG2_E, SPLITS, Parts
+from treeflash.kernels.attention.reference import SINKS
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.kv_cache.kernel import tensors
+from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
+from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
+from treeflash.kernels.quant_matmul.cuda import Card, card_of, usable
+from treeflash.kernels.quant_matmul.driver import Kernel, Module
+from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+
+DIM = 256  # of a head
+BLOCK = 64  # keys at a time
+STORED = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
+# Queries of a tile, with 4 warps and with 12. 24 rows of 6 query heads are one tile of 144.
+NARROW, WIDE = (8, 16, 24), (48, 96, 144)
+GROUPED = True  # warp groups multiply where there are such instructions
+_MAX_STAGES = 4
+_RESERVED = 1024  # bytes of shared memory that each block of the grid costs beside its own
+# What a tile costs beside its queries, in queries: it reads and decodes all keys and values again.
+_TILE_COST = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What the kernel is compiled for."""
+
+    keys: str
+    values: str
+    page: int
+    queries: int
+    stages: int
+    resident: int  # blocks of the grid that an SM holds
+    window: bool
+    grouped: bool  # products by warp groups, which only Hopper has
+
+    @property
+    def threads(self) -> int:
+        return 128 if self.queries in NARROW else 256 if self.grouped else 384
+
+    @property
+    def shared_bytes(self) -> int:
+        return _fixed_bytes(self.queries, self.grouped) + self.stages * _stage_bytes(self.keys, self.values)
+
+    def arch(self, card: Card) -> str:
+        return f"{card.arch}a" if self.grouped else card.arch
+
+    def source(self) -> str:
+        """CUDA C++, with the warp groups' products before it where they are used."""
+        folder, parts = files("treeflash.kernels.attention"), []
+        if self.grouped:
+            groups = 1 if self.queries in NARROW else 2
+            parts.append(_product("score_product", self.queries // groups, self.keys))
+            parts.append(_product("sum_product", self.queries, self.values))
+        return "\n".join([*parts, *(folder.joinpath(name).read_text() for name in ("pages.cu", "tree.cu"))])
+
+    def defines(self, overlap: bool) -> dict[str, int]:
+        """The macros of tree.cu."""
+        levels = torch.tensor(TQ3_LEVELS).half().view(torch.int16).tolist()
+        level_bytes = bytes(level >> shift & 255 for shift in (0, 8) for level in levels)
+        macros = {
+            "KEYS": STORED.index(self.keys),
+            "VALUES": STORED.index(self.values),
+            "PAGE": self.page,
+            "QUERIES": self.queries,
+            "STAGES": self.stages,
+            "SHARED": self.shared_bytes,
+            "RESIDENT": self.resident,
+            "WINDOW": int(self.window),
+            "GROUPED": int(self.grouped),
+            "SPLITS": SPLITS,
+            "SINKS": SINKS,
+            "OVERLAP": int(overlap),
+        }
+        for i in range(4):
+            macros[f"LEVEL{i}"] = int.from_bytes(level_bytes[4 * i : 4 * i + 4], "little")
+            macros[f"FIRST{i}"] = FIRST_SIGNS >> 32 * i & 0xFFFFFFFF
+            macros[f"LAST{i}"] = LAST_SIGNS >> 32 * i & 0xFFFFFFFF
+        return macros
+
+
+def _stage_bytes(keys: str, values: str) -> int:
+    return BLOCK * (FORMATS[keys].row_bytes(DIM) + FORMATS[values].row_bytes(DIM))
+
+
+def _fixed_bytes(queries: int, grouped: bool) -> int:
+    """What is not in the rings: as `Memory` of tree.cu."""
+    of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 4 + 1) + 8, 1024 if grouped else 128
+    return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // unit) * unit
+
+
+def _product(name: str, columns: int, stored: str) -> str:
+    """A function: adds to the sums [columns / 8][4] of a warp group a step of 16; 0 for `more` begins them.
+
+    The first operand is in registers, the second in rows of 128 bytes: 1024 from one eight to the next, with
+    their 16 bytes exchanged as the hardware does with 128.
+    """
+    kind, count = "bf16" if stored == "bf16" else "f16", columns // 2
+    sums = ",".join(f"%{i}" for i in range(count))
+    a, b, more = ",".join(f"%{count + i}" for i in range(4)), f"%{count + 4}", f"%{count + 5}"
+    layout = 1024 >> 4 | 1 << 30
+    outputs = ",".join(f'"+f"(c[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void {name}(float* c, const unsigned* a, unsigned b, int more) {{\n"
+        f'  asm volatile("{{.reg .pred p; .reg .b64 d; "\n'
+        f'    "setp.ne.b32 p,{more},0; mov.b64 d,{{{b},{layout}}}; "\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "\n'
+        f'    "{{{sums}}},{{{a}}},d,p,1,1,0;}}"\n'
+        f"    : {outputs}\n"
+        f'    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(more));\n}}'
+    )
+
+
+def tile_of(
+    card: Card, keys: str, values: str, queries: int, *, page: int = BLOCK, window: bool = False
+) -> Tile | None:
+    """The tile for so many queries of a KV head; None where the card has no room for two stages.
+
+    Whether there is one does not depend on the queries: a row's result must not depend on the others.
+    """
+    stage, grouped = _stage_bytes(keys, values), GROUPED and card.arch == "sm_90"
+
+    def made(size: int) -> Tile:
+        fixed = _fixed_bytes(size, grouped)
+        half = (card.shared_per_processor // 2 - _RESERVED - fixed) // stage
+        both = size in NARROW and half >= 2
+        stages = half if both else (card.shared_per_block - fixed) // stage
+        return Tile(keys, values, page, size, min(stages, _MAX_STAGES), 1 + int(both), window, grouped)
+
+    wide = [size for size in WIDE if made(size).stages >= 2]
+    if not wide:
+        return None
+    narrow = next((size for size in NARROW if queries <= size), None)
+    if narrow is not None:
+        return made(narrow)
+    return made(min(wide, key=lambda size: (-(-queries // size) * (size + _TILE_COST), -size)))
+
+
+def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
+    """Whether the kernel is made for such queries, keys and values on this card."""
+    if q.dtype != torch.float32 or q.shape[-1] != DIM or keys.dim != DIM or values.dim != DIM:
+        return False
+    if keys.format.name not in STORED or values.format.name not in STORED or keys.page % BLOCK:
+        return False
+    if not usable(q.device):
+        return False
+    return tile_of(card_of(q.device), keys.format.name, values.format.name, 1) is not None
+
+
+@cache
+def _kernel(tile: Tile, device: torch.device) -> Kernel:
+    card = card_of(device)
+    cubin = compile_cubin(tile.source(), defines=tile.defines(card.bulk), arch=tile.arch(card))
+    return Module(cubin, device).kernel(
+        "tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.bulk
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    positions: Tensor | None = None,
+    *,
+    window: int | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """See reference.paged_attention; for a tree of at most 64 rows, the root at position `lengths`."""
+    q, ancestors = q.contiguous(), ancestors.contiguous()
+    batch, rows, heads, _ = q.shape
+    kv_heads, page = keys.codes.shape[1:3]
+    assert takes(q, keys, values), f"{q.shape}, {q.dtype}, {keys.format.name}, {values.format.name}"
+    assert rows <= 64, f"{rows} rows, at most 64"
+    assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
+    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
+    assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
+    held = ancestors if positions is None else positions.contiguous()
+    for numbers in (page_table, lengths, ancestors, held):
+        assert numbers.dtype == torch.int64, f"{numbers.dtype}, needed int64"
+    assert page_table.stride(1) == 1 and lengths.is_contiguous(), f"{page_table.stride()}, {lengths.stride()}"
+    group = heads // kv_heads
+    names = keys.format.name, values.format.name
+    tile = tile_of(card_of(q.device), *names, rows * group, page=page, window=window is not None)
+    assert tile is not None
+    tiles, parts = -(-rows * group // tile.queries), Parts(q, kv_heads)
+    numbers = (rows, page_table.stride(0), window or 0, kv_heads, group, tiles)
+    _kernel(tile, q.device)(
+        (tiles * batch * kv_heads, SPLITS + 1),
+        [
+            *(q, *tensors(keys), *tensors(values), page_table, lengths, ancestors, held),
+            *(parts.tops, parts.weights, parts.sums, parts.active),
+            *(c_float(DIM**-0.5 * LOG2_E), *map(c_int, numbers)),
+        ],
+    )
+    return parts.merge(gate, group_size(DIM) if values.format.quantised else 0)

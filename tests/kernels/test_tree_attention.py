@@ -1,0 +1,104 @@
+"""The CUDA kernel of a tree's attention: its tiles; that it compiles and fits on cards that are not here."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeflash.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
+from treeflash.kernels.quant_matmul.cuda import Card
+from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+
+CARDS = {
+    "A100": Card("sm_80", 108, 164 << 10, 163 << 10),
+    "RTX 3090": Card("sm_86", 82, 100 << 10, 99 << 10),
+    "RTX 4090": Card("sm_89", 128, 100 << 10, 99 << 10),
+    "H200": Card("sm_90", 132, 228 << 10, 227 << 10),
+    "RTX 5090": Card("sm_120", 170, 100 << 10, 99 << 10),
+}
+PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
+
+
+def told(tool: str, *arguments: str) -> str:
+    """What one of the tools that come with Triton prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def resources(card: Card, tile: Tile, folder: Path) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, from the machine code."""
+    path = folder / "tile.cubin"
+    macros = tile.defines(card.bulk)
+    path.write_bytes(compile_cubin(tile.source(), defines=macros, arch=tile.arch(card), cached=False))
+    text = told("cuobjdump", "--dump-resource-usage", str(path))
+    found = re.search(r"Function tree_attention:\s+REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize("pair", [PAIRS[i] for i in (0, 2, 3, 5, 6, 8)], ids="/".join)
+def test_a_tree_of_24_rows_keeps_its_sums_in_registers(pair: tuple[str, str], tmp_path: Path) -> None:
+    card = CARDS["H200"]
+    tile = tile_of(card, *pair, 144, window=pair[0] != pair[1])
+    assert tile is not None and tile.queries == 144 and tile.grouped
+    registers, stack = resources(card, tile, tmp_path)
+    assert stack <= 64 and registers * tile.threads <= 65536
+
+
+def test_products_of_warp_groups_run_while_the_next_keys_are_decoded(tmp_path: Path) -> None:
+    """The assembler waits for each of them at once when it has not enough registers."""
+    card = CARDS["H200"]
+    tile = tile_of(card, "q8_0", "q8_0", 144)
+    assert tile is not None
+    resources(card, tile, tmp_path)
+    code = told("nvdisasm", str(tmp_path / "tile.cubin"))
+    assert 0 < code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
+
+
+def test_a_row_leaves_room_for_a_second_block(tmp_path: Path) -> None:
+    card = CARDS["H200"]
+    tile = tile_of(card, "q8_0", "q8_0", 6)
+    assert tile is not None and tile.queries == 8 and tile.resident == 2
+    registers, stack = resources(card, tile, tmp_path)
+    assert stack == 0 and registers * tile.threads * 2 <= 65536
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_every_card_has_tiles_for_small_codes(card: Card, tmp_path: Path) -> None:
+    for queries in (6, 48):
+        tile = tile_of(card, "q4_0", "tq3_0", queries, window=queries == 6)
+        assert tile is not None and tile.shared_bytes <= card.shared_per_block
+        assert tile.grouped == (card.arch == "sm_90")
+        assert resources(card, tile, tmp_path)[1] == 0
+
+
+@given(
+    card=st.sampled_from(list(CARDS.values())),
+    pair=st.sampled_from(PAIRS),
+    rows=st.integers(1, 64),
+    group=st.integers(1, 16),
+)
+def test_tiles_fit_and_do_not_depend_on_what_else_is_asked(
+    card: Card, pair: tuple[str, str], rows: int, group: int
+) -> None:
+    tile = tile_of(card, *pair, rows * group)
+    # Another kernel for other rows would be another result.
+    assert (tile is None) == (tile_of(card, *pair, 1) is None)
+    if tile is not None:
+        assert tile.queries in (*NARROW, *WIDE) and tile.stages >= 2
+        assert tile.shared_bytes <= card.shared_per_block
+        assert tile.resident * (tile.shared_bytes + 1024) <= card.shared_per_processor
+        assert tile.queries in WIDE or rows * group <= tile.queries
+
+
+def test_trees_are_covered_with_little_padding() -> None:
+    covered = {}
+    for rows in (1, 8, 16, 24, 32, 48, 64):
+        tile = tile_of(CARDS["H200"], "q8_0", "q8_0", 6 * rows)
+        assert tile is not None
+        covered[rows] = tile.queries * -(-6 * rows // tile.queries)
+    assert covered == {1: 8, 8: 48, 16: 96, 24: 144, 32: 192, 48: 288, 64: 432}
