@@ -18,6 +18,7 @@ BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _PROBE_SHARE = 0.015  # of the time that asking a draft which does not pay may lose
 _PROBE_EVERY = 6  # steps between two such questions, at least
 _MARGIN = 1.02  # how much better a tree must promise to be than plain decoding
+_PATIENCE = 1.2  # the same of waiting against asking at once, which also tells more
 _SILENCE = (20, 200)  # proposals, and steps, without one accepted token: then something is wrong
 
 
@@ -116,7 +117,7 @@ class Controller:
             for rows, cost, more in zip(self._buckets[1:], larger, accepted[1:], strict=True):
                 seconds = cost + self.costs.draft
                 now = wait == self._waited
-                rate = (wait + 1 + more) / (wait * plain + seconds)
+                rate = (wait + 1 + more) / (wait * plain + seconds) / (1 if now else _PATIENCE)
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else Plan(1, False), rate
                 if now and seconds / plain - 1 - more < loss:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 WAITS = (0, 4, 16)
 _FADE = 0.93  # of what a past step says about the next, for every step between
 _LEAST_FADE = 0.4  # a single proposal never outweighs the past by more than this leaves
-_USUAL_FADE = 15 / 16  # of what past proposals say about the draft, for each new one
+_USUAL_FADE, _LEAST_USUAL = 15 / 16, 0.8  # the same two for the usual
 _HOLD = 0.97  # of how far the level is from the usual, for every step without a proposal
 _NEW_TEXT = 32  # steps: another text is as far from the last one as that
-_SHARE_FADE = 0.995  # of a share's counts at each of its proposals: it is the draft's, not the text's
-_SHARE_PRIOR = 10.0  # tokens that a fresh share is taken to have seen, all of them there
+_SHARE_FADE = 0.98  # of a share's counts at each of its proposals: it is the draft's, not the text's
+_SHARE_PRIOR = 20.0  # tokens that a fresh share is taken to have seen, all of them there
 
 
 class Outlook:
@@ -57,13 +57,16 @@ class Outlook:
         self._level = self.accepted(WAITS[-1])
         kind, last = _kind(waited), sum(rows <= verified for rows in self._buckets) - 1
         share = self._share(kind)
+        # All of them fade, so that one which kept the draft from being asked is put to the test again.
+        self._came = [_SHARE_FADE * each for each in self._came]
+        self._expected = [_SHARE_FADE * each for each in self._expected]
         if kind < len(self._came):
-            self._came[kind] = _SHARE_FADE * self._came[kind] + accepted[last]
-            self._expected[kind] = _SHARE_FADE * self._expected[kind] + self._level[last]
+            self._came[kind] += accepted[last]
+            self._expected[kind] += self._level[last]
         # At first every outcome counts the same, beside one for what the scores promise.
         equal = self._proposals / (self._proposals + 1)
         fade = min(max(_FADE ** max(1, self._age), _LEAST_FADE), equal)
-        usual_fade = min(_USUAL_FADE, equal)
+        usual_fade = min(max(_USUAL_FADE ** max(1, self._age), _LEAST_USUAL), equal)
         self._age = 0
         for index, claim in enumerate(promised):
             self._promised[index] += (1 - fade) * (claim - self._promised[index])
