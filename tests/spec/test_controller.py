@@ -85,7 +85,7 @@ def test_a_useless_draft_costs_no_more_than_its_share(draft: float, row: float, 
     for _ in range(6):
         play.speed([0.0] * 100, claim)
     time = sum(100 / play.speed([0.0] * 100, claim) for _ in range(30))
-    assert 3000 / time >= 0.975
+    assert 3000 / time >= 0.98
 
 
 @pytest.mark.parametrize(("cost", "draft"), [(cpu, 1.6), (gpu, 0.15), (gpu, 0.6)])
@@ -122,7 +122,7 @@ def test_what_was_good_on_one_text_costs_little_on_another(
     assert 1000 / sum(100 / play.speed([0.0] * 100) for _ in range(10)) >= 0.97
 
 
-@pytest.mark.parametrize(("draft", "steps"), [(0.15, 12), (0.3, 25), (1.6, 120)])
+@pytest.mark.parametrize(("draft", "steps"), [(0.15, 16), (0.3, 31), (1.6, 161)])
 def test_a_useless_draft_that_becomes_good_is_found_by_the_next_question(draft: float, steps: int) -> None:
     """Which comes after as many steps as its share of the time takes to pay for it."""
     play = Play(gpu, draft)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from treeflash.spec.outlook import WAITS, Outlook
 
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_PROBE_SHARE = 0.015  # of the time that asking a draft which does not pay may lose
+_PROBE_SHARE = 0.01  # of the time that asking a draft which does not pay may lose
 _PROBE_EVERY = 6  # steps between two such questions, at least
 _MARGIN = 1.02  # how much better a tree must promise to be than plain decoding
 _PATIENCE = 1.2  # the same of waiting against asking at once, which also tells more
