@@ -8,14 +8,14 @@ hard, so a question asked there gets only a part of what one some plain steps la
 from collections.abc import Sequence
 
 # Plain steps since the last tree, from which on a share of its own is learnt; behind the last it is whole.
-# With the pair in the package 1.7 tokens come true right behind a tree, 3.3 after 4 steps, 4.5 after 20.
+# The pair in the package, 16 rows: 1.7 tokens come true right behind a tree, 3.3 after 4 steps, 4.5 after 20.
 WAITS = (0, 4, 16)
 _FADE = 0.93  # of what a past step says about the next, for every step between
 _LEAST_FADE = 0.4  # a single proposal never outweighs the past by more than this leaves
 _USUAL_FADE, _LEAST_USUAL = 15 / 16, 0.8  # the same two for the usual
 _HOLD = 0.97  # of how far the level is from the usual, for every step without a proposal
 _NEW_TEXT = 32  # steps: another text is as far from the last one as that
-_SHARE_FADE = 0.98  # of a share's counts at each of its proposals: it is the draft's, not the text's
+_SHARE_FADE = 0.98  # of the shares' counts at each proposal
 _SHARE_PRIOR = 20.0  # tokens that a fresh share is taken to have seen, all of them there
 
 
