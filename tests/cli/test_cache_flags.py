@@ -46,8 +46,10 @@ def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
     assert plan.startswith("Keys and values in q8_0/q4_0 (as asked for), context ")
     assert start.startswith("Approximate: values in q4_0, a window of 100 tokens.")
     assert line.startswith("8 tok · ") and " · values in q4_0 · a window of 100 tokens · " in line
-    stats = json.loads(treeflash(*ask, "--kv-q4", "--json").stdout)["stats"]
-    assert stats["approximate"] == ["keys and values in q4_0"]
+    answer = json.loads(treeflash(*ask, "--kv-q4", "--json").stdout)
+    assert answer["stats"]["approximate"] == ["keys and values in q4_0"] and answer["kv"] == "q4_0"
+    apart = json.loads(treeflash(*ask, "--kv", "q8_0", "--kv-v", "q5_0", "--json").stdout)
+    assert apart["kv"] == "q8_0/q5_0"
 
 
 def test_a_window_that_holds_the_context_is_none(treeflash, tiny_model) -> None:

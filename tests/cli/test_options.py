@@ -1,5 +1,6 @@
 """Values as users write them."""
 
+import json
 from math import inf
 
 import pytest
@@ -7,7 +8,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.options import amount, bias, device, memory, size, unescape
+from treeflash.cli.options import amount, bias, byte_count, device, memory, size, unescape
 from treeflash.errors import UsageError
 
 
@@ -16,13 +17,22 @@ from treeflash.errors import UsageError
     [("1", 1), ("8192", 8192), ("8k", 8192), ("32K", 32768), ("1m", 1 << 20), ("1.5k", 1536)],
 )
 def test_sizes(text, number):
-    assert size(text) == number
+    assert size(text) == byte_count(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "k", "8kb", "1.0001k", "8 k", "1e3", "٣"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(typer.BadParameter, match="not a number of tokens"):
+    with pytest.raises(typer.BadParameter, match="not a number of tokens like 8192"):
         size(text)
+    with pytest.raises(typer.BadParameter, match="not a number of bytes like 65536"):
+        byte_count(text)
+
+
+def test_the_largest_request_is_in_bytes(treeflash, tiny_model):
+    refused = treeflash("serve", tiny_model(), "--max-body", "32 MB")
+    assert refused.exit_code == 2 and "'32 MB' is not a number of bytes" in refused.stderr
+    done = treeflash("serve", tiny_model(), "--print-config", "--max-body", "64k")
+    assert json.loads(done.stdout)["server"]["max_body"] == 65536
 
 
 @pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])

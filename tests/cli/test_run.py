@@ -36,10 +36,10 @@ def test_only_the_answer_goes_to_standard_output(treeflash, model):
 
 def test_json_fields(treeflash, model):
     answer = json.loads(treeflash("run", model, "hello", "-n", 9, "--json").stdout)
-    assert set(answer) == {"text", "tokens", "finish_reason", "model", "draft", "stats"}
+    assert set(answer) == {"text", "tokens", "finish_reason", "model", "draft", "kv", "stats"}
     stats = answer["stats"]
     assert answer["finish_reason"] == "length" and answer["model"] == str(model)
-    assert answer["draft"] is None
+    assert answer["draft"] is None and answer["kv"] == "f32"
     assert len(answer["tokens"]) == stats["generated_tokens"] == 9
     assert stats["steps"] == 8 and stats["acceptance_length"] == 1.0
     assert stats["prompt_tokens"] > 5 and stats["ttft_s"] > 0 and stats["decode_tok_s"] > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, save_draft, save_gguf
@@ -152,17 +152,36 @@ def test_norms_see_the_small_stream(small: int, more: int, eps: float):
     np.testing.assert_allclose(ours[:small], x / np.sqrt(np.mean(x**2) + eps), rtol=1e-12)
 
 
+# Codes that a block's float16 factor is multiplied with, at most.
+LARGEST_CODE = {QuantType.Q8_0: 127, QuantType.Q6_K: 127, QuantType.Q4_K: 63, QuantType.Q5_K: 63}
+# Half the widest gap between two products of a float16 and such a code, relative, over all of them from 0.01
+# to 2e4: 5.77e-5 up to 127 and 1.06e-4 up to 63. Below, where large codes need a factor that is subnormal,
+# both have 1.91e-4 at most down to 1e-3. A bfloat16 of 8 digits: 2^-8.
+HALF_GAP = {127: 5.77e-5, 63: 1.06e-4}
+HALF_GAP_OF_SMALL_VALUES = 1.91e-4
+
+
 @settings(max_examples=30)
 @given(
-    kind=st.sampled_from([QuantType.Q8_0, QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.BF16]),
+    kind=st.sampled_from([*LARGEST_CODE, QuantType.BF16]),
     value=st.floats(1e-3, 2e4),
 )
+@example(kind=QuantType.Q8_0, value=13654.5)
+@example(kind=QuantType.Q6_K, value=118.64453125)  # the middles of widest gaps
+@example(kind=QuantType.Q4_K, value=1.0081939697265625)
+@example(kind=QuantType.Q5_K, value=0.0010946094989776611)
 def test_single_values_in_a_block(kind: QuantType, value: float):
+    if kind is QuantType.BF16:
+        error = 2**-8 * value
+    else:
+        limit = LARGEST_CODE[kind]
+        factors = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+        error = min(float(np.abs(code * factors - value).min()) for code in range(1, limit + 1))
+        assert error <= value * (HALF_GAP[limit] if value >= 0.01 else HALF_GAP_OF_SMALL_VALUES)
     for wanted in (value, -value):
         block = torch.frombuffer(bytearray(single(kind, wanted)), dtype=torch.uint8)
         weights = dequantise(block, kind)
-        tolerance = 4e-3 if kind is QuantType.BF16 else 5e-5
-        assert weights[0].item() == pytest.approx(wanted, rel=tolerance)
+        assert abs(weights[0].item() - wanted) <= error
         assert not weights[1:].any()
 
 

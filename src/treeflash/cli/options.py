@@ -13,11 +13,20 @@ _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|([nrt0e\\]))")
 
 
 def size(text: str | int) -> int:
-    """8192, 8k, 32K or 1m; k is 1024."""
+    """Tokens: 8192, 8k, 32K or 1m; k is 1024."""
+    return _whole(text, "tokens like 8192, 8k or 1m")
+
+
+def byte_count(text: str | int) -> int:
+    """Bytes: 65536, 64k or 32m; k is 1024."""
+    return _whole(text, "bytes like 65536, 64k or 32m")
+
+
+def _whole(text: str | int, meant: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG]?)", str(text).strip())
     number = float(match[1]) * _SUFFIXES[match[2].lower()] if match else 0.5
     if number < 1 or number != int(number):
-        raise typer.BadParameter(f"{str(text)!r} is not a number of tokens like 8192, 8k or 1m")
+        raise typer.BadParameter(f"{str(text)!r} is not a number of {meant}")
     return int(number)
 
 

@@ -41,13 +41,19 @@ def draft_share(stats: "RequestStats") -> float:
 
 
 def result(
-    text: str, finished: "Finished | None", paths: Mapping[str, Path | None], tokenizer: "Tokenizer"
+    text: str,
+    finished: "Finished | None",
+    paths: Mapping[str, Path | None],
+    tokenizer: "Tokenizer",
+    *,
+    kv: str,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "text": text,
         "tokens": finished.tokens if finished else None,
         "finish_reason": finished.reason if finished else "cancelled",
         **{name: None if path is None else str(path) for name, path in paths.items()},
+        "kv": kv,
         "stats": statistics(finished.stats) if finished else None,
     }
     if finished is not None and finished.logprobs is not None:

@@ -94,6 +94,7 @@ def run(
     )
     speculation = decide(wishes, target, offline=offline, screen=screen)
     with screen.waiting("Starting PyTorch"), held():
+        from treeflash.engine.plan import named
         from treeflash.engine.sampler import SamplingParams
         from treeflash.engine.session import TextRequest
     messages = None
@@ -143,7 +144,8 @@ def run(
     answer.end()
     if as_json:
         paths = {"model": target.path, "draft": speculation.draft.path if speculation.draft else None}
-        view.print_json(report.result(answer.text, finished, paths, session.tokenizer))
+        kept = named(session.plan.kv)
+        view.print_json(report.result(answer.text, finished, paths, session.tokenizer, kv=kept))
     else:
         screen.statistics(
             report.line(

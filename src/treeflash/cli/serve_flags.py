@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treeflash.cli.options import size
+from treeflash.cli.options import byte_count, size
 
 
 def _server(*names: str, **options: Any) -> Any:
@@ -49,7 +49,7 @@ MaxQueue = Annotated[
     int, _server("--max-queue", min=1, max=10000, metavar="N", help="Most requests that wait; more get 429.")
 ]
 MaxBody = Annotated[
-    int, _server("--max-body", parser=size, metavar="BYTES", help="Largest request: 33554432, 32m.")
+    int, _server("--max-body", parser=byte_count, metavar="BYTES", help="Largest request: 33554432, 32m.")
 ]
 ServedName = Annotated[
     str | None,

@@ -1,23 +1,24 @@
 """How many rows the coming step verifies, decided before it starts: from past outcomes and measured cost.
 
-For every number of rows it knows what a step of that size costs and how many proposed tokens it would have
-committed of late: trees are in order of worth, so a walk tells what any smaller tree would have given. If no
-size beats the root alone, steps are plain, and now and then the draft is asked only to be compared with what
-comes. Copies from the text cost nothing to propose: they are taken whenever they promise to pay.
+For every number of rows it knows what a step of that size costs and how many proposed tokens it will probably
+commit (spec/outlook.py): trees are in order of worth, so a walk tells what any smaller tree would have given.
+Some plain steps and the question behind them, with its tree, are one stretch; the stretch that gives the most
+tokens a second is taken. If none beats plain decoding, the draft is asked so seldom that what this loses is a
+small share of the time. What a question costs is spent whatever follows: its tree is verified if that alone
+pays. Copies from the text cost nothing to propose: they are taken whenever they promise to pay.
 """
 
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from treeflash.spec.outlook import WAITS, Outlook
+
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_FADE = 0.85  # of what a past step says about the next, for every step between
-_LEAST_FADE = 0.4  # a single proposal never outweighs the past by more than this leaves
-_PROBE_SHARE = 0.015  # of the time that asking a draft may take while steps are plain
-_PROBE_EVERY = (6, 40)  # steps between two such questions, at least and at most
-# Proposals, and accepted tokens of each: a draft below that is asked as seldom as its cost says.
-_HOPELESS = (6, 0.05)
+_PROBE_SHARE = 0.01  # of the time that asking a draft which does not pay may lose
+_PROBE_EVERY = 6  # steps between two such questions, at least
 _MARGIN = 1.02  # how much better a tree must promise to be than plain decoding
+_PATIENCE = 1.2  # the same of waiting against asking at once, which also tells more
 _SILENCE = (20, 200)  # proposals, and steps, without one accepted token: then something is wrong
 
 
@@ -57,6 +58,7 @@ class Plan:
     rows: int  # of the step, the root included
     ask: bool  # the draft for a proposal; with one row only to compare it with what comes
     copy: bool = False  # no question to the draft: the rows are a copy from the text
+    waited: int = 0  # plain steps between the last tree and the question
 
 
 class Controller:
@@ -74,69 +76,66 @@ class Controller:
         self._drafts = drafts
         self._buckets = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._fixed = fixed
-        # Accepted tokens a step by bucket, and the same as promised by the scores: None until known.
-        self._accepted: list[float] = []
-        self._promised: list[float] = []
+        self._outlook = Outlook(self._buckets)
+        self._new_text = True
+        self._waited = 0  # plain steps since the last tree
         self._since_question = 0
-        self._steps_since_learning = 0
         self.steps = 0
         self.proposals = 0
         self.accepted = 0
 
+    def begin(self) -> None:
+        """Another text follows."""
+        self._new_text = True
+
     def plan(self, *, copied: int = 0, sure: float = 0.0) -> Plan:
         """For the coming step, when a copy of `copied` tokens might follow, each with probability `sure`."""
         self.steps += 1
-        self._steps_since_learning += 1
+        self._outlook.step(new_text=self._new_text)
+        if self._new_text:
+            # Its beginning is not behind a miss.
+            self._waited, self._new_text = WAITS[-1], False
+        plan = self._decided(copied, sure)
+        self._since_question = 0 if plan.ask else self._since_question + 1
+        self._waited = 0 if plan.ask or plan.copy else self._waited + 1
+        return plan
+
+    def _decided(self, copied: int, sure: float) -> Plan:
         top = self._buckets[-1]
         if self._fixed:
             return Plan(top, self._drafts, copy=not self._drafts and copied > 0)
         if 1 not in self.costs.step:
             return Plan(1, False)  # what plain decoding costs has to be known first
-        if self._drafts and not self._accepted:
-            return Plan(top, True)
-        best, speed = Plan(1, False), _MARGIN / self.costs.of(1)
-        for rows, accepted in zip(self._buckets[1:], self._accepted[1:], strict=False):
-            rate = (1 + accepted) / (self.costs.of(rows) + self.costs.draft)
-            if rate > speed:
-                best, speed = Plan(rows, True), rate
-        for rows in self._buckets[1:] if copied else ():
+        if self._drafts and not self._outlook.known:
+            return Plan(top, True, waited=self._waited)
+        plain, *larger = [self.costs.of(rows) for rows in self._buckets]
+        best, speed = Plan(1, False), _MARGIN / plain
+        # The question that loses least against a plain step, and how many plain steps that is.
+        probe, loss = Plan(1, True, waited=self._waited), self.costs.draft / plain
+        for wait in (self._waited, *(wait for wait in WAITS if wait > self._waited)) if self._drafts else ():
+            accepted = self._outlook.accepted(wait)
+            for rows, cost, more in zip(self._buckets[1:], larger, accepted[1:], strict=True):
+                seconds = cost + self.costs.draft
+                now = wait == self._waited
+                rate = (wait + 1 + more) / (wait * plain + seconds) / (1 if now else _PATIENCE)
+                if rate > speed:
+                    best, speed = Plan(rows, True, waited=wait) if now else Plan(1, False), rate
+                if now and seconds / plain - 1 - more < loss:
+                    probe, loss = Plan(rows, True, waited=wait), seconds / plain - 1 - more
+        for rows, cost in zip(self._buckets[1:], larger, strict=True) if copied else ():
             # 1 + sure + sure^2 + ...: one for the target's own token behind the copy.
             count = min(rows, copied + 1)
-            rate = (1 - sure**count) / (1 - min(sure, 0.999)) / self.costs.of(rows)
+            rate = (1 - sure**count) / (1 - min(sure, 0.999)) / cost
             if rate > speed:
                 best, speed = Plan(rows, False, copy=True), rate
-        if best.rows > 1 or not self._drafts:
-            self._since_question = 0
-            return best
-        self._since_question += 1
-        every = max(self.costs.draft / self.costs.of(1) / _PROBE_SHARE, _PROBE_EVERY[0])
-        hopeless = self.proposals >= _HOPELESS[0] and self.accepted < _HOPELESS[1] * self.proposals
-        ask = self._since_question >= (every if hopeless else min(every, _PROBE_EVERY[1]))
-        if ask:
-            self._since_question = 0
-        return Plan(1, ask)
+        due = self._since_question + 1 >= max(loss / _PROBE_SHARE, _PROBE_EVERY)
+        return probe if self._drafts and best.rows == 1 and due else best
 
-    def learn(self, weights: list[float], path: list[int], *, verified: int) -> None:
-        """Path probabilities of a tree's rows, the rows that came true, and how many rows were verified."""
-        promised = [sum(weights[1:rows]) for rows in self._buckets]
-        accepted = [float(sum(0 < row < rows for row in path)) for rows in self._buckets]
+    def learn(self, weights: list[float], path: list[int], *, verified: int, waited: int) -> None:
+        """Of a question: its tree's path probabilities, the rows that came true, how many were verified."""
         self.proposals += 1
         self.accepted += len(path) - 1
-        if not self._accepted:
-            self._accepted, self._promised = promised[:], promised[:]
-        within = sum(rows <= verified for rows in self._buckets)
-        fade = max(_FADE ** max(1, self._steps_since_learning), _LEAST_FADE)
-        # At first every outcome counts the same, beside one for what the scores promise.
-        fade = min(fade, self.proposals / (self.proposals + 1))
-        self._steps_since_learning = 0
-        for index, (new, claim) in enumerate(zip(accepted, promised, strict=True)):
-            self._promised[index] += (1 - fade) * (claim - self._promised[index])
-            if index < within:
-                self._accepted[index] += (1 - fade) * (new - self._accepted[index])
-            else:
-                # A larger tree than was verified: as much more as the scores promise for it.
-                ratio = self._promised[index] / max(self._promised[within - 1], 1e-6)
-                self._accepted[index] = max(self._accepted[within - 1] * ratio, self._accepted[within - 1])
+        self._outlook.learn(weights, path, verified=verified, waited=waited)
 
     def complaint(self) -> str | None:
         """In words, when speculation does nothing at all."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from treeflash.config import SpecConfig
 from treeflash.models.step import MAX_ROWS
 from treeflash.spec.calibration import Calibration
-from treeflash.spec.controller import BUCKETS, Controller, Costs
+from treeflash.spec.controller import BUCKETS, Controller, Costs, Plan
 from treeflash.spec.draft import BlockDraft, Outcome, Rank, TreeGuide
 from treeflash.spec.draft_part import DraftPart
 from treeflash.spec.lookup import ContextLookup
@@ -34,6 +34,7 @@ class _Asked:
     proposal: Proposal  # as claimed, not corrected
     scored: ScoredTree
     came: list[int]
+    waited: int = 0  # plain steps between the last tree and the question
 
     def weights(self) -> list[float]:
         return self.scored.weights.exp().tolist()
@@ -76,8 +77,8 @@ class Speculator:
         self._processed = 0
         self._asked: _Asked | None = None  # for the step under way
         self._part: DraftPart | None = None  # the draft over fixed tensors, where it is asked that way
-        self._started = False  # it was, for the step under way
-        self._unread: tuple[Tensor, Outcome] | None = None  # its last report, and what came of it
+        self._started: Plan | None = None  # it was, for the step under way
+        self._unread: tuple[Tensor, Outcome, Plan] | None = None  # its last report, and what came of it
         self._watched: _Asked | None = None  # never verified, compared with what comes
 
     @property
@@ -92,7 +93,8 @@ class Speculator:
         self._lookup = ContextLookup()
         self._processed = 0
         self._asked = self._watched = self._unread = None
-        self._started = False
+        self._started = None
+        self._controller.begin()
         if self._draft:
             self._draft.open()
 
@@ -141,7 +143,7 @@ class Speculator:
     ) -> DraftTree:
         if len(self._lookup) == position:
             self._lookup.append([anchor])
-        self._asked, self._started = None, False
+        self._asked = self._started = None
         if self._part is not None and self._draft is not None:
             self._draft.flush()
         if limit == 1:
@@ -155,7 +157,7 @@ class Speculator:
             return DraftTree.of(tokens, list(range(-1, len(tokens) - 1)))
         if plan.ask and self._part is not None and guide is None:
             self._part(anchor, self._chain(copied), score)
-            self._started = True
+            self._started = plan
             self._catch_up()  # while the device is busy
             rows = min(plan.rows, limit)
             if rows > 1:
@@ -163,6 +165,7 @@ class Speculator:
                 return DraftTree(tree[0, :rows], tree[1, :rows], tree)
         elif plan.ask:
             self._asked = asked = self._ask(anchor, rank, copied, score, guide)
+            asked.waited = plan.waited
             rows = min(plan.rows, limit, len(asked.scored.tokens))
             if rows > 1:
                 return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
@@ -172,24 +175,26 @@ class Speculator:
         self._catch_up()
         asked, costs = self._asked, self._controller.costs
         costs.learn_step(outcome.verified, outcome.step_seconds)
-        if asked is not None or self._started:
+        if asked is not None or self._started is not None:
             costs.learn_draft(outcome.draft_seconds)
-        if self._started and self._part is not None:
-            self._unread, self._started = (self._part.report(), outcome), False
+        if self._started is not None and self._part is not None:
+            self._unread, self._started = (self._part.report(), outcome, self._started), None
         else:
             self._judge(asked, outcome)
 
     def _catch_up(self) -> None:
         """Learns from the report that was put off."""
         if self._unread is not None and self._part is not None:
-            (report, outcome), self._unread = self._unread, None
-            self._judge(_Asked(*self._part.read(report), []), outcome)
+            (report, outcome, plan), self._unread = self._unread, None
+            self._judge(_Asked(*self._part.read(report), [], plan.waited), outcome)
 
     def _judge(self, asked: _Asked | None, outcome: Outcome) -> None:
         if asked is not None:
             if outcome.verified > 1:
                 self._calibration.learn(asked.proposal, outcome.tokens)
-                self._controller.learn(asked.weights(), outcome.rows, verified=outcome.verified)
+                self._controller.learn(
+                    asked.weights(), outcome.rows, verified=outcome.verified, waited=asked.waited
+                )
             elif self._watched is None:
                 self._watched = asked
         self._watch(outcome.tokens)
@@ -207,7 +212,9 @@ class Speculator:
         path = watched.path()
         if len(path) <= len(watched.came) or len(watched.came) >= self._depth:
             self._calibration.learn(watched.proposal, watched.came[: len(path)])
-            self._controller.learn(watched.weights(), path, verified=len(watched.scored.tokens))
+            self._controller.learn(
+                watched.weights(), path, verified=len(watched.scored.tokens), waited=watched.waited
+            )
             self._watched = None
 
     def _copy(self, anchor: int, guide: TreeGuide | None) -> tuple[list[int], float]:

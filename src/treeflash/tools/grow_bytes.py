@@ -145,7 +145,7 @@ def _put_cell(cell: Cell, type: QuantType, out: np.ndarray, rows: range) -> None
 
 
 def single(type: QuantType, value: float) -> bytes:
-    """A block whose first weight is `value`, as nearly as the type can hold it, and whose others are zero."""
+    """A block whose first weight is `value`, as nearly as one code times the factor is, others being zero."""
     if type in _FLOATS:
         return bytes(torch.tensor([value], dtype=_FLOATS[type]).view(torch.uint8).tolist())
     offset, limit, further = _SINGLES[type]

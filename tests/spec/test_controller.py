@@ -1,0 +1,160 @@
+"""The controller alone, with texts that are a chance for each token, and with costs by formula."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeflash.spec.controller import Controller, Costs
+
+DEPTH = 15
+ROWS = 23
+
+
+def cpu(rows: int) -> float:
+    """Of a plain step: as measured with the pair in the package, where the draft costs 1.6."""
+    return 1 + 0.6 * min(rows - 1, 1) + 0.1 * (rows - 1)
+
+
+def gpu(rows: int) -> float:
+    return 1 + 0.012 * (rows - 1)
+
+
+class Play:
+    """Text after text; each proposal is a chain, right at a depth with the chance of the token there."""
+
+    def __init__(self, cost: Callable[[int], float], draft: float, *, fixed: bool = False, rows: int = ROWS):
+        self._cost, self._draft = cost, draft
+        self.controller = Controller(Costs(), max_rows=rows, drafts=True, fixed=fixed)
+        self._choose = random.Random(7)
+        self.questions: list[int] = []  # the steps that asked
+        self.steps = 0
+
+    def speed(self, chances: Sequence[float], claim: float | None = None) -> float:
+        """Over one text, in units of plain decoding; without a claim the draft's are honest on the whole."""
+        claim = sum(chances) / len(chances) if claim is None else claim
+        self.controller.begin()
+        costs, position, time = self.controller.costs, 0, 0.0
+        while position < len(chances):
+            plan = self.controller.plan()
+            seconds, accepted = self._cost(plan.rows), 0
+            if plan.ask:
+                self.questions.append(self.steps)
+                time += self._draft
+                costs.learn_draft(self._draft)
+                right = 0
+                for chance in chances[position : position + DEPTH]:
+                    if self._choose.random() >= chance:
+                        break
+                    right += 1
+                accepted = min(right, plan.rows - 1)
+                verified = plan.rows if plan.rows > 1 else DEPTH + 1
+                path = list(range(1 + min(right, verified - 1)))
+                weights = [claim**depth for depth in range(DEPTH + 1)]
+                self.controller.learn(weights, path, verified=verified, waited=plan.waited)
+            costs.learn_step(plan.rows, seconds)
+            time += seconds
+            position += 1 + accepted
+            self.steps += 1
+        return position / time
+
+
+def uneven(count: int, seed: int) -> list[float]:
+    """Stretches that the draft knows, and stretches in which it is nearly always wrong."""
+    choose, chances = random.Random(seed), []
+    while len(chances) < count:
+        easy, hard = choose.randint(8, 24), choose.randint(3, 9)
+        chances += [0.97] * easy + [0.1] * hard
+    return chances[:count]
+
+
+def best_fixed(cost: Callable[[int], float], draft: float, texts: Sequence[Sequence[float]]) -> float:
+    def mean(rows: int) -> float:
+        play = Play(cost, draft, fixed=True, rows=rows)
+        return sum(map(len, texts)) / sum(len(text) / play.speed(text) for text in texts)
+
+    return max(mean(rows) for rows in (2, 4, 8, 12, 16))
+
+
+@settings(max_examples=40)
+@given(draft=st.floats(0.05, 4), row=st.floats(0.005, 0.2), claim=st.floats(0.05, 0.99))
+def test_a_useless_draft_costs_no_more_than_its_share(draft: float, row: float, claim: float) -> None:
+    play = Play(lambda rows: 1 + row * (rows - 1), draft)
+    for _ in range(6):
+        play.speed([0.0] * 100, claim)
+    time = sum(100 / play.speed([0.0] * 100, claim) for _ in range(30))
+    assert 3000 / time >= 0.98
+
+
+@pytest.mark.parametrize(("cost", "draft"), [(cpu, 1.6), (gpu, 0.15), (gpu, 0.6)])
+def test_a_draft_that_pays_is_found_in_short_texts(cost: Callable[[int], float], draft: float) -> None:
+    texts = [[0.9] * 100] * 20
+    play, best = Play(cost, draft), best_fixed(cost, draft, texts)
+    first = play.speed(texts[0])
+    time = sum(100 / play.speed(text) for text in texts)
+    assert first >= 0.8 * best and 2000 / time >= 0.9 * best
+
+
+def test_a_draft_that_pays_at_times_is_asked_at_those_times() -> None:
+    """Right behind a miss it does not pay here; some plain steps later it does."""
+    texts = [uneven(100, seed) for seed in range(40)]
+    assert best_fixed(cpu, 1.6, texts) < 0.9
+    play = Play(cpu, 1.6)
+    for text in texts[:10]:
+        play.speed(text)
+    time = sum(100 / play.speed(text) for text in texts)
+    assert 4000 / time > 1.03
+    # Where questions are cheap, it waits for nothing.
+    play, best = Play(gpu, 0.15), best_fixed(gpu, 0.15, texts)
+    assert 4000 / sum(100 / play.speed(text) for text in texts) >= 0.9 * best
+
+
+@pytest.mark.parametrize(("cost", "draft"), [(cpu, 1.6), (gpu, 0.15), (gpu, 0.6)])
+def test_what_was_good_on_one_text_costs_little_on_another(
+    cost: Callable[[int], float], draft: float
+) -> None:
+    play = Play(cost, draft)
+    for _ in range(8):
+        play.speed([0.9] * 100)
+    assert 1000 / sum(100 / play.speed([0.0] * 100) for _ in range(10)) >= 0.94
+    assert 1000 / sum(100 / play.speed([0.0] * 100) for _ in range(10)) >= 0.97
+
+
+@pytest.mark.parametrize(("draft", "steps"), [(0.15, 16), (0.3, 31), (1.6, 161)])
+def test_a_useless_draft_that_becomes_good_is_found_by_the_next_question(draft: float, steps: int) -> None:
+    """Which comes after as many steps as its share of the time takes to pay for it."""
+    play = Play(gpu, draft)
+    play.speed([0.0] * 800)
+    since = play.steps
+    play.speed([0.95] * 400)
+    asked = [step - since for step in play.questions if step >= since]
+    assert asked[0] <= steps
+    assert asked[1:6] == list(range(asked[1], asked[1] + 5)) and asked[1] <= asked[0] + 2
+
+
+def test_a_tree_that_was_asked_for_is_verified_if_that_alone_pays() -> None:
+    """A draft this dear never pays, but once a question is paid for, its tree does."""
+    play = Play(gpu, 6.0)
+    for _ in range(5):
+        play.speed([0.8] * 200)
+    plans = [play.controller.plan() for _ in range(600)]
+    asked = [plan for plan in plans if plan.ask]
+    assert asked and all(plan.rows > 1 for plan in asked)
+    useless = Play(gpu, 0.3)
+    useless.speed([0.0] * 600)
+    asked = [plan for plan in (useless.controller.plan() for _ in range(100)) if plan.ask]
+    assert asked and all(plan.rows == 1 for plan in asked)
+
+
+def test_a_new_text_begins_with_what_the_draft_is_worth() -> None:
+    play = Play(cpu, 1.6)
+    for seed in range(12):
+        play.speed(uneven(100, seed))
+    play.controller.begin()
+    assert any(play.controller.plan().ask for _ in range(5))
+    useless = Play(cpu, 1.6)
+    useless.speed([0.0] * 600)
+    useless.controller.begin()
+    assert not any(useless.controller.plan().ask for _ in range(5))
