@@ -39,6 +39,7 @@ from treeflash.models.step import AttentionBuffers
 from treeflash.tools.grow import grow
 
 GIB = 1 << 30
+WHOLE = 262_144  # tokens that are asked for within the limit
 SHOWN = SamplingParams(seed=1, logprobs=2)
 DEPTHS = tuple((2 * number + 1) / 20 for number in range(10))
 NEEDLE = 8  # tokens of each whose keys and values are compared
@@ -209,12 +210,13 @@ def limited(report: Report, options: Options) -> None:
     options.kept.unlink(missing_ok=True)
     peak = Peak(options.device)
     # A CPU has no such limit: there another format has something to compare.
-    settings = {"vram_limit": options.limit} if options.on_gpu else {"kv_k": "q8_0", "kv_v": "q5_0"}
+    settings: dict[str, Any] = {"kv_k": "q8_0", "kv_v": "q5_0"}
+    if options.on_gpu:
+        settings = {"vram_limit": options.limit, "max_ctx": WHOLE}
     session = load(report, options, peak, **settings)
     plan = session.plan
     if options.on_gpu:
-        wanted = min(262_144, session.engine.target.spec.context_length)
-        report.check("the whole context", plan.max_ctx == wanted, context=plan.max_ctx)
+        report.check("the whole context", plan.max_ctx == WHOLE, context=plan.max_ctx)
         report.tell("loaded within", gib=round(peak.bytes / GIB, 3))
     count = min(options.tokens, plan.max_ctx - 2 * WRITTEN)
     prompt, places = text_of(session, count)
