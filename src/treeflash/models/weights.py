@@ -106,7 +106,7 @@ class Embedding:
         data = self.data
         if data.device != tokens.device:
             # The few rows come as they are stored, and are turned into floats where they arrive.
-            data = gather_rows(data, tokens.flatten())
+            data = gather_rows(data, tokens.flatten().contiguous())
             tokens = torch.arange(len(data), device=data.device).view(tokens.shape)
         return embed(data, self.type, tokens)
 
