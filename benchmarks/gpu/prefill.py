@@ -27,6 +27,7 @@ from prefill_checks import (
     DeltaWork,
     checks,
     error,
+    prefill_flops,
 )
 from step import GROWING_CORES, Report, guarded, load, place, waited, write_models
 from torch import Tensor
@@ -36,7 +37,6 @@ from treeflash.engine.engine import Done, Engine, Request
 from treeflash.engine.prefill import prefill_bytes
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.gated_delta import chunk as delta
-from treeflash.models.spec import ModelSpec
 
 # Columns, stages, warps of the walk; rows, keys, stages, warps of attention.
 WALKS = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
@@ -212,17 +212,6 @@ def command_of(options: argparse.Namespace, part: str, seconds: float) -> list[s
     command = [sys.executable, __file__, "--part", part, "--seconds", str(seconds)]
     command += ["--device", options.device, "--folder", str(options.folder)]
     return command + (["--out", str(options.out)] if options.out else [])
-
-
-def prefill_flops(spec: ModelSpec, tokens: int) -> float:
-    """Of products and attention; the delta rule's own 0.9 percent left out."""
-    weights = 3 * spec.width * spec.feed_forward * len(spec.layers)
-    inner = spec.heads * spec.head_dim
-    weights += spec.attention_layers * spec.width * (3 * inner + 2 * spec.kv_heads * spec.head_dim)
-    if spec.delta is not None:
-        wide = spec.delta.channels + 2 * spec.delta.inner + 2 * spec.delta.value_heads
-        weights += spec.delta_layers * spec.width * wide
-    return 2.0 * weights * tokens + 2.0 * spec.attention_layers * inner * tokens**2
 
 
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:
