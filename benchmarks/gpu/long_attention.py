@@ -26,6 +26,7 @@ from long_checks import (
     VARIANTS,
     Case,
     Variant,
+    check_behind_writes,
     check_expand,
     check_pair,
     check_write,
@@ -245,7 +246,7 @@ def measure(device: str, out: Path | None, folder: Path) -> int:
     parts: list[Callable[[str], None]] = [check_write, check_expand, partial(check_pairs, running=running)]
     if device == "cuda":
         say(torch.cuda.get_device_name(), "torch", torch.__version__)
-        parts += [describe, time_attention, time_rows, time_windows, time_variants]
+        parts += [check_behind_writes, describe, time_attention, time_rows, time_windows, time_variants]
         parts += [time_writes, time_expand]
     begin = time.monotonic()
     for part in parts:

@@ -1,5 +1,6 @@
 """What the benchmark of long attention checks: the cache's kernels on a GPU against their references."""
 
+import itertools
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,6 +193,44 @@ def check_write(device: str) -> None:
             # A step of a code is that large a part of a row: the coarsest has 8 of them.
             check(label, *both, 2e-2 if name == "tq3_0" else 5e-3)
             check(f"{label}, codes that differ", torch.tensor([1 + share]), torch.ones(1), 1e-3)
+
+
+def check_behind_writes(device: str) -> None:
+    """Rows that the kernel in front has only just written, seen by attention that began before that."""
+    for name, rows in itertools.product(("f16", "q8_0", "tq3_0"), (1, 24)):
+        case, turns = Case((name, name), rows, (9000,)), 6
+        parts = torch.randn(2, 2, 1, rows, KV_HEADS, HEAD, device=device)
+        pages, offsets = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        angles = norm.rope_angles(case.positions, torch.rand(ROTATED // 2, device=device))
+        options = {"keys": case.pools[0], "values": case.pools[1], "pages": pages, "offsets": offsets}
+
+        def write(turn: int, parts: Tensor = parts, angles: tuple = angles, options: dict = options) -> None:
+            cache_kernel.cache_heads(*parts[turn % 2], None, EPS, *angles, interleaved=False, **options)
+
+        found = []
+        write(0)
+        case.found()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for turn in range(turns):
+                write(turn)
+                found.append(case.found())
+        wrong, lengths = 0, range(8000, 9000, 17)
+        for length in lengths:
+            case.lengths.fill_(length)
+            place = length + torch.arange(rows, device=device)
+            pages.copy_(case.table[0, place // PAGE])
+            offsets.copy_(place % PAGE)
+            wanted = []
+            for turn in range(2):
+                write(turn)
+                torch.cuda.synchronize()
+                wanted.append(case.found())
+            graph.replay()
+            wrong += not all(torch.equal(each, wanted[turn % 2]) for turn, each in enumerate(found))
+        label = f"{case.kernel()}, {name}, {rows} rows: as written by the kernel in front"
+        check(f"{label}, lengths that differ", torch.tensor([1.0 + wrong]), torch.ones(1), 1e-6)
 
 
 def check_expand(device: str) -> None:

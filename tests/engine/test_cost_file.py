@@ -39,6 +39,9 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, text: str) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    CostFile(tmp_path / "file" / "costs.json", "key").save(Costs({1: 1.0}, 0.0))
-    CostFile(None, "key").save(Costs({1: 1.0}, 0.0))
+    blocker = tmp_path / "file"
+    blocker.write_text("in the way")
+    for file in (CostFile(blocker / "costs.json", "key"), CostFile(None, "key")):
+        file.save(Costs({1: 1.0}, 0.0))
+        assert file.load() == Costs()
+    assert blocker.read_text() == "in the way" and list(tmp_path.iterdir()) == [blocker]

@@ -61,14 +61,17 @@ def proposer(kind: str, answer: list[int], vocabulary: int) -> Drafter | None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("kind", ["nobody", "1", "22", "63", "random trees", "copies"])
+@pytest.mark.parametrize(
+    ("kind", "may_cut"),
+    [*((kind, False) for kind in ("nobody", "1", "22", "63", "random trees", "copies")), ("22", True)],
+)
 def test_padded_steps_give_the_same_text(
-    target: Decoder, plain: dict[str, list[int]], kind: str, sampling: str
+    target: Decoder, plain: dict[str, list[int]], kind: str, may_cut: bool, sampling: str
 ) -> None:
     drafter = proposer(kind, plain[sampling], target.spec.vocab_size)
     rows = 1 if drafter is None else 64
     engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=rows, padded=True)
-    found = events(engine, PROMPT, SAMPLINGS[sampling])
+    found = events(engine, PROMPT, SAMPLINGS[sampling], may_cut=may_cut)
     assert tokens_of(found) == plain[sampling]
     assert isinstance(found[-1], Done)
     if kind in ("22", "63"):
@@ -113,6 +116,30 @@ def test_the_end_leaves_the_same_state(
         assert engine.states.buffers.pending.count.tolist()[0] <= engine.states.lengths[0]
     assert texts[0] == texts[1] == answer[:last]
     assert lengths[0] == lengths[1] and lengths[0][1] == [lengths[0][0]]
+
+
+def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict[str, list[int]]) -> None:
+    """When it is cancelled, the next pass has begun, which has taken the accepted rows into the states."""
+    answer = plain["greedy"]
+    oracle = Oracle(len(PROMPT), answer, budget=22, vocabulary=target.spec.vocab_size)
+    engine = Engine(
+        target, max_ctx=1024, drafter=oracle, max_rows=23, padded=True, prefix_cache=1 << 30, prefill_chunk=16
+    )
+    steps = 0
+
+    def cancelled() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 12  # three chunks of the prompt are read before
+
+    options = {"may_cut": False, "boundaries": {}}
+    begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, **options)
+    text = tokens_of(begun)
+    assert isinstance(begun[-1], Done) and begun[-1].reason == "cancelled"
+    assert 8 < len(text) < COUNT and text == answer[: len(text)]
+    rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(text))
+    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(text) - 1
+    assert tokens_of(rest) == answer[len(text) :]
 
 
 def test_log_probabilities_and_trees_are_those_of_the_exact_steps(

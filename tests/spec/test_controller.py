@@ -158,3 +158,14 @@ def test_a_new_text_begins_with_what_the_draft_is_worth() -> None:
     useless.speed([0.0] * 600)
     useless.controller.begin()
     assert not any(useless.controller.plan().ask for _ in range(5))
+
+
+def test_a_question_without_a_tree_leaves_no_miss_behind() -> None:
+    """The step was plain: the text goes on as it would have, and the next question is no nearer to a tree."""
+    play = Play(gpu, 0.3)
+    play.speed([0.0] * 600)
+    plans = [play.controller.plan() for _ in range(100)]
+    asked = [number for number, plan in enumerate(plans) if plan.ask]
+    assert len(asked) > 1 and all(plans[number].rows == 1 for number in asked)
+    waits = [plans[number].waited - number for number in asked]
+    assert waits == [waits[0]] * len(asked)

@@ -221,6 +221,7 @@ class Engine:
                     if not request.may_cut:  # rows that a pass has been made behind cannot be taken back
                         looked = self._look(slot, ahead, room)
             cut = cut_text(fresh, request, limit - stats.generated_tokens)
+            assert looked is None or cut.reason is None, f"{cut.reason} at {cut.rows} of {len(fresh)} rows"
             if cut.tokens:
                 stats.token_came()
             if verified is not None:

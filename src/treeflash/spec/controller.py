@@ -97,7 +97,7 @@ class Controller:
             self._waited, self._new_text = WAITS[-1], False
         plan = self._decided(copied, sure)
         self._since_question = 0 if plan.ask else self._since_question + 1
-        self._waited = 0 if plan.ask or plan.copy else self._waited + 1
+        self._waited = 0 if plan.rows > 1 else self._waited + 1
         return plan
 
     def _decided(self, copied: int, sure: float) -> Plan:

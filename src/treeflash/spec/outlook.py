@@ -55,7 +55,13 @@ class Outlook:
             self._level, self._usual, self._promised = promised[:], promised[:], promised[:]
         self._proposals += 1
         self._level = self.accepted(WAITS[-1])
-        kind, last = _kind(waited), sum(rows <= verified for rows in self._buckets) - 1
+        # A tree of fewer rows is all that a larger bucket would have had of it.
+        whole = len(weights)
+        kind, last = _kind(waited), sum(min(rows, whole) <= verified for rows in self._buckets) - 1
+        if last == 0 and verified > 1:
+            # Fewer rows than any bucket but the root: as much more as the scores promise for the next one.
+            ratio = promised[1] / max(sum(weights[1:verified]), 1e-6)
+            last, accepted[1] = 1, (len(path) - 1) * max(ratio, 1.0)
         share = self._share(kind)
         # All of them fade, so that one which kept the draft from being asked is put to the test again.
         self._came = [_SHARE_FADE * each for each in self._came]

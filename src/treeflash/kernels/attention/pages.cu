@@ -12,8 +12,10 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 DEVICE void copy16(void* to, const void* from, int given) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(given) : "memory");
 }
-DEVICE void copy4(void* to, const void* from, int given) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],4,%2;" ::"r"(shared_address(to)), "l"(from), "r"(given) : "memory");
+// So few bytes can only be copied through L1: not those of rows that the kernel in front has just written, nor of others in
+// the same 32 bytes.
+DEVICE void copy4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -184,8 +186,9 @@ DEVICE void fetch_rows(u8* stage, const u8* codes, const u8* scales, const Token
     const long long at = (PLAIN || row < tokens.turn ? tokens.first : tokens.second) + row;
     u8* to = stage + BLOCK * R::BYTES + row * R::SCALES;
     const u8* from = there ? scales + at * R::SCALES : scales;
-    if (R::SCALES == 4) copy4(to, from, there ? 4 : 0);
-    else copy16(to, from, there ? 16 : 0);
+    if (R::SCALES == 16) copy16(to, from, there ? 16 : 0);
+    else if (PLAIN) copy4(to, from);
+    else *(u32*)to = there ? __ldcg((const u32*)from) : 0;
   }
 }
 template <int STORED, bool FLAT>

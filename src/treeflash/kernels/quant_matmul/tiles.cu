@@ -35,6 +35,7 @@ DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Cons
       UNROLL for (int m = 0; m < ROW_TILES; m++) {
         if (LOW == 8 || (LOW == 4 && h == 0)) low[m] = load_low(at + m * TILE_BYTES, j, h, lane);
         weights(a[m], t[m], at + m * TILE_BYTES, low[m], j, h, lane, c);
+        if (LOW == 16 && j == SPANS - 1 && h == 1) last |= a[m][6] | a[m][7];
       }
       UNROLL for (int first = 0; first < TILES; first += CHUNK) {
         uint4 b[CHUNK];
