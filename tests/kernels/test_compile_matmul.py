@@ -7,21 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import triton
 
+from tests.kernels.cards import CARDS, told
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul.cuda import Card, defines, row_tiles, source, stage_bytes, stages
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 from treeflash.kernels.quant_matmul.rows import BUCKETS
 
-CARDS = {
-    "A100": Card("sm_80", 108, 164 << 10, 163 << 10),
-    "RTX 3090": Card("sm_86", 82, 100 << 10, 99 << 10),
-    "RTX 4090": Card("sm_89", 128, 100 << 10, 99 << 10),
-    "H200": Card("sm_90", 132, 228 << 10, 227 << 10),
-    "RTX 5090": Card("sm_120", 170, 100 << 10, 99 << 10),
-}
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 
 
@@ -31,10 +24,7 @@ def resources(card: Card, layout: Layout, bucket: int, folder: Path) -> dict[str
     path.write_bytes(
         compile_cubin(source(), defines=defines(card, layout, bucket), arch=card.arch, cached=False)
     )
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    text = subprocess.run(
-        [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-    ).stdout
+    text = told("cuobjdump", "--dump-resource-usage", str(path))
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     names = ("registers", "stack", "shared")
     return {name: dict(zip(names, map(int, numbers), strict=True)) for name, *numbers in found}

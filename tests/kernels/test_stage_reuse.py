@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_tree_attention import CARDS, told
+from tests.kernels.cards import CARDS, told
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul.cuda import defines, source
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
@@ -28,7 +28,7 @@ def reads(line: str) -> set[int]:
     return {int(number) for number in re.findall(r"\bR(\d+)\b", line.partition(",")[2])}
 
 
-@pytest.mark.parametrize("bucket", [8, 24])
+@pytest.mark.parametrize("bucket", [8, 24, 64])
 @pytest.mark.parametrize("layout", KINDS.values(), ids=KINDS)
 def test_no_load_is_on_its_way_when_a_stage_is_given_back(
     layout: Layout, bucket: int, tmp_path: Path

@@ -1,32 +1,18 @@
 """The CUDA kernel of a tree's attention: its tiles; that it compiles and fits on cards that are not here."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.cards import CARDS, told
 from treeflash.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
 from treeflash.kernels.quant_matmul.cuda import Card
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
-CARDS = {
-    "A100": Card("sm_80", 108, 164 << 10, 163 << 10),
-    "RTX 3090": Card("sm_86", 82, 100 << 10, 99 << 10),
-    "RTX 4090": Card("sm_89", 128, 100 << 10, 99 << 10),
-    "H200": Card("sm_90", 132, 228 << 10, 227 << 10),
-    "RTX 5090": Card("sm_120", 170, 100 << 10, 99 << 10),
-}
 PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
-
-
-def told(tool: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def resources(card: Card, tile: Tile, folder: Path) -> tuple[int, int]:

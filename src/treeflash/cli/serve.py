@@ -207,6 +207,8 @@ def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[
 
 def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     """For /props, from what is loaded."""
+    from treeflash.engine.plan import named
+
     session = loaded["session"]
     model = session.engine.target
     return {
@@ -215,7 +217,7 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "context_length": model.spec.context_length,
         "device": str(model.device),
         "weights_bytes": session.plan.weights,
-        "kv": "/".join(dict.fromkeys(format.name for format in session.plan.kv)),
+        "kv": named(session.plan.kv),
         "window": session.engine.states.buffers.window,
         "approximate": session.engine.states.approximate,
         "draft": engine.draft.path.name if engine.draft else None,

@@ -48,7 +48,8 @@ class Clock:
     A step marks: 0 and 1 around the proposal, 2 and 3 around the pass, 4 and 5 around what decides.
     """
 
-    def __init__(self, device: torch.device, marks: int = 6):
+    def __init__(self, device: torch.device):
+        marks = 6
         self._times = [0.0] * marks
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":

@@ -3,7 +3,6 @@
 from ctypes import c_float, c_int
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.kernel import tensors
 from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
-from treeflash.kernels.quant_matmul.cuda import Card, card_of, usable
+from treeflash.kernels.quant_matmul.cuda import Card, card_of, early, usable
 from treeflash.kernels.quant_matmul.driver import Kernel, Module
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
@@ -56,12 +55,12 @@ class Tile:
 
     def source(self) -> str:
         """CUDA C++, with the warp groups' products before it where they are used."""
-        folder, parts = files("treeflash.kernels.attention"), []
+        parts = []
         if self.grouped:
             groups = 1 if self.queries in NARROW else 2
             parts.append(_product("score_product", self.queries // groups, self.keys))
             parts.append(_product("sum_product", self.queries, self.values))
-        return "\n".join([*parts, *(folder.joinpath(name).read_text() for name in ("pages.cu", "tree.cu"))])
+        return "\n".join([*parts, early("attention", "pages.cu", "tree.cu")])
 
     def defines(self, overlap: bool) -> dict[str, int]:
         """The macros of tree.cu."""

@@ -1,11 +1,7 @@
 // Instructions, and how keys and values come from their pages into shared memory and from there, decoded, into registers;
-// stands before tree.cu, whose macros it uses.
+// stands behind early.cu and before tree.cu, whose macros it uses.
 
-typedef unsigned u32;
-typedef unsigned long long u64;
 typedef unsigned char u8;
-#define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // Copies past L1; what lies behind the first `given` bytes becomes zeros.
@@ -83,7 +79,6 @@ DEVICE int own_number() {
   asm volatile("mov.u32 %0,%%tid.x;" : "=r"(number));
   return number;
 }
-DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 // A number that all lanes have, which the compiler is told so.
 DEVICE u32 of_warp(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 // The low half of what says where a warp group's second operand lies, in 16 bytes; the other half is in cuda.py.
@@ -96,16 +91,6 @@ DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :
 DEVICE void publish() {
 #if GROUPED
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-DEVICE void let_next_start() {
-#if OVERLAP
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void wait_for_inputs() {
-#if OVERLAP
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

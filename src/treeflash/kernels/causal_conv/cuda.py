@@ -2,13 +2,12 @@
 
 from ctypes import c_float, c_int, c_longlong
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from treeflash.kernels.causal_conv.reference import L2_EPS
-from treeflash.kernels.quant_matmul.cuda import card_of, usable
+from treeflash.kernels.quant_matmul.cuda import card_of, early, usable
 from treeflash.kernels.quant_matmul.driver import Kernel, Module
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 
@@ -19,7 +18,7 @@ _THREADS = 512
 
 
 def source() -> str:
-    return files("treeflash.kernels.causal_conv").joinpath("tree.cu").read_text()
+    return early("causal_conv", "tree.cu")
 
 
 def takes(inputs: Tensor, weight: Tensor, alpha: Tensor, window: Tensor, key_heads: int) -> bool:

@@ -1,6 +1,6 @@
 // The short convolution over a path and a tree, up to what the delta rule reads (reference.py says what it is).
 //
-// No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
+// No headers: NVRTC builds this file, behind early.cu, with no include path. Macros, given by cuda.py:
 //   HALF     1: window and stash hold float16, else float32
 //   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
 //
@@ -9,9 +9,6 @@
 // first is overwritten. Loads of what the step computed go past L1, which may be older: this kernel began early.
 
 typedef unsigned short u16;
-typedef unsigned u32;
-#define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 
 constexpr int D = 128;
 constexpr int TAPS = 4;
@@ -19,18 +16,6 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_ROWS = 64;
 
-// The next kernel may start at once: it fetches what does not depend on this one, and then waits itself.
-DEVICE void let_next_start() {
-#if OVERLAP
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void wait_for_inputs() {
-#if OVERLAP
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 to_half2(float low, float high) {
   u32 y;
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(y) : "f"(high), "f"(low));

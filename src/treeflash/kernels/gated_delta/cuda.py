@@ -2,12 +2,11 @@
 
 from ctypes import c_int
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
-from treeflash.kernels.quant_matmul.cuda import card_of, usable
+from treeflash.kernels.quant_matmul.cuda import card_of, early, usable
 from treeflash.kernels.quant_matmul.driver import Kernel, Module
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 from treeflash.kernels.quant_matmul.rows import bucket_of
@@ -19,7 +18,7 @@ _PATH_STEP = 8
 
 
 def source() -> str:
-    return files("treeflash.kernels.gated_delta").joinpath("tree.cu").read_text()
+    return early("gated_delta", "tree.cu")
 
 
 def shared_bytes(bucket: int) -> int:

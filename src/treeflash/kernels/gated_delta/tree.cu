@@ -1,6 +1,6 @@
 // The gated delta rule of a tree's rows, with the commit of the path before them (reference.py says what it is).
 //
-// No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
+// No headers: NVRTC builds this file, behind early.cu, with no include path. Macros, given by cuda.py:
 //   ROWS     rows of the tree it is compiled for, a multiple of 8; a row's result does not depend on it
 //   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
 //
@@ -10,11 +10,6 @@
 // Then keys and queries of the tree, stacked, meet the state and the keys on tensor cores, three TF32 products
 // for one of float32's accuracy. The unit-triangular system is solved by substitution, a column a thread.
 // Loads go past L1, which may be older than what they read: this kernel began early.
-
-typedef unsigned u32;
-typedef unsigned long long u64;
-#define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 
 constexpr int D = 128;
 constexpr int COLUMNS = 64;
@@ -27,17 +22,6 @@ constexpr int KEY_STRIDE = D + 16;
 constexpr int SUM_STRIDE = COLUMNS + 8;
 constexpr int PAIR_STRIDE = ROWS + 4;
 
-// The next kernel may start at once: it fetches what does not depend on this one, and then waits itself.
-DEVICE void let_next_start() {
-#if OVERLAP
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void wait_for_inputs() {
-#if OVERLAP
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 // Rounded by its bits; the instruction for it takes five to be right about infinities.
 DEVICE u32 to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 DEVICE void mma(float* c, const u32* a, const u32* b) {
@@ -46,7 +30,6 @@ DEVICE void mma(float* c, const u32* a, const u32* b) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 // x = large + small, each as exact as TF32 is.
 DEVICE void split(float x, u32& large, u32& small) {

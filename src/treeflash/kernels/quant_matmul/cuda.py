@@ -114,10 +114,15 @@ def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
 
 
 @cache
-def source(*names: str) -> str:
-    """Files of CUDA C++, one behind the other; those of the products if none is named."""
-    folder = files("treeflash.kernels.quant_matmul")
+def source(*names: str, package: str = "quant_matmul") -> str:
+    """A package's files of CUDA C++, one behind the other; those of the products if none is named."""
+    folder = files(f"treeflash.kernels.{package}")
     return "\n".join(folder.joinpath(name).read_text() for name in names or ("weights.cu", "tiles.cu"))
+
+
+def early(package: str, *names: str) -> str:
+    """Files of kernels that may start before the one in front of them has ended, behind what they share."""
+    return "\n".join((source("early.cu"), source(*names, package=package)))
 
 
 @dataclass(frozen=True, slots=True)
