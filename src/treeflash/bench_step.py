@@ -197,10 +197,8 @@ class _Bench:
             self._propose()
         steps.clock.mark(1)
         self._load(rows)
-        steps.clock.mark(2)
-        looked = steps.look(rows)
-        steps.clock.mark(3)
-        steps.walk(looked, self._sampler)
+        steps.walk(steps.look(rows), self._sampler)
+        steps.clock.wait()
 
     def _propose(self) -> None:
         engine, rank = self._engine, self._sampler.rank

@@ -18,6 +18,7 @@ from treeflash.engine.requests import TextRequest
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
+from treeflash.models.step import Step
 from treeflash.spec.controller import Costs
 from treeflash.spec.draft import BlockDraft, Drafter
 from treeflash.spec.speculator import Speculator
@@ -51,7 +52,7 @@ def plain(target: Decoder) -> dict[str, list[int]]:
 
 def proposer(kind: str, answer: list[int], vocabulary: int) -> Drafter | None:
     match kind:
-        case "nobody":
+        case "nobody" | "nobody, uncut":
             return None
         case "random trees":
             return RandomTrees(len(PROMPT), answer, vocabulary=vocabulary)
@@ -140,6 +141,50 @@ def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict
     rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(text))
     assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(text) - 1
     assert tokens_of(rest) == answer[len(text) :]
+
+
+@pytest.mark.parametrize("ends", ["length", "stop id", "context", "cancelled", "closed"])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_plain_steps_that_follow_before_they_are_read(
+    target: Decoder, plain: dict[str, list[int]], ends: str, budget: int | None
+) -> None:
+    """The next pass is made behind a walk that the host has not read: text and states stay, at every end."""
+    answer = plain["greedy"]
+    last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
+    context = len(PROMPT) + last - 1 if ends == "context" else 1024
+    kept = []
+    for padded in (False, True):
+        drafter = None if budget is None else Oracle(len(PROMPT), answer, budget=7, vocabulary=300)
+        rows = 1 if budget is None else 8
+        engine = Engine(target, max_ctx=context, drafter=drafter, max_rows=rows, padded=padded)
+        seen: list[int] = []
+        request = Request(
+            PROMPT,
+            max_tokens=last if ends == "length" else COUNT,
+            sampling=SAMPLINGS["greedy"],
+            stop_ids=frozenset([answer[last]] if ends == "stop id" else []),
+            may_cut=False,
+            cancelled=lambda seen=seen: ends == "cancelled" and len(seen) >= last,
+            draft_budget=budget,
+        )
+        found = engine.generate(request)
+        for event in found:
+            seen += event.ids if isinstance(event, Tokens) else []
+            if isinstance(event, Done) or (ends == "closed" and len(seen) == last):
+                break
+        assert seen == answer[:last]
+        states, slots = engine.states, torch.tensor([0])
+        # A pass behind the last row has folded it into the recurrent states.
+        followed = padded and ends not in ("length", "context")
+        assert states.buffers.pending.count.tolist() == [0 if followed else 1]
+        states.reserve(0, 2)
+        step = Step.chunk(slots, torch.tensor([[5, 6]]), states.buffers.lengths[slots])
+        with torch.inference_mode():
+            hidden = target.forward(step, states.buffers).hidden
+        kept.append((states.lengths, states.buffers.lengths.tolist(), hidden))
+        found.close()
+    assert kept[0][:2] == kept[1][:2] and kept[0][0] == kept[0][1]
+    torch.testing.assert_close(kept[0][2], kept[1][2])
 
 
 def test_log_probabilities_and_trees_are_those_of_the_exact_steps(

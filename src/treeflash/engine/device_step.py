@@ -43,7 +43,7 @@ class Looked:
 
 
 class Clock:
-    """Seconds between the parts of a step, as the device sees them; asked when it has come to the end.
+    """Seconds between the parts of a step, as the device sees them; asked when the last mark is passed.
 
     A step marks: 0 and 1 around the proposal, 2 and 3 around the pass, 4 and 5 around what decides.
     """
@@ -60,6 +60,11 @@ class Clock:
             self._events[number].record()
         else:
             self._times[number] = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until the device has passed the last mark; what was enqueued behind it may still run."""
+        if self._events:
+            self._events[-1].synchronize()
 
     def seconds(self, first: int, last: int) -> float:
         if self._events:
@@ -83,7 +88,8 @@ class StepParts:
         self._staged = torch.zeros(4, ROWS, dtype=torch.int64, pin_memory=on_device)
         self._staged_limits = torch.zeros(2, dtype=torch.int64, pin_memory=on_device)
         self._decided = torch.zeros(4 + 3 * ROWS, dtype=torch.int64, pin_memory=on_device)
-        self.clock = Clock(device)
+        self.clock = Clock(device)  # of the step that is being enqueued
+        self._spare_clock = Clock(device)  # the next step may begin before this one's marks are read
         self.draws: FixedDraws | None = None
         self.draft_parts: list[Part] = []
         self.sizes: list[int] = []
@@ -97,6 +103,7 @@ class StepParts:
             self._looks[size] = Part(lambda size=size: self._look(size))
             self._walks[size] = Part(lambda size=size: self._walk(self._looked(size)))
         self._last: dict[int, Looked] = {}
+        self._walked: Walked | None = None
 
     @property
     def captured(self) -> bool:
@@ -130,13 +137,25 @@ class StepParts:
     def look(self, rows: int) -> Looked:
         """The target's pass over the loaded tree of so many rows."""
         size = self.size(rows)
-        if not self.sizes:
-            return self._look(size)
-        self._last[size] = self._looks[size]()
-        return self._last[size]
+        self.clock.mark(2)
+        looked = self._looks[size]() if self.sizes else self._look(size)
+        self.clock.mark(3)
+        if self.sizes:
+            self._last[size] = looked
+        return looked
+
+    def look_behind(self) -> Looked:
+        """The pass over the token that the walk of a lone root gives, before the host knows it.
+
+        The rest of the loaded tree, and the limits of its walk, are those of the next one, too.
+        """
+        assert self._walked is not None
+        self.clock, self._spare_clock = self._spare_clock, self.clock
+        self._tree[0, :1].copy_(self._walked.next_token)
+        return self.look(1)
 
     def walk(self, looked: Looked, sampler: Sampler, masks: Sequence | None = None) -> Walked:
-        """Draws behind every row, walks, and keeps the path; the only wait for the device.
+        """Draws behind every row, walks, and keeps the path; to be read when the clock has been waited for.
 
         masks: what may follow each row, where the request has such limits.
         """
@@ -147,12 +166,11 @@ class StepParts:
             if masks:
                 self.draws.allow(masks)
             walked = self._walks[looked.step.rows]()
+        self._walked = walked
         if walked.flat.is_cuda:
             self._decided.copy_(walked.flat, non_blocking=True)
             walked = Walked(self._decided)
         self.clock.mark(5)
-        if self._slots.is_cuda:
-            torch.cuda.current_stream().synchronize()
         return walked
 
     def shown(self, rows: int) -> tuple[list[int], list[int]]:

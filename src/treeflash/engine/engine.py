@@ -83,12 +83,12 @@ class _Verified:
 
     anchor: int
     size: int  # rows of the tree
-    features: Tensor  # [T, taps * width]
-    logits: Tensor  # [T, vocabulary]
+    looked: Looked
     rows: list[int]  # accepted, the root first
     tokens: list[int]  # decided: those of the accepted rows below the root, and the target's own next
     draft_s: float  # until its tree was there
     verify_s: float  # from then on
+    behind: Looked | None  # a pass over the next tree, which can only be the next token
 
 
 class Engine:
@@ -219,7 +219,7 @@ class Engine:
                     # The device goes on while the host looks at the text; if it ends here, for nothing.
                     ahead = self._propose(slot, fresh[-1], request, sampler)
                     if not request.may_cut:  # rows that a pass has been made behind cannot be taken back
-                        looked = self._look(slot, ahead, room)
+                        looked = verified.behind or self._look(slot, ahead, room)
             cut = cut_text(fresh, request, limit - stats.generated_tokens)
             assert looked is None or cut.reason is None, f"{cut.reason} at {cut.rows} of {len(fresh)} rows"
             if cut.tokens:
@@ -233,7 +233,7 @@ class Engine:
             if cut.tokens:
                 logprobs = None
                 if sampler.params.logprobs is not None:
-                    rows = logits if verified is None else verified.logits[verified.rows]
+                    rows = logits if verified is None else verified.looked.logits[verified.rows]
                     logprobs = sampler.logprobs(rows[: len(cut.tokens)], cut.tokens)
                 yield Tokens(cut.tokens, logprobs)
             reason = cut.reason or ("cancelled" if request.cancelled() else None)
@@ -246,8 +246,9 @@ class Engine:
             sampler.accept(undecided[:-1])
             undecided = undecided[-1:]
             tree = self._propose(slot, undecided[0], request, sampler) if ahead is None else ahead
-            looked = self._look(slot, tree, limit - stats.generated_tokens) if looked is None else looked
-            verified = self._decide(slot, undecided[0], tree, looked, request, sampler, stats)
+            room = limit - stats.generated_tokens
+            looked = self._look(slot, tree, room) if looked is None else looked
+            verified = self._decide(slot, undecided[0], tree, looked, room, request, sampler)
             fresh = verified.tokens
 
     def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
@@ -304,10 +305,15 @@ class Engine:
         """The target's pass over a tree, of which at most `room` rows may stay."""
         self._reserve(slot, self.steps.size(len(tree)))
         self.steps.load(tree, room)
-        self.steps.clock.mark(2)
-        looked = self.steps.look(len(tree))
-        self.steps.clock.mark(3)
-        return looked
+        return self.steps.look(len(tree))
+
+    def _look_behind(self, slot: int, room: int, request: Request) -> Looked | None:
+        """The next pass before a walk is read, where one token comes of it; for nothing if it is last."""
+        plain = self.steps.draws is not None and self._most_rows(request) == 1
+        if not plain or room < 2 or request.may_cut or not self._may_go_on(request, []):
+            return None
+        self._reserve(slot, 1 + self.steps.size(1))
+        return self.steps.look_behind()
 
     def _decide(
         self,
@@ -315,23 +321,23 @@ class Engine:
         anchor: int,
         tree: DraftTree,
         looked: Looked,
+        room: int,
         request: Request,
         sampler: Sampler,
-        stats: RequestStats,
     ) -> _Verified:
         """Draws and walks: the tokens behind the anchor that this step decides; keeps their rows."""
         steps, guide = self.steps, request.guide
         # Whatever the masks take is spent while a device is busy with the pass.
         masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist()) if guide else None
-        decided = steps.walk(looked, sampler, masks).flat.tolist()
+        walked, clock = steps.walk(looked, sampler, masks), steps.clock
+        behind = self._look_behind(slot, room, request)
+        clock.wait()  # the only wait for the device
+        decided = walked.flat.tolist()
         count = decided[0]
         self.states.lengths[slot] += count
-        clock = steps.clock
         draft_s, verify_s = clock.seconds(0, 1), clock.seconds(2, 3) + clock.seconds(4, 5)
-        stats.draft_s += draft_s
-        stats.verify_s += verify_s
         rows, tokens = decided[4 : 4 + count], decided[4 + MAX_ROWS : 4 + MAX_ROWS + count]
-        return _Verified(anchor, len(tree), looked.features, looked.logits, rows, tokens, draft_s, verify_s)
+        return _Verified(anchor, len(tree), looked, rows, tokens, draft_s, verify_s, behind)
 
     def _may_go_on(self, request: Request, fresh: list[int]) -> bool:
         """Whether the next step can begin before the text is looked at."""
@@ -339,12 +345,13 @@ class Engine:
             return False  # the first decides over proposals, the others read what a step writes over
         return request.stop_ids.isdisjoint(fresh)
 
+    def _most_rows(self, request: Request) -> int:
+        return self.max_rows if request.draft_budget is None else min(self.max_rows, request.draft_budget + 1)
+
     def _propose(self, slot: int, anchor: int, request: Request, sampler: Sampler) -> DraftTree:
         position, guide, clock = self.states.lengths[slot], request.guide, self.steps.clock
         clock.mark(0)
-        limit = min(self.max_rows, self.max_ctx - position)
-        if request.draft_budget is not None:
-            limit = min(limit, request.draft_budget + 1)
+        limit = min(self._most_rows(request), self.max_ctx - position)
         rank: Rank = sampler.rank
         if guide is not None and sampler.fixed is None:
             rank = partial(sampler.rank, first=guide.masks([anchor], [-1])[0])
@@ -357,10 +364,12 @@ class Engine:
         start = time.perf_counter()
         excess = len(verified.rows) - count
         stats.step_done(rows=verified.size, committed=count)
+        stats.draft_s += verified.draft_s
+        stats.verify_s += verified.verify_s
         if excess:
             self.states.trim(slot, excess)
         if self.steps.draws is None:
-            self._settle(verified, count, verified.features[verified.rows[:count]])
+            self._settle(verified, count, verified.looked.features[verified.rows[:count]])
         elif excess:
             self.drafter.trim(excess)
         stats.commit_s += time.perf_counter() - start
