@@ -357,15 +357,18 @@ def check_norms() -> None:
             1e-6,
         )
         places = torch.randperm(40, device="cuda")[:10]
-        split, pools = {"pages": places // 8, "offsets": places % 8}, []
+        split, pools, queries = {"pages": places // 8, "offsets": places % 8}, [], []
+        q = torch.randn(2, 5, HEADS, 2 * HEAD, device="cuda")[..., :HEAD]
         for implementation in (cache_kernel, norm):
             both = HeadPool.empty(FORMATS["f16"], (2, 5, KV_HEADS, 8), HEAD, x.device)
-            implementation.cache_heads(
-                x, other, weight, EPS, cos, sin, keys=both[0], values=both[1], **split,
-                interleaved=interleaved,
-            )  # fmt: skip
+            with Poison():
+                queries += [implementation.cache_heads(
+                    q, x, other, (1 - weight, weight), EPS, cos, sin, keys=both[0], values=both[1], **split,
+                    interleaved=interleaved,
+                )]  # fmt: skip
             pools.append(both.codes)
         check(f"cache, interleaved {interleaved}", *pools, 1e-4)
+        check(f"queries beside it, interleaved {interleaved}", *queries, 1e-6)
     heads, gate = (
         torch.randn(2, 7, VALUE_HEADS, DIM, device="cuda"),
         torch.randn(2, 7, VALUE_HEADS * DIM + 4, device="cuda")[..., 4:],

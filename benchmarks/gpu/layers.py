@@ -199,12 +199,10 @@ class Layers:
     def attention(self, i: int) -> None:
         norm_rope.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)
         options = {"interleaved": False}
-        q = norm_kernel.head_rope(self.q[..., :HEAD], self.head_weight, EPS, *self.angles, **options)
         cache = self.cache
         pools = {"keys": cache.keys[i], "values": cache.values[i]}
-        cache_kernel.cache_heads(
-            self.k, self.v, self.head_weight, EPS, *self.angles, **pools, **self.places, **options
-        )
+        heads, norms = (self.q[..., :HEAD], self.k, self.v), (self.head_weight, self.head_weight)
+        q = cache_kernel.cache_heads(*heads, norms, EPS, *self.angles, **pools, **self.places, **options)
         places = (cache.keys[i], cache.values[i], cache.table, cache.lengths, cache.step.ancestors)
         attention_kernel.paged_attention(q, *places, gate=self.q[..., HEAD:])
         norm_rope.add_rms_norm(self.x, self.add, self.weight, EPS, pack=True)

@@ -175,7 +175,8 @@ def time_writes(device: str) -> None:
 
         def work(k=k, v=v, weight=weight, angles=angles, both=both, places=places) -> None:
             for _ in range(50):
-                cache_kernel.cache_heads(k, v, weight, EPS, *angles, keys=both[0], values=both[1], **places)
+                parts = (k, k, v, (weight, weight), EPS, *angles)
+                cache_kernel.cache_heads(*parts, keys=both[0], values=both[1], **places)
 
         us = milliseconds(work) * 20
         say(f"write {name}, {rows} rows: {us:.2f} us a layer")

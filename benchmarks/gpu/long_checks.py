@@ -179,7 +179,8 @@ def check_write(device: str) -> None:
             for implementation in (cache_kernel, norm):
                 shape, target = (2, 4, KV_HEADS, PAGE), torch.device(device)
                 both = HeadPool.empty(FORMATS[name], shape, dim, target)
-                implementation.cache_heads(k, v, weight, EPS, *angles, keys=both[0], values=both[1], **split)
+                parts = (k, k, v, (weight, weight), EPS, *angles)
+                implementation.cache_heads(*parts, keys=both[0], values=both[1], **split)
                 pools.append(both)
             found, wanted = pools
             label = f"write {name}, heads of {dim}"

@@ -138,17 +138,20 @@ def test_a_row_comes_out_the_same_among_others(
     assert torch.equal(alone, among[:, :1])
 
 
-def write(implementation, pair: tuple[str, str], k: Tensor, v: Tensor, factor: Tensor | None, **options):
-    """Both pools, after heads [2, 3, 2, D] went to places of their own."""
+def write(
+    implementation, pair: tuple[str, str], q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, **options
+):
+    """Both pools, after heads k, v [2, 3, 2, D] went to places of their own, and what became of q."""
     angles = norm.rope_angles(
         options.pop("positions"), torch.rand(4, generator=torch.Generator().manual_seed(3))
     )
     pools = [HeadPool.empty(FORMATS[name], (4, 2, 8), k.shape[-1], CPU) for name in pair]
     places = {"pages": torch.tensor([3, 0, 3, 1, 1, 1]), "offsets": torch.tensor([7, 0, 2, 5, 4, 3])}
-    implementation.cache_heads(
-        k, v, factor, 1e-6, *angles, keys=pools[0], values=pools[1], **places, **options
+    factors = (None if factor is None else 1 - factor, factor)
+    turned = implementation.cache_heads(
+        q, k, v, factors, 1e-6, *angles, keys=pools[0], values=pools[1], **places, **options
     )
-    return pools
+    return pools, turned
 
 
 @pytest.mark.parametrize("dim", [32, 64, 256])
@@ -161,7 +164,7 @@ def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) 
     v[0, 0, :, :3] *= 2.0**22
     v[1, 0] = torch.tensor([1.0, -1.0]).repeat(dim // 2)
     options = {"positions": torch.zeros(2, 3, dtype=torch.int64), "interleaved": False}
-    found, wanted = (write(one, (name, name), k, v, None, **options) for one in (kernel, norm))
+    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (kernel, norm))
     for one, other in zip(found, wanted, strict=True):
         if name == "tq3_0":
             # A group's length is a sum of many squares: its last bit depends on their order.
@@ -184,10 +187,12 @@ def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) 
     ],
 )
 def test_heads_are_normed_rotated_and_written(pair: tuple[str, str], dim: int, interleaved: bool) -> None:
-    k, v = torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
+    q, (k, v) = torch.randn(2, 3, 5, 2 * dim)[..., dim:], torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
     options = {"positions": torch.randint(0, 900, (2, 3)), "interleaved": interleaved}
     for factor in (None, torch.randn(dim)):
-        found, wanted = (write(one, pair, k, v, factor, **options) for one in (kernel, norm))
+        results = [write(one, pair, q, k, v, factor, **options) for one in (kernel, norm)]
+        (found, turned), (wanted, expected) = results
+        close(turned, expected)
         for one, other in zip(found, wanted, strict=True):
             if one.scales is None or other.scales is None:
                 # The interpreter does not round to the nearest float16.

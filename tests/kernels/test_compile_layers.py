@@ -166,9 +166,8 @@ def test_cache(card: str, pair: tuple[str, str]) -> None:
     constants, types = sides(*pair)
     places = {"KV": 4, "PAGE": 64, "SIZE": 128}
     chosen = {"num_warps": 1, "enable_fp_fusion": False}
-    compiled(
-        cache._cache_kernel, card, {**HEAD, **places, **constants, "STRETCH": 1.0}, chosen, scalars=types
-    )
+    heads = {**HEAD, "HEADS": 24, "STRETCH": 1.0}
+    compiled(cache._cache_kernel, card, {**heads, **places, **constants}, chosen, scalars=types)
     if pair[0] != "float":
         types = {"codes": "*u8", "scales": "*fp16", "out": "*fp16", "first": "i32", "count": "i32"}
         constants = {**places, "D": 256, "FORMAT": pair[0], "BLOCK_N": 32}

@@ -260,8 +260,9 @@ def written(k: torch.Tensor, v: torch.Tensor, names: tuple[str, str], page: int 
     cos, sin = rope_angles(torch.zeros(1, length), torch.zeros(dim // 2))
     cache_heads(
         k[None],
+        k[None],
         v[None],
-        None,
+        (None, None),
         0.0,
         cos,
         sin,

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from treeflash.kernels.attention import chunk_attention, paged_attention
 from treeflash.kernels.causal_conv import chunk_heads, tree_conv
 from treeflash.kernels.gated_delta import fold_path, slot_delta, tree_delta
-from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, head_rope, silu_mul
+from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul
 from treeflash.kernels.quant_matmul import BUCKETS, OpenSums, PackedRows, PackedWeight, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
@@ -84,11 +84,10 @@ class Attention:
             q = q.unflatten(-1, (spec.heads, spec.head_dim))
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
         options = {"cos": frame.cos, "sin": frame.sin, "interleaved": spec.family.rope_interleaved}
-        q = head_rope(q, self._norms[0], spec.eps, **options)
         # Rows are read back through the cache, so that a node and a committed token look alike.
         keys, values = buffers.keys, buffers.values
         places = {"keys": keys, "values": values, "pages": frame.pages, "offsets": frame.offsets}
-        cache_heads(k, v, self._norms[1], spec.eps, **options, **places)
+        q = cache_heads(q, k, v, self._norms, spec.eps, **options, **places)
         seen = (frame.page_table, frame.lengths, frame.ancestors, frame.positions)
         if frame.ancestors is None:
             out = chunk_attention(q, keys, values, *seen[:2], span=frame.span, gate=gate)

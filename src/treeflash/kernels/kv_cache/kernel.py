@@ -1,7 +1,11 @@
 """Triton kernels that write keys and values into the cache in its format, and read rows of it back.
 
+Queries are turned by position beside the keys, in one launch.
+
 What `reference` and `rotation` define, in the planes of `format`; rows of a power of two. Knows no attention.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -244,28 +248,34 @@ def _store_row(
 
 @triton.jit
 def _cache_kernel(
-    k, v, norm, cos, sin, key_codes, key_scales, value_codes, value_scales, pages, offsets,
-    k_stride, k_head_stride, v_stride, v_head_stride, eps,
-    KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, STRETCH: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, query_norm, key_norm, cos, sin, out, key_codes, key_scales, value_codes, value_scales, pages,
+    offsets, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row a program: its key, normed and turned by position, or its value."""
-    head, row, side = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """One head of one row a program: a key, normed and turned by position, a value, or a query."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    cos += row * HALF
+    sin += row * HALF
     wait(OVERLAP)
-    page = tl.load(pages + row, cache_modifier=".cg").to(tl.int64)
-    offset = tl.load(offsets + row, cache_modifier=".cg").to(tl.int64)
-    place = (page * KV + head) * PAGE + offset
-    if side == 0:
-        source = k + row * k_stride + head * k_head_stride
-        key = _turned(
-            source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, NORM, INTERLEAVED
-        )
-        _store_row(key, key_codes, key_scales, place, KEYS, D, SIZE, STRETCH)
+    if head < 2 * KV:  # first, since to quantise takes longest
+        page = tl.load(pages + row, cache_modifier=".cg").to(tl.int64)
+        offset = tl.load(offsets + row, cache_modifier=".cg").to(tl.int64)
+        place = (page * KV + head % KV) * PAGE + offset
+        if head < KV:
+            source = k + row * k_stride + head * k_head_stride
+            key = _turned(source, key_norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+            _store_row(key, key_codes, key_scales, place, KEYS, D, SIZE, STRETCH)
+        else:
+            source = v + row * v_stride + (head - KV) * v_head_stride
+            value = tl.load(source + dims, dims < D, 0.0, cache_modifier=".cg").to(tl.float32)
+            _store_row(value, value_codes, value_scales, place, VALUES, D, SIZE, STRETCH)
     else:
-        dims = tl.arange(0, BLOCK)
-        value = tl.load(v + row * v_stride + head * v_head_stride + dims, dims < D, 0.0, cache_modifier=".cg")
-        _store_row(value.to(tl.float32), value_codes, value_scales, place, VALUES, D, SIZE, STRETCH)
+        source = q + row * q_stride + (head - 2 * KV) * q_head_stride
+        query = _turned(source, query_norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+        tl.store(out + (row * HEADS + head - 2 * KV) * D + dims, query, mask=dims < D)
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -306,9 +316,10 @@ def tensors(pool: HeadPool) -> tuple[Tensor, Tensor]:
 
 
 def cache_heads(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    norm: Tensor | None,
+    norms: Sequence[Tensor | None],
     eps: float,
     cos: Tensor,
     sin: Tensor,
@@ -318,23 +329,30 @@ def cache_heads(
     pages: Tensor,
     offsets: Tensor,
     interleaved: bool,
-) -> None:
-    """Writes heads k, normed and rotated by position, and v [B, T, KV, D] to (page, offset) [B * T] each."""
-    heads, dim = k.shape[-2:]
-    k, v = _heads(k), _heads(v)
+) -> Tensor:
+    """Writes heads k, normed and rotated by position, and v [B, T, KV, D] to (page, offset) [B * T] each.
+
+    Gives the heads q [B, T, H, D], normed and rotated.
+    """
+    heads, (kv_heads, dim) = q.shape[-2], k.shape[-2:]
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    q, k, v = _heads(q), _heads(k), _heads(v)
+    query_norm, key_norm = norms
+    assert (query_norm is None) == (key_norm is None), "one norm of two"
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
-    assert keys.codes.shape[:3] == values.codes.shape[:3] and keys.codes.shape[1] == heads, (
-        f"{keys.codes.shape}, {values.codes.shape}, {heads} heads"
+    assert keys.codes.shape[:3] == values.codes.shape[:3] and keys.codes.shape[1] == kv_heads, (
+        f"{keys.codes.shape}, {values.codes.shape}, {kv_heads} heads"
     )
-    _cache_kernel[(heads, len(k), 2)](
-        k, v, k if norm is None else norm, cos, sin, *tensors(keys), *tensors(values), pages, offsets,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), eps,
-        KV=heads, PAGE=keys.page, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim),
-        SIZE=group_size(dim), STRETCH=(min(dim, TQ3_DIM) / TQ3_DIM) ** 0.5, KEYS=form(keys),
-        VALUES=form(values), NORM=norm is not None, INTERLEAVED=interleaved,
+    _cache_kernel[(2 * kv_heads + heads, len(k))](
+        q, k, v, q if query_norm is None else query_norm, k if key_norm is None else key_norm, cos, sin, out,
+        *tensors(keys), *tensors(values), pages, offsets, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        eps, HEADS=heads, KV=kv_heads, PAGE=keys.page, D=dim, HALF=cos.shape[-1],
+        BLOCK=triton.next_power_of_2(dim), SIZE=group_size(dim), STRETCH=(min(dim, TQ3_DIM) / TQ3_DIM) ** 0.5,
+        KEYS=form(keys), VALUES=form(values), NORM=key_norm is not None, INTERLEAVED=interleaved,
         # A product and a sum rounded once would give other codes than the two rounded one by one.
         num_warps=1, enable_fp_fusion=False, **overlap(k.device),
     )  # fmt: skip
+    return out
 
 
 def expand(pool: HeadPool, page_table: Tensor, first: int, count: int) -> Tensor:

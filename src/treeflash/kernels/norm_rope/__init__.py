@@ -4,6 +4,7 @@ With `pack` the result comes as the rows that a product with tiles reads; on a G
 rows have CUDA kernels of their own and more, or other cards, Triton's.
 """
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 from torch import Tensor
@@ -95,14 +96,21 @@ def head_rope(
 
 
 def cache_heads(
-    k: Tensor, v: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, **places
-) -> None:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: Sequence[Tensor | None],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    **places,
+) -> Tensor:
     if k.is_cuda:
         from treeflash.kernels.kv_cache import kernel
 
         if kernel.takes(places["keys"]) and kernel.takes(places["values"]):
-            return kernel.cache_heads(k, v, norm, eps, cos, sin, **places)
-    reference.cache_heads(k, v, norm, eps, cos, sin, **places)
+            return kernel.cache_heads(q, k, v, norms, eps, cos, sin, **places)
+    return reference.cache_heads(q, k, v, norms, eps, cos, sin, **places)
 
 
 def ring_heads(

@@ -1,5 +1,7 @@
 """Norms, rotary embedding, gates and the products around them in plain torch, float32."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -63,9 +65,10 @@ def head_rope(
 
 
 def cache_heads(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    norm: Tensor | None,
+    norms: Sequence[Tensor | None],
     eps: float,
     cos: Tensor,
     sin: Tensor,
@@ -75,17 +78,22 @@ def cache_heads(
     pages: Tensor,
     offsets: Tensor,
     interleaved: bool,
-) -> None:
+) -> Tensor:
     """Writes k, normed and rotated, and v [B, T, KV, D] to the places (pages, offsets) [B * T] of the pools.
 
     keys, values [pages, KV, page, row]. What is quantised is spread by the fixed rotation first.
+    Gives q [B, T, H, D], normed and rotated; norms: of queries and of keys.
     """
-    k = head_rope(k, norm, eps, cos, sin, interleaved=interleaved)
+    q, k = (
+        head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
+        for x, norm in zip((q, k), norms, strict=True)
+    )
     for pool, new in ((keys, k.flatten(0, 1)), (values, v.flatten(0, 1))):
         quantised = pool.format.quantised
         parts = encode(rotate(new), pool.format) if quantised else (new.to(pool.codes.dtype),)
         for plane, rows in zip(pool.planes, parts, strict=True):
             plane.transpose(1, 2)[pages, offsets] = rows
+    return q
 
 
 def ring_heads(
