@@ -222,8 +222,8 @@ class StepParts:
         rows = padded_tree(self._tree, self._limits[:1], self._slots, lengths, size=size)
         tokens, parents, ancestors, positions = rows.unsqueeze(1).unbind()
         step = Step(self._slots, tokens, positions, parents, ancestors)
-        output = self._target.forward(step, self._states.buffers, taps=self._drafter.taps)
-        return Looked(step, output.features[0], self._target.logits(output.hidden[0]))
+        features, logits = self._target.look(step, self._states.buffers, taps=self._drafter.taps)
+        return Looked(step, features[0], logits[0])
 
     def _walk(self, looked: Looked, sampler: Sampler | None = None, masks: Sequence = ()) -> Walked:
         step = looked.step

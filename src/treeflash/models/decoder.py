@@ -12,7 +12,7 @@ from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
 from treeflash.kernels.places import Places, row_places
 from treeflash.kernels.quant_matmul import OpenSums, PackedRows
-from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta
+from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta, PackedInput, by_item
 from treeflash.models.measure import tile_space
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
@@ -79,6 +79,7 @@ class Decoder:
         self._norm = loader.vector("output_norm.weight", spec.width)
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
+        self._packs_head = PackedInput(self._head)
         pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
         self._frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
         if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
@@ -125,6 +126,24 @@ class Decoder:
         Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer,
         of the last `tapped` rows only; None: of all.
         """
+        hidden, features = self._forward(step, buffers, taps, tapped, pack=False)
+        assert isinstance(hidden, Tensor)
+        return Output(hidden, features)
+
+    def look(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """The same over a tree, all of whose rows go to the head: features and logits [B, T, vocabulary]."""
+        pack = self._packs_head(step.tokens.numel())
+        hidden, features = self._forward(step, buffers, taps, None, pack=pack)
+        return features, by_item((self._head(hidden, exact=True),), len(step.slots))[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] to [..., vocabulary]."""
+        return self._head(hidden, exact=True)
+
+    def _forward(
+        self, step: Step, buffers: Buffers, taps: Sequence[int], tapped: int | None, *, pack: bool
+    ) -> tuple[Tensor | PackedRows, Tensor]:
+        """What `forward` gives; the hidden states as the head reads them in tiles with `pack`."""
         check_taps(self.spec, taps)
         frame = self._frame(step, buffers)
         x, add = self.embed(step.tokens), None
@@ -133,22 +152,18 @@ class Decoder:
         parts = features.split(self.spec.width, -1) if taps else ()
         rows, waiting = step.tokens.numel(), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
-            leave_open = any(following.packs(rows) for following in self._blocks[index + 1 : index + 2])
+            last = index + 1 == len(self._blocks)
+            leave_open = pack if last else self._blocks[index + 1].packs(rows)
             entered, x, add = block(x, add, frame, layer, leave_open=leave_open)
             waiting += [(part, entered) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
             if step.is_chunk:  # large; of a tree copies wait for the end, where they hold nothing up
                 _take(waiting, skipped)
         buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
-        assert not isinstance(add, OpenSums)
-        total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps)
-        last = len(self._blocks) - 1
-        waiting += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == last]
+        total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps, pack=pack)
+        end = len(self._blocks) - 1
+        waiting += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == end]
         _take(waiting, skipped)
-        return Output(hidden, features)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., width] to [..., vocabulary]."""
-        return self._head(hidden, exact=True)
+        return hidden, features
 
     def _frame(self, step: Step, buffers: Buffers) -> Frame:
         cos, sin = rope_angles(step.positions, self._frequencies)
