@@ -25,12 +25,14 @@ from treeflash.state.sequences import SequenceStates
 
 log = logging.getLogger(__name__)
 
+# A root alone has a size of its own: products cost the same as with 8 rows, all else less.
+SIZES = (1, *BUCKETS)
 _STOPS = 64  # tokens that end a walk; what more there are is cut off behind it
 
 
 def padded_rows(rows: int) -> int:
     """The size of a padded step of so many rows."""
-    return next(size for size in BUCKETS if rows <= size)
+    return next(size for size in SIZES if rows <= size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class StepParts:
         if padded:
             self.draws = FixedDraws(ROWS, target.spec.vocab_size, device)
             self.draft_parts = drafter.fix(self.draws.rank)
-            self.sizes = [size for size in BUCKETS if size <= padded_rows(max_rows)]
+            self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
         for size in self.sizes:
             self._looks[size] = Part(lambda size=size: self._look(size))
             self._walks[size] = Part(lambda size=size: self._walk(self._looked(size)))

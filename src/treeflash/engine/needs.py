@@ -11,12 +11,11 @@ from typing import Literal
 import torch
 
 from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.device_step import padded_rows
+from treeflash.engine.device_step import SIZES, padded_rows
 from treeflash.engine.prefill import chunk_size, prefill_bytes
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.kv_cache.format import KVFormat
-from treeflash.kernels.quant_matmul import BUCKETS
 from treeflash.kernels.sampling import make_workspace
 from treeflash.kernels.sampling.state import DrawState
 from treeflash.kernels.tree import ROWS
@@ -152,7 +151,7 @@ def _states(spec: ModelSpec, rows: int, input_dtype: torch.dtype) -> dict[str, i
 def _steps(spec: ModelSpec, rows: int, draft: DraftSpec | None) -> int:
     """Captured steps keep their logits and features, each size its own; the rest they share."""
     taps = len(draft.taps) if draft else 0
-    kept = sum(size for size in BUCKETS if size <= rows) * (spec.vocab_size + taps * spec.width)
+    kept = sum(size for size in SIZES if size <= rows) * (spec.vocab_size + taps * spec.width)
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim

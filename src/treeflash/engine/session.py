@@ -13,6 +13,7 @@ import torch
 
 from treeflash.config import EngineConfig
 from treeflash.engine.cost_file import CostFile
+from treeflash.engine.device_step import SIZES
 from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
 from treeflash.engine.memory import available_memory, device_name, hold_to, pick_device
 from treeflash.engine.needs import compute_dtype, draft_quant, ring_dtype
@@ -32,7 +33,6 @@ from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
-from treeflash.kernels.quant_matmul import BUCKETS as PADDED
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
@@ -262,7 +262,7 @@ def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Cos
         block = BlockDraft(draft, target, buffers)
         prepare(draft.layouts, target.device)
     # A padded step of one row costs what the smallest size does, and so on.
-    sizes = (1, *PADDED) if target.device.type == "cuda" else BUCKETS
+    sizes = SIZES if target.device.type == "cuda" else BUCKETS
     return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
 
 
