@@ -15,9 +15,9 @@ def test_parts_of_a_block_are_added(blocks: int, depth: int, data: st.DataObject
     values = torch.arange(1.0, units + 1).repeat_interleave(BLOCK).view(blocks, depth, BLOCK)
     values = values * torch.arange(1.0, BLOCK + 1)
     out, parts = torch.full((1, columns), torch.nan), torch.full((grid, 2, 8, BLOCK), torch.nan)
-    share, light, unit = units // grid, grid - units % grid, 0
+    share, extra, unit = units // grid, units % grid, 0
     for cta in range(grid):
-        end = unit + share + (cta >= light)
+        end = unit + share + (cta < extra)
         while unit < end:
             block, step = divmod(unit, depth)
             stop = min(end, (block + 1) * depth)
@@ -28,7 +28,7 @@ def test_parts_of_a_block_are_added(blocks: int, depth: int, data: st.DataObject
             else:
                 parts[cta, int(step == 0), 0] = total
             unit = stop
-    sums = OpenSums(out, parts, depth, share, light)
+    sums = OpenSums(out, parts, depth, share, extra)
     wanted = values.sum(1).flatten()[:columns]
     assert torch.equal(sums.closed()[0], wanted)
     first, rest = sums.split([4, columns - 4]) if columns > 4 else (sums, sums)

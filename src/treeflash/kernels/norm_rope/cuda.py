@@ -87,7 +87,7 @@ class Operand(Structure):
         ("at", c_void_p),
         ("stride", c_longlong),
         ("parts", c_void_p),
-        *((name, c_int) for name in ("depth", "share", "light", "first", "slot")),
+        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot")),
     ]
 
     @classmethod
@@ -98,7 +98,7 @@ class Operand(Structure):
             rows = _rows(x)
             return cls(rows.data_ptr(), rows.stride(0))
         slot = x.parts[0, 0].numel()
-        numbers = (x.depth, x.share, x.light, x.first, slot)
+        numbers = (x.depth, x.share, x.extra, x.first, slot)
         return cls(x.out.data_ptr(), x.out.stride(0), x.parts.data_ptr(), *numbers)
 
 

@@ -52,15 +52,15 @@ struct Operand {
   const float* at;
   long long stride;
   const float* parts;  // null: nothing is open
-  int depth, share, light, first, slot;
+  int depth, share, extra, first, slot;
 };
 // The CTAs that have sums of the same 128 columns.
 struct Owners {
   int begin, end;
 };
 DEVICE int cta_of(int unit, const Operand& from) {
-  const int cut = from.light * from.share;
-  return unit < cut ? unit / from.share : from.light + (unit - cut) / (from.share + 1);
+  const int cut = from.extra * (from.share + 1);
+  return unit < cut ? unit / (from.share + 1) : from.extra + (unit - cut) / from.share;
 }
 DEVICE Owners owners_of(const Operand& from, int k) {
   if (!from.parts) return Owners{0, 0};

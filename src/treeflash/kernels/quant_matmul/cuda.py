@@ -186,10 +186,10 @@ def _workspace(device: torch.device) -> Tensor:
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
-    """Blocks of the grid, units for each of them, and how many of them, the first, have no more than that."""
+    """Blocks of the grid, units for each of them, and how many of them have one more."""
     units = weight.padded_rows // ROW_BLOCK * weight.data.shape[0]
     grid = min(card.resident * card.processors, max(1, units * weight.layout.unit // _LEAST_COLUMNS))
-    return grid, units // grid, grid - units % grid
+    return grid, units // grid, units % grid
 
 
 def pack_rows(x: Tensor) -> PackedRows:
@@ -217,11 +217,11 @@ def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
 def open_product(x: PackedRows, weight: PackedWeight) -> OpenSums:
     """The product, its sums left open where several blocks of the grid have parts of them."""
     assert x.bucket is not None
-    grid, share, light = partition(card_of(weight.data.device), weight)
+    grid, share, extra = partition(card_of(weight.data.device), weight)
     out = torch.empty(x.rows, weight.rows, device=weight.data.device)
     parts = torch.empty(grid, 2, x.bucket, ROW_BLOCK, device=weight.data.device)
     _launch(x, weight, out, parts=parts, place=0, left_open=True)
-    return OpenSums(out, parts, weight.data.shape[0], share, light)
+    return OpenSums(out, parts, weight.data.shape[0], share, extra)
 
 
 def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor]) -> None:
@@ -243,9 +243,9 @@ def _launch(
     assert x.bucket is not None
     card = card_of(out.device)
     blocks = weight.padded_rows // ROW_BLOCK
-    grid, share, light = partition(card, weight)
+    grid, share, extra = partition(card, weight)
     sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
-    numbers = (*sizes, share, light, place, int(left_open))
+    numbers = (*sizes, share, extra, place, int(left_open))
     variant(weight.layout, x.bucket, out.device).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],

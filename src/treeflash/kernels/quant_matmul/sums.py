@@ -15,13 +15,13 @@ BLOCK = 128  # columns of a unit
 
 @dataclass(frozen=True, slots=True)
 class OpenSums:
-    """Columns of a product [rows, columns]; CTA c has share + (c >= light) units, in the columns' order."""
+    """Columns of a product [rows, columns]; CTA c has share + (c < extra) units, in the columns' order."""
 
     out: Tensor  # float32 [rows, columns]: those that one CTA had alone; what else stands there means nothing
     parts: Tensor  # float32 [CTAs, 2, bucket, 128]: of the CTA's first 128 columns and of its last, if shared
     depth: int  # units of 128 columns
     share: int
-    light: int
+    extra: int
     first: int = 0  # column of the product where these begin
 
     @property
@@ -39,8 +39,8 @@ class OpenSums:
         return [replace(self, out=view, first=first) for view, first in zip(views, firsts, strict=True)]
 
     def cta_of(self, unit: int) -> int:
-        cut = self.light * self.share
-        return unit // self.share if unit < cut else self.light + (unit - cut) // (self.share + 1)
+        cut = self.extra * (self.share + 1)
+        return unit // (self.share + 1) if unit < cut else self.extra + (unit - cut) // self.share
 
     def closed(self) -> Tensor:
         """[rows, columns]: what the open sums mean."""

@@ -75,11 +75,11 @@ DEVICE void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.
 #define WAIT_FOR_PREVIOUS (void)0
 #endif
 
-// CTA c has share + (c >= light) units, beginning with first_unit(c): the last ones have more, which start first.
-DEVICE int first_unit(int c, int share, int light) { return c * share + (c > light ? c - light : 0); }
-DEVICE int cta_of(int unit, int share, int light) {
-  const int cut = light * share;
-  return unit < cut ? unit / share : light + (unit - cut) / (share + 1);
+// CTA c has share + (c < extra) units, beginning with first_unit(c).
+DEVICE int first_unit(int c, int share, int extra) { return c * share + (c < extra ? c : extra); }
+DEVICE int cta_of(int unit, int share, int extra) {
+  const int cut = extra * (share + 1);
+  return unit < cut ? unit / (share + 1) : extra + (unit - cut) / share;
 }
 
 constexpr u32 UNWRITTEN = 0xffffdeadu;
@@ -131,11 +131,11 @@ DEVICE void store(const float (&v)[SUMS][4], float* y, const float* x_scale, int
 // the first lets the next start when it has itself waited, and x is there; the next waits only to end after it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
-       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int light, int place, int open) {
+       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int place, int open) {
   extern __shared__ __align__(128) u8 ring[];
   const u32 ring0 = shared_address(ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = gridDim.x - 1 - blockIdx.x;
-  const int unit0 = first_unit(cta, share, light), units = share + (cta >= light), block0 = (u32)unit0 / (u32)depth, step0 = unit0 - block0 * depth;
+  const int unit0 = first_unit(cta, share, extra), units = share + (cta < extra), block0 = (u32)unit0 / (u32)depth, step0 = unit0 - block0 * depth;
   const size_t step_bytes = (size_t)blocks * WEIGHT_BYTES;
   // What is copied next.
   int fill_unit = 0, fill_slot = 0, fill_block = block0, fill_step = step0;
@@ -260,7 +260,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   if (step && open) {
     leave(1);
   } else if (step) {
-    add_parts(sums, parts, cta + 1, cta_of(block * depth + depth - 1, share, light), warp, lane);
+    add_parts(sums, parts, cta + 1, cta_of(block * depth + depth - 1, share, extra), warp, lane);
     finish();
   }
   if (place == 2) WAIT_FOR_PREVIOUS;
