@@ -56,7 +56,7 @@ def decode(
     sampling = SamplingParams(seed=1, logprobs=2 if gaps else None)
     tokens: list[int] = []
     found: list[float] = []
-    request = Request(list(prompt), count, sampling, stops, draft_budget=budget)
+    request = Request(list(prompt), count, sampling, stops, may_cut=False, draft_budget=budget)
     for event in engine.generate(request):
         if isinstance(event, Tokens):
             tokens += event.ids
