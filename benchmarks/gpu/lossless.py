@@ -170,7 +170,6 @@ def main() -> int:
         4096,
         speculation=SpecConfig(adaptive=False),
         draft=DraftConfig(draft),
-        conversations=0,
     )
     session = Session.load(target, config)
     engine, stops = session.engine, session.tokenizer.stop_ids
