@@ -144,6 +144,32 @@ def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict
     assert tokens_of(rest) == answer[len(text) :]
 
 
+@pytest.mark.parametrize("ends", ["stop id", "cancelled"])
+def test_a_plain_text_goes_on_where_it_was_left(
+    target: Decoder, plain: dict[str, list[int]], ends: str
+) -> None:
+    """The pass behind its last row, made for nothing, is no part of the state that is kept."""
+    answer, seen = plain["greedy"], 0
+    last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
+    engine = Engine(target, max_ctx=1024, padded=True, prefix_cache=1 << 30)
+
+    def cancelled() -> bool:
+        nonlocal seen
+        seen += 1
+        return ends == "cancelled" and seen > last
+
+    options = {"may_cut": False, "boundaries": {}}
+    stops = frozenset([answer[last]] if ends == "stop id" else [])
+    begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, stop_ids=stops, **options)
+    text = tokens_of(begun)
+    assert isinstance(begun[-1], Done) and begun[-1].reason == ends.removesuffix(" id")
+    assert 60 < len(text) <= last and text == answer[: len(text)]
+    said = [*text, *stops]  # all but its last token has been processed
+    rest = events(engine, PROMPT + said, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(said))
+    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(said) - 1
+    assert tokens_of(rest) == answer[len(said) :]
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_file_with_more_rows_than_a_step_may_have_is_left_alone(
     target: Decoder,
