@@ -87,7 +87,7 @@ def check_delta(report: Report, shapes: dict) -> None:
             errors = [error(*pair) for pair in zip(found, wanted, strict=True)]
             same = all(torch.equal(*pair) for pair in zip(found, again, strict=True))
             report.check(
-                f"delta rule, {tokens} tokens behind {count}",
+                f"delta rule, heads of {shapes['delta'][2]}, {tokens} tokens behind {count}",
                 max(errors[:2]) < 3e-3 and errors[2] < 1e-6 and same,
                 errors=[f"{each:.1e}" for each in errors],
                 same_bits_again=same,
@@ -163,6 +163,9 @@ def checks(device: str) -> dict[str, Callable[[Report], None]]:
     kinds = [["f16", "f16"], ["q8_0", "q8_0"], ["tq3_0", "f16"], ["q8_0", "q4_0"], ["bf16", "bf16"]]
     dims = [shapes["attention"], (8, 2, 128), (8, 8, 64)] if large else [shapes["attention"]]
     found = {"delta": partial(check_delta, shapes=shapes), "causal": partial(check_causal, shapes=shapes)}
+    for dim in (16, 32, 64) if large else (16,):
+        small = {"delta": (2, 6, dim), "tokens": (16, 65)}
+        found[f"delta-{dim}"] = partial(check_delta, shapes=small)
     for shape, formats in itertools.product(dims, kinds if large else kinds[:2]):
         name = f"attention-{shape[2]}-{'-'.join(formats)}"
         found[name] = partial(check_attention, shape=shape, formats=formats)

@@ -14,6 +14,7 @@ from treeflash.config import SpecConfig
 from treeflash.engine.device_step import padded_rows
 from treeflash.engine.engine import Done, Engine, Event, Request, Tokens, Tree
 from treeflash.engine.guide import Guide, GuidePlan
+from treeflash.engine.prefix_files import SnapshotFiles
 from treeflash.engine.requests import TextRequest
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
@@ -141,6 +142,59 @@ def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict
     rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(text))
     assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(text) - 1
     assert tokens_of(rest) == answer[len(text) :]
+
+
+@pytest.mark.parametrize("ends", ["stop id", "cancelled"])
+def test_a_plain_text_goes_on_where_it_was_left(
+    target: Decoder, plain: dict[str, list[int]], ends: str
+) -> None:
+    """The pass behind its last row, made for nothing, is no part of the state that is kept."""
+    answer, seen = plain["greedy"], 0
+    last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
+    engine = Engine(target, max_ctx=1024, padded=True, prefix_cache=1 << 30)
+
+    def cancelled() -> bool:
+        nonlocal seen
+        seen += 1
+        return ends == "cancelled" and seen > last
+
+    options = {"may_cut": False, "boundaries": {}}
+    stops = frozenset([answer[last]] if ends == "stop id" else [])
+    begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, stop_ids=stops, **options)
+    text = tokens_of(begun)
+    assert isinstance(begun[-1], Done) and begun[-1].reason == ends.removesuffix(" id")
+    assert 60 < len(text) <= last and text == answer[: len(text)]
+    said = [*text, *stops]  # all but its last token has been processed
+    rest = events(engine, PROMPT + said, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(said))
+    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(said) - 1
+    assert tokens_of(rest) == answer[len(said) :]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_file_with_more_rows_than_a_step_may_have_is_left_alone(
+    target: Decoder,
+    plain: dict[str, list[int]],
+    padded: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ends with a tree's path that is yet to be folded in, which plain steps have no room for."""
+    answer, count = plain["greedy"], 40
+    oracle = Oracle(len(PROMPT), answer, budget=15, right=1.0, vocabulary=target.spec.vocab_size)
+    options = {"max_ctx": 1024, "padded": padded, "prefix_cache": 1 << 30}
+
+    def files() -> SnapshotFiles:
+        return SnapshotFiles(tmp_path, "0123456789abcdef" * 2, limit=1 << 30)
+
+    kept = files()
+    engine = Engine(target, drafter=oracle, max_rows=16, prefix_files=kept, **options)
+    text = tokens_of(events(engine, PROMPT, SAMPLINGS["greedy"], boundaries={}, max_tokens=count))
+    assert text == answer[:count] and engine.states.buffers.pending.count.tolist()[0] > 1
+    kept.flush()
+    engine = Engine(target, prefix_files=files(), **options)
+    rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], boundaries={}, max_tokens=COUNT - count)
+    assert tokens_of(rest) == answer[count:]
+    assert "rows to be folded in, at most 1" in caplog.text
 
 
 @pytest.mark.parametrize("ends", ["length", "stop id", "context", "cancelled", "closed"])

@@ -179,6 +179,16 @@ def test_known_sizes_of_a_27b(survey_27b: Survey) -> None:
     assert choices["q8_0"].max_ctx > 130_000 and not choices["q8_0"].fits and choices["tq3_0"].fits
 
 
+def test_a_lone_root_takes_what_eight_rows_do_but_for_their_logits(survey_27b: Survey) -> None:
+    """Products and attention fill rows up."""
+    plain, eight = (
+        on(survey_27b, 24, draft=None, speculation=speculation).needs
+        for speculation in (None, SpecConfig(budget=7))
+    )
+    assert (plain.rows, eight.rows) == (1, 8)
+    assert eight.parts["steps"] - plain.parts["steps"] == 8 * 248320 * 4
+
+
 def test_only_the_pair_of_holes_has_holes(pair_27b: Growth, tmp_path: Path, tiny_model) -> None:
     """What other tests grow in the same process is written."""
     with GGUFFile.open(pair_27b.target) as file:

@@ -1,5 +1,6 @@
 """Cards that are not here, and the tools that look at machine code for them."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,3 +21,38 @@ def told(tool: str, *arguments: str) -> str:
     """What one of the tools that come with Triton prints."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def unwritten_reads(code: str) -> list[str]:
+    """Instructions of sm_90, as nvdisasm lists them, that read a register before any has written to it.
+
+    A register of predicates is filled bit by bit, one of 16-bit numbers half by half, and either may be
+    spilled before: what does that may read anything.
+    """
+    written, found = {1}, []
+    for line in re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?) ;", code, re.MULTILINE):
+        instruction = re.sub(r"^@!?U?P\d ", "", line)
+        name, _, rest = instruction.partition(" ")
+        operands = [operand.strip() for operand in re.split(r",(?![^\[]*\])", rest)]
+        while operands and re.fullmatch(r"U?P[\dT]", operands[0]):
+            operands.pop(0)
+        target = re.fullmatch(r"R(\d+)", operands[0]) if operands else None
+        read = operands[1:] if target else operands
+        registers = {int(number) for each in read for number in re.findall(r"(?<![U\w])R(\d+)", each)}
+        if registers - written and not name.startswith(("LOP3", "PRMT", "STL")):
+            found.append(instruction)
+        written |= registers
+        if target:
+            first = int(target[1])
+            written |= set(range(first, first + _results(name)))
+    return found
+
+
+def _results(name: str) -> int:
+    """Registers that an instruction writes, at most."""
+    product = re.match(r"HGMMA\.64x(\d+)x", name)
+    if product:
+        return int(product[1]) // 2
+    if name.startswith("HMMA") or ".128" in name or ".M88.4" in name:
+        return 4
+    return 2 if re.search(r"\.64|WIDE|CS2R|M88\.2", name) else 1

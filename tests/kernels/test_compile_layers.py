@@ -4,7 +4,7 @@ import pytest
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from treeflash.kernels.attention import kernel as attention
 from treeflash.kernels.causal_conv import cuda as conv_cuda
@@ -100,10 +100,9 @@ SIMPLE = {
 }
 
 
-def shared_memory(
+def built(
     kernel, target: GPUTarget, constants: dict, *, scalars: dict | None = None, **options
-) -> int:
-    """Compiles a kernel and gives the bytes of shared memory that a program takes."""
+) -> CompiledKernel:
     if "OVERLAP" in kernel.arg_names:
         early = capability(target) is not None and capability(target) >= (9, 0)
         constants = {**constants, "OVERLAP": early}
@@ -120,18 +119,28 @@ def shared_memory(
     # As at a launch: tensors lie at multiples of 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=target, options={"num_warps": 4, **options}).metadata.shared
+    return triton.compile(source, target=target, options={"num_warps": 4, **options})
+
+
+def shared_memory(kernel, target: GPUTarget, constants: dict, **more) -> int:
+    """Compiles a kernel and gives the bytes of shared memory that a program takes."""
+    return built(kernel, target, constants, **more).metadata.shared
 
 
 def capability(target: GPUTarget) -> tuple[int, int] | None:
     return divmod(target.arch, 10) if target.backend == "cuda" else None
 
 
-def compiled(kernel, card: str, constants: dict, chosen: dict, **more) -> int:
+def tiled(kernel, card: str, constants: dict, chosen: dict, **more) -> CompiledKernel:
     """With tiles as the launcher chooses them: those in capitals are constants, the others options."""
     fixed = {name: value for name, value in chosen.items() if name.isupper()}
     options = {name: value for name, value in chosen.items() if not name.isupper()}
-    return shared_memory(kernel, TARGETS[card][0], {**constants, **fixed}, **options, **more)
+    return built(kernel, TARGETS[card][0], {**constants, **fixed}, **options, **more)
+
+
+def compiled(kernel, card: str, constants: dict, chosen: dict, **more) -> int:
+    """The bytes of shared memory that a program takes then."""
+    return tiled(kernel, card, constants, chosen, **more).metadata.shared
 
 
 @pytest.mark.parametrize("card", TARGETS)

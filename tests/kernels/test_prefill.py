@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory
+from tests.kernels.cards import told, unwritten_reads
+from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory, tiled
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.causal_conv import chunk as conv
 from treeflash.kernels.gated_delta import chunk as delta
@@ -22,19 +23,46 @@ def test_kernels_are_their_references_in_the_interpreter() -> None:
 
 
 HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128}
-HALVES = dict.fromkeys(("q", "k", "erase", "attention"), "*fp16") | {"peaks": "*i32", "runs": "i32"}
+TYPES = dict.fromkeys(("q", "k", "erase", "attention"), "*fp16") | {
+    "values": "*fp32",
+    "peaks": "*i32",
+    "runs": "i32",
+}
 
 
 @pytest.mark.parametrize("card", [card for card in TARGETS if card[:2] == "sm" and card != "sm_75"])
 def test_the_delta_rule_compiles(card: str) -> None:
     target, limit = TARGETS[card]
-    tiles = delta.prepare_tiles(capability(target)), delta.walk_tiles(128, capability(target))
+    tiles = (choose(128, capability(target)) for choose in (delta.prepare_tiles, delta.walk_tiles))
     for kernel, chosen in zip((delta._prepare_kernel, delta._walk_kernel), tiles, strict=True):
-        assert compiled(kernel, card, {**HEADS, "C": 64}, chosen, scalars=HALVES) <= limit
+        assert compiled(kernel, card, {**HEADS, "C": 64}, chosen, scalars=TYPES) <= limit
     width = {**HEADS, "WIDTH": 4}
     assert shared_memory(delta._fold_kernel, target, {**width, "COLUMNS": 32}) <= limit
     rows = {**width, "ROWS": conv.ROWS, "WINDOW": 4}
     assert shared_memory(conv._chunk_conv_kernel, target, rows, scalars={"q": "*fp16", "k": "*fp16"}) <= limit
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+def test_the_delta_rule_reads_nothing_that_was_never_written(dim: int, tmp_path: Path) -> None:
+    """As heads of 16 dims did in four warps: such a register said where a product's operand lies."""
+    heads, path = {"KEY_HEADS": 2, "VALUE_HEADS": 6, "D": dim, "C": 64}, tmp_path / "kernel.cubin"
+    tiles = (choose(dim, (9, 0)) for choose in (delta.prepare_tiles, delta.walk_tiles))
+    for kernel, chosen in zip((delta._prepare_kernel, delta._walk_kernel), tiles, strict=True):
+        path.write_bytes(tiled(kernel, "sm_90", heads, chosen, scalars=TYPES).asm["cubin"])
+        code = told("nvdisasm", "-c", str(path))
+        assert "HGMMA" in code
+        assert not unwritten_reads(code)
+
+
+def test_a_read_of_what_was_never_written_is_found() -> None:
+    lines = (
+        "S2R R2, SR_TID.X",
+        "@!P0 IADD3 R5, P2, R2, 0x20, RZ",
+        "LOP3.LUT R4, R4, 0xfffffeff, RZ, 0xc0, !PT",
+    )
+    wrong = "IADD3 R160, P2, R0, 0x20, RZ"
+    assert unwritten_reads("".join(f"  /*0010*/  {line} ;\n" for line in lines)) == []
+    assert unwritten_reads("".join(f"  /*0010*/  {line} ;\n" for line in (*lines, wrong, wrong))) == [wrong]
 
 
 @pytest.mark.parametrize("card", TARGETS)

@@ -397,5 +397,4 @@ class Engine:
             last = verified.tokens[count - 1]
             children = (row for row, parent in enumerate(parents) if parent == accepted[-1])
             accepted += [row for row in children if tokens[row] == last][:1]
-        step_s = verified.draft_s + verified.verify_s
-        return Tree(tokens, parents, accepted, verified.draft_s, step_s)
+        return Tree(tokens, parents, accepted, verified.draft_s, verified.draft_s + verified.verify_s)

@@ -16,6 +16,7 @@ from treeflash.engine.prefill import chunk_size, prefill_bytes
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.kv_cache.format import KVFormat
+from treeflash.kernels.quant_matmul import BUCKETS
 from treeflash.kernels.sampling import make_workspace
 from treeflash.kernels.sampling.state import DrawState
 from treeflash.kernels.tree import ROWS
@@ -155,7 +156,8 @@ def _steps(spec: ModelSpec, rows: int, draft: DraftSpec | None) -> int:
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    flowing = rows * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _BLOCKS * 128)
+    filled = max(rows, BUCKETS[0])  # as products take them
+    flowing = filled * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _BLOCKS * 128)
     flowing += _attention(rows, spec.heads, spec.kv_heads, spec.head_dim)
     drafting = 0
     if draft is not None:

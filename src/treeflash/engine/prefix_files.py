@@ -304,6 +304,11 @@ def _read_state(
     count = header["length"] // PAGE
     if any(size not in (0, saves.cell_bytes) for size in (header["page"], header["tail"])):
         raise ValueError(f"its pages have {header['page']} bytes, needed {saves.cell_bytes}")
+    room = saves.states.buffers.pending.path.shape[1]
+    if header["folding"] > room:
+        raise ValueError(
+            f"it has {header['folding']} rows to be folded in, at most {room} fit in a step here"
+        )
     draft = header["draft"]
     state = SavedSequence(
         length=header["length"],

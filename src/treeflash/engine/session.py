@@ -261,7 +261,7 @@ def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Cos
         )
         block = BlockDraft(draft, target, buffers)
         prepare(draft.layouts, target.device)
-    # A padded step of one row costs what the smallest size does, and so on.
+    # Padded steps cost what the next larger size does.
     sizes = SIZES if target.device.type == "cuda" else BUCKETS
     return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
 

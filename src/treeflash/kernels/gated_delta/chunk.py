@@ -176,27 +176,28 @@ def _fold_kernel(
 
 
 def takes(state: Tensor) -> bool:
-    """Whether the kernels are made for such heads (a power of two of dims, 32 to 128) and such a card.
+    """Whether the kernels are made for such heads (a power of two of dims, 16 to 128) and such a card.
 
-    Without tensor cores for TF32 the inverse is a program too long to compile. For 16 dims on Hopper Triton 3.6
-    makes a product that reads shared memory beyond its end, seen with memcheck.
+    Without tensor cores for TF32 the inverse is a program too long to compile.
     """
     dim = state.shape[-1]
     if state.is_cuda and (_capability(state.device) or (0, 0)) < (8, 0):
         return False
-    return 32 <= dim <= 128 and dim & (dim - 1) == 0
+    return 16 <= dim <= 128 and dim & (dim - 1) == 0
 
 
-def prepare_tiles(capability: tuple[int, int] | None) -> dict:
+def prepare_tiles(dim: int, capability: tuple[int, int] | None) -> dict:
     """Arithmetic of the inverse and warps by the card: the capability of an NVIDIA one, None for others.
 
-    Three TF32 products give float32's accuracy on tensor cores, where there are any for them.
+    Three TF32 products give float32's accuracy on tensor cores, where there are any for them. Heads of 16
+    dims get eight warps everywhere: with four, Triton 3.6's ptxas (12.8) takes where one of a product's
+    operands lies from a register that nothing has written, an illegal address on Hopper.
     """
     ampere = capability is not None and capability >= (8, 0)
     return {
         "LEVELS": CHUNK.bit_length() - 1,
         "EXACT": "tf32x3" if ampere else "ieee",
-        "num_warps": 4 if capability == (9, 0) else 8,
+        "num_warps": 4 if capability == (9, 0) and dim > 16 else 8,
         "num_stages": 1,
     }
 
@@ -239,8 +240,9 @@ def slot_delta(
     heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "D": dim, "C": CHUNK}
     capability = _capability(q.device)
     _prepare_kernel[(value_heads, batch * runs)](
-        q, k, v, g, beta, total, erase, attention, peaks, tokens, runs, **heads, **prepare_tiles(capability)
-    )
+        q, k, v, g, beta, total, erase, attention, peaks, tokens, runs,
+        **heads, **prepare_tiles(dim, capability),
+    )  # fmt: skip
     chosen = walk_tiles(dim, capability)
     _walk_kernel[(batch * value_heads, dim // chosen["COLUMNS"])](
         q, k, v, total, erase, attention, peaks, state, slots, tokens, runs, **heads, **chosen
