@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Engine, Request
+from treeflash.engine.engine import Done, Engine, Request, Tokens
 from treeflash.engine.requests import TextRequest
 from treeflash.engine.session import Session
 from treeflash.gguf import GGUFFile, GGUFWriter, ValueType
@@ -51,11 +51,14 @@ def shuffled(draft: Path, output: Path) -> None:
             writer.write_tensor(tensor.name, rows.tobytes())
 
 
-def speed(engine: Engine, prompt: list[int], count: int) -> tuple[float, float]:
-    """Tokens a second of decoding, and tokens a step."""
-    for event in engine.generate(Request(prompt=prompt, max_tokens=count)):
+def speed(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
+    """Tokens a second of decoding, tokens a step, and the text."""
+    text: list[int] = []
+    for event in engine.generate(Request(prompt=prompt, max_tokens=count, may_cut=False)):
+        if isinstance(event, Tokens):
+            text += event.ids
         if isinstance(event, Done):
-            return event.stats.decode_tok_s, event.stats.acceptance_length
+            return event.stats.decode_tok_s, event.stats.acceptance_length, text
     raise AssertionError("no end")
 
 
@@ -82,19 +85,23 @@ def main() -> None:
         )
         controlled = Session.load(target, tree)
         plain = Session.load(target, EngineConfig(options.device, 1024, speculation=None))
-    ratios, accepted = [], []
+    ratios, accepted, speeds, same = [], [], [], 0
     for number in range(options.rounds):
         for prompt in PROMPTS:
             ids = plain.encode(TextRequest(messages=[{"role": "user", "content": prompt}]))
-            with_draft, length = speed(controlled.engine, ids, options.n_gen)
-            without, _ = speed(plain.engine, ids, options.n_gen)
+            with_draft, length, text = speed(controlled.engine, ids, options.n_gen)
+            without, _, wanted = speed(plain.engine, ids, options.n_gen)
             if number:  # the first round warms up
                 ratios.append(with_draft / without)
                 accepted.append(length)
+                speeds.append(without)
+                same += text == wanted
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     line = {
         "ratio": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        "plain_tok_s": round(statistics.median(speeds), 1),
+        "same_text": f"{same} of {len(ratios)}",
         "target": target.name,
         "acceptance_length": round(statistics.mean(accepted), 3),
         "device": torch.cuda.get_device_name()

@@ -51,6 +51,9 @@ class Oracle(NoDrafter):
         nodes = min(self._budget, limit - 1)
         return build_tree(torch.tensor([anchor]), proposal, nodes=nodes).trimmed().tree
 
+    def rests(self) -> bool:
+        return False
+
     def _ranked(self, token: int) -> list[int]:
         others = self._choose.sample([t for t in range(self._vocabulary) if t != token], self._candidates)
         place = 0 if self._choose.random() < self._right else self._choose.choice([1, 2, self._candidates])
@@ -64,13 +67,22 @@ class RandomTrees(NoDrafter):
         super().__init__()
         self._start, self._answer, self._vocabulary = prompt, answer, vocabulary
         self._choose = random.Random(seed)
+        self._rests = False
+        self.rested = 0
+
+    def rests(self) -> bool:
+        self._rests = self._choose.random() < 0.7
+        return self._rests
 
     def propose(
         self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
     ) -> DraftTree:
+        assert not self._rests or limit == 1
+        self.rested += self._rests
+        self._rests = False
         choose, future = self._choose, self._answer[position - self._start + 1 :]
         tokens, parents, depths = [anchor], [-1], [0]
-        for row in range(1, choose.randint(1, limit)):
+        for row in range(1, choose.choice([1, 1, choose.randint(1, limit)])):
             parent = row - 1 if choose.random() < 0.6 else choose.randrange(row)
             depth = depths[parent]
             taken = {tokens[other] for other in range(1, row) if parents[other] == parent}

@@ -28,6 +28,7 @@ from treeflash.state.draft_ring import draft_buffers
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 COUNT = 160
 FIXED = SpecConfig(adaptive=False)
+KINDS = ("nobody", "1", "22", "63", "random trees", "copies", "copies that pay")
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +60,15 @@ def proposer(kind: str, answer: list[int], vocabulary: int) -> Drafter | None:
             return RandomTrees(len(PROMPT), answer, vocabulary=vocabulary)
         case "copies":
             return Speculator(None, FIXED, Costs())
+        case "copies that pay":
+            return Speculator(None, SpecConfig(), Costs({1: 1.0, 64: 1.1}), sizes=(1, 8, 64))
     return Oracle(len(PROMPT), answer, budget=int(kind), vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
     ("kind", "may_cut"),
-    [*((kind, False) for kind in ("nobody", "1", "22", "63", "random trees", "copies")), ("22", True)],
+    [*((kind, False) for kind in KINDS), ("22", True)],
 )
 def test_padded_steps_give_the_same_text(
     target: Decoder, plain: dict[str, list[int]], kind: str, may_cut: bool, sampling: str
@@ -76,6 +79,8 @@ def test_padded_steps_give_the_same_text(
     found = events(engine, PROMPT, SAMPLINGS[sampling], may_cut=may_cut)
     assert tokens_of(found) == plain[sampling]
     assert isinstance(found[-1], Done)
+    if isinstance(drafter, RandomTrees):
+        assert drafter.rested > 10
     if kind in ("22", "63"):
         assert found[-1].stats.acceptance_length > 4
 

@@ -169,3 +169,33 @@ def test_a_question_without_a_tree_leaves_no_miss_behind() -> None:
     assert len(asked) > 1 and all(plans[number].rows == 1 for number in asked)
     waits = [plans[number].waited - number for number in asked]
     assert waits == [waits[0]] * len(asked)
+
+
+def test_steps_that_are_planned_ahead_ask_as_often() -> None:
+    """A draft that never guesses right: the same questions whether plain steps are planned ahead or not."""
+    asked = []
+    for ahead in (False, True):
+        controller, rested = Controller(Costs({1: 1.0, 24: 1.3}, 0.2), max_rows=24, drafts=True), 0
+        controller.begin()
+        questions = []
+        for step in range(400):
+            if ahead and step and controller.rest():
+                rested += 1
+                continue
+            plan = controller.plan()
+            if plan.ask:
+                questions.append(step)
+                controller.learn([1.0] + [0.5] * 23, [0], verified=24, waited=plan.waited)
+        asked.append(questions)
+        assert (rested > 300) == ahead
+    assert asked[0] == asked[1] and 10 < len(asked[0]) < 60
+
+
+def test_no_rest_where_a_copy_pays() -> None:
+    controller = Controller(Costs({1: 1.0, 8: 1.1}), max_rows=8, drafts=False)
+    assert not controller.rest()  # a text's beginning is planned when it is there
+    controller.plan()
+    assert controller.rest()
+    assert controller.rest(copied=7, sure=0.01)
+    assert not controller.rest(copied=7, sure=0.9)
+    assert controller.steps == 3

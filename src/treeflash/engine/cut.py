@@ -30,3 +30,12 @@ def cut_text(fresh: list[int], request: "Request", room: int) -> Cut:
         cut = cut if count is None else Cut(cut.tokens[:count], "stop", count)
     count = request.cut(cut.tokens)
     return cut if count is None else Cut(cut.tokens[:count], "stop", count)
+
+
+def guessed_rows(tokens: list[int], parents: list[int], rows: list[int], text: list[int]) -> list[int]:
+    """Of a tree's rows those that were right: `rows`, accepted, behind which comes `text`, a token each."""
+    if not rows:
+        return []
+    # Where the text ends nobody walks on, but a row that guessed its last token guessed right.
+    children = (row for row, parent in enumerate(parents) if parent == rows[-1])
+    return rows + [row for row in children if tokens[row] == text[-1]][:1]

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from treeflash.engine.cut import cut_text
+from treeflash.engine.cut import cut_text, guessed_rows
 from treeflash.engine.device_step import Looked, StepParts, padded_rows
 from treeflash.engine.guide import Guide
 from treeflash.engine.memory import kv_pair, total_memory
@@ -217,7 +217,8 @@ class Engine:
                 room = limit - stats.generated_tokens - len(fresh)
                 if room > 0 and self._may_go_on(request, fresh):
                     # The device goes on while the host looks at the text; if it ends here, for nothing.
-                    ahead = self._propose(slot, fresh[-1], request, sampler)
+                    alone = verified.behind is not None
+                    ahead = self._propose(slot, fresh[-1], request, sampler, alone=alone)
                     if not request.may_cut:  # rows that a pass has been made behind cannot be taken back
                         looked = verified.behind or self._look(slot, ahead, room)
             cut = cut_text(fresh, request, limit - stats.generated_tokens)
@@ -307,10 +308,12 @@ class Engine:
         self.steps.load(tree, room)
         return self.steps.look(len(tree))
 
-    def _look_behind(self, slot: int, room: int, request: Request) -> Looked | None:
+    def _look_behind(self, slot: int, tree: DraftTree, room: int, request: Request) -> Looked | None:
         """The next pass before a walk is read, where one token comes of it; for nothing if it is last."""
-        plain = self.steps.draws is not None and self._most_rows(request) == 1
-        if not plain or room < 2 or request.may_cut or not self._may_go_on(request, []):
+        alone = self.steps.draws is not None and len(tree) == 1
+        if not alone or room < 2 or request.may_cut or not self._may_go_on(request, []):
+            return None
+        if self._most_rows(request) > 1 and not self.drafter.rests():
             return None
         self._reserve(slot, 1 + self.steps.size(1))
         return self.steps.look_behind()
@@ -330,7 +333,7 @@ class Engine:
         # Whatever the masks take is spent while a device is busy with the pass.
         masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist()) if guide else None
         walked, clock = steps.walk(looked, sampler, masks), steps.clock
-        behind = self._look_behind(slot, room, request)
+        behind = self._look_behind(slot, tree, room, request)
         clock.wait()  # the only wait for the device
         decided = walked.flat.tolist()
         count = decided[0]
@@ -348,10 +351,12 @@ class Engine:
     def _most_rows(self, request: Request) -> int:
         return self.max_rows if request.draft_budget is None else min(self.max_rows, request.draft_budget + 1)
 
-    def _propose(self, slot: int, anchor: int, request: Request, sampler: Sampler) -> DraftTree:
+    def _propose(
+        self, slot: int, anchor: int, request: Request, sampler: Sampler, *, alone: bool = False
+    ) -> DraftTree:
         position, guide, clock = self.states.lengths[slot], request.guide, self.steps.clock
         clock.mark(0)
-        limit = min(self._most_rows(request), self.max_ctx - position)
+        limit = 1 if alone else min(self._most_rows(request), self.max_ctx - position)
         rank: Rank = sampler.rank
         if guide is not None and sampler.fixed is None:
             rank = partial(sampler.rank, first=guide.masks([anchor], [-1])[0])
@@ -391,10 +396,5 @@ class Engine:
     def _shown(self, verified: _Verified, count: int) -> Tree:
         """The step's tree, with the first `count` of the accepted rows."""
         tokens, parents = self.steps.shown(verified.size)
-        accepted = verified.rows[:count]
-        if accepted:
-            # Where the text ends nobody walks on, but a row that guessed its last token guessed right.
-            last = verified.tokens[count - 1]
-            children = (row for row, parent in enumerate(parents) if parent == accepted[-1])
-            accepted += [row for row in children if tokens[row] == last][:1]
+        accepted = guessed_rows(tokens, parents, verified.rows[:count], verified.tokens[:count])
         return Tree(tokens, parents, accepted, verified.draft_s, verified.draft_s + verified.verify_s)

@@ -19,7 +19,7 @@ from treeflash.models.measure import tile_space
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import MAX_ROWS
-from treeflash.models.weights import Progress, TensorSource, WeightLoader
+from treeflash.models.weights import Progress, TensorSource, WeightLoader, side_by_side
 
 PIECE = 2048  # rows that `append` takes at a time: fused features are wide
 
@@ -40,35 +40,35 @@ class DraftLayer:
         block, width, kv = f"blk.{index}", spec.width, spec.kv_heads * spec.head_dim
         self._query = loader.matrix(f"{block}.attn_q.weight", spec.heads * spec.head_dim, width)
         names = [f"{block}.attn_k.weight", f"{block}.attn_v.weight"]
-        self._key_value = loader.projections(names, [kv, kv], width)
+        self.to_key_value = loader.projections(names, [kv, kv], width)
         self._out = loader.matrix(f"{block}.attn_output.weight", width, spec.heads * spec.head_dim)
         self._query_norm = loader.vector(f"{block}.attn_q_norm.weight", spec.head_dim)
         self._key_norm = loader.vector(f"{block}.attn_k_norm.weight", spec.head_dim)
         self._norm = loader.vector(f"{block}.attn_norm.weight", width)
         self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
-        self._packs = PackedInput(self._query, self._key_value)
-        self.key_value_packs = PackedInput(self._key_value)
+        self._packs = PackedInput(self._query, self.to_key_value)
+        self.key_value_packs = PackedInput(self.to_key_value)
 
     def key_value(self, x: Tensor | PackedRows, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, T, width], context features or normed block rows, to keys and values [B, T, KV, D]."""
-        k, v = self._key_value_heads(x, len(angles[0]))
+        k, v = self._heads(self.to_key_value(x), len(angles[0]))
         return head_rope(k, self._key_norm, self._spec.eps, *angles, interleaved=False), v
 
-    def _key_value_heads(self, x: Tensor | PackedRows, batch: int) -> tuple[Tensor, Tensor]:
-        k, v = by_item(self._key_value(x), batch)
+    def _heads(self, rows: tuple[Tensor, ...], batch: int) -> tuple[Tensor, Tensor]:
+        k, v = by_item(rows, batch)
         return k.unflatten(-1, (self._spec.kv_heads, -1)), v.unflatten(-1, (self._spec.kv_heads, -1))
 
     def keep(
         self,
-        x: Tensor | PackedRows,
+        rows: tuple[Tensor, ...],
         angles: tuple[Tensor, Tensor],
         slots: Tensor,
         buffers: DraftBuffers,
         count: Tensor,
     ) -> None:
-        """Keys and values of the first `count` [B] of context features x into the layer's ring."""
-        k, v = self._key_value_heads(x, len(slots))
+        """The first `count` [B] of what `to_key_value` made of context features into the layer's ring."""
+        k, v = self._heads(rows, len(slots))
         pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
         places = {"slots": slots, "lengths": buffers.lengths, "count": count}
         ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, **places)
@@ -207,8 +207,9 @@ class DFlashDraft:
         fused = self._fuse(features)
         _, x = add_rms_norm(fused, None, self._fuse_norm, self.spec.eps, pack=packs)
         angles = rope_angles(positions, self._frequencies)
-        for layer in self._layers:
-            layer.keep(x, angles, slots, buffers, count)
+        projected = side_by_side(x, [layer.to_key_value for layer in self._layers])
+        for layer, key_value in zip(self._layers, projected, strict=True):
+            layer.keep(key_value, angles, slots, buffers, count)
         buffers.lengths.index_add_(0, slots, count)
 
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:

@@ -87,6 +87,16 @@ class Projections:
         return out.split(self.sizes) if isinstance(out, OpenSums) else out.split(self.sizes, -1)
 
 
+def side_by_side(x: Tensor | PackedRows, projections: Sequence[Projections]) -> list[tuple[Tensor, ...]]:
+    """What each of them makes of the same x; where they are in tiles, their products overlap."""
+    tiles = [matrix.data for each in projections for matrix in each.matrices]
+    packed = [data for data in tiles if isinstance(data, PackedWeight)]
+    if len(packed) < len(tiles) or any(each.bias is not None for each in projections):
+        return [each(x) for each in projections]
+    out = _products(x, packed).split([sum(each.sizes) for each in projections], -1)
+    return [part.split(each.sizes, -1) for part, each in zip(out, projections, strict=True)]
+
+
 def _products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
     """x [..., K] times matrices in tiles, side by side: [..., N in all]; [M, N in all] for packed rows."""
     if isinstance(x, PackedRows):

@@ -90,12 +90,26 @@ class Controller:
 
     def plan(self, *, copied: int = 0, sure: float = 0.0) -> Plan:
         """For the coming step, when a copy of `copied` tokens might follow, each with probability `sure`."""
-        self.steps += 1
         self._outlook.step(new_text=self._new_text)
         if self._new_text:
             # Its beginning is not behind a miss.
             self._waited, self._new_text = WAITS[-1], False
+        return self._taken(self._decided(copied, sure))
+
+    def rest(self, *, copied: int = 0, sure: float = 0.0) -> bool:
+        """Whether the step behind the one under way will be plain; then that is planned.
+
+        A copy that was not there one token ago, or is surer now, has to wait for one step.
+        """
         plan = self._decided(copied, sure)
+        if self._new_text or plan.rows > 1 or plan.ask:
+            return False
+        self._outlook.step(new_text=False)
+        self._taken(plan)
+        return True
+
+    def _taken(self, plan: Plan) -> Plan:
+        self.steps += 1
         self._since_question = 0 if plan.ask else self._since_question + 1
         self._waited = 0 if plan.rows > 1 else self._waited + 1
         return plan

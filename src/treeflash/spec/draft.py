@@ -88,6 +88,13 @@ class Drafter(Protocol):
         """A tree below `anchor`, which stands at `position`, of at most `limit` rows, the root included."""
         ...
 
+    def rests(self) -> bool:
+        """Whether the next step is the root alone whatever the one under way brings, which then may begin.
+
+        If so, that step's proposal is asked for with a limit of 1.
+        """
+        ...
+
     def learn(self, outcome: Outcome) -> None: ...
 
     def save(self) -> SavedRings | None:
@@ -124,6 +131,9 @@ class NoDrafter:
         self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
     ) -> DraftTree:
         return DraftTree.root(anchor)
+
+    def rests(self) -> bool:
+        return True
 
     def learn(self, outcome: Outcome) -> None: ...
 

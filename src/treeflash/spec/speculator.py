@@ -171,6 +171,10 @@ class Speculator:
                 return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
         return DraftTree.root(anchor)
 
+    def rests(self) -> bool:
+        copied, score = self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
+        return self._controller.rest(copied=len(copied), sure=math.exp(score))
+
     def learn(self, outcome: Outcome) -> None:
         self._catch_up()
         asked, costs = self._asked, self._controller.costs
