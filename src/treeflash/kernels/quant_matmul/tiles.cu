@@ -159,7 +159,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     bulk_copy(ring0 + to * STAGE_BYTES + WEIGHT_BYTES, x + (size_t)from * X_BYTES, X_BYTES, full + 8 * to, often);
   };
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, THREADS);
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
@@ -241,8 +241,8 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
 #endif
     });
 #if BULK
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty + 8 * slot, last, (u32)place >> 4);
+    // Every lane for itself: one for its warp is no faster, and that the others are with it no tool can see.
+    barrier_arrive(empty + 8 * slot, last, (u32)place >> 4);
 #endif
     if (++slot == STAGES) slot = 0, phase ^= 1;
     if (started && (step == depth - 1 || i == units - 1)) {
