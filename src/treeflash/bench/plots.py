@@ -81,6 +81,7 @@ def _mark(axes: Any, text: str, height: float, *, below: bool = False) -> None:
         ha="right",
         fontsize=9,
         color="#555555",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
 
 
@@ -157,7 +158,8 @@ def _positions(lines: Sequence[Line], title: str) -> Any:
     axes.set_ylim(0, 1)
     axes.set_xticks(range(1, POSITIONS + 1, 2))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
-    axes.legend(frameon=False, fontsize=10 if len(groups) < 6 else 8)
+    # Long enough to show a broken line.
+    axes.legend(frameon=False, fontsize=10 if len(groups) < 6 else 8, handlelength=3.5)
     return figure
 
 

@@ -125,9 +125,10 @@ STEPS = ("suite", "rows", "draft ms", "verify ms", "rest ms", "TTFT s", "tokens"
 
 
 def tables(lines: Sequence[Line]) -> dict[tuple[str, ...], list[list[str]]]:
-    """Speed, and what steps are made of, as text: columns to rows, the last of them for all suites."""
-    total = overall(lines)
-    found = [*rows(lines), *([total] if total else [])]
+    """Speed, and what steps are made of, as text: columns to rows, the last for all suites together."""
+    temperatures = sorted({line["temperature"] for line in lines if "skipped" not in line})
+    totals = [overall([line for line in lines if line.get("temperature") == each]) for each in temperatures]
+    found = [*rows(lines), *(total for total in totals if total)]
     return {SPEED: [_speed(row) for row in found], STEPS: [_steps(row) for row in found]}
 
 
@@ -174,16 +175,20 @@ def percent(found: Figure | None) -> str:
     return "–" if found is None else f"{100 * found['mean']:.0f}%"
 
 
-def markdown(head: Line, lines: Sequence[Line], pictures: Mapping[str, str] | None = None) -> str:
-    """One run: what ran, the table, the command, the floor, the pictures (title to file)."""
-    parts = [f"## {title(head)}\n", _machine(head) + "\n"]
+def markdown(
+    head: Line, lines: Sequence[Line], pictures: Mapping[str, str] | None = None, *, notes: str = ""
+) -> str:
+    """One run: what ran, notes, the table, the command, the floor, the pictures (title to file)."""
+    parts = [f"## {title(head)}\n", _machine(head) + "\n", *([notes] if notes else [])]
     for columns, cells in tables(lines).items():
         table = [columns, ["---"] * len(columns), *cells]
         parts.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")
     parts.append(f"Command: `{head['command']}`\n")
-    notes = [floor(head), disturbance(head)]
-    notes += [f"{line['prompt']} was left out: {line['skipped']}." for line in lines if "skipped" in line][:3]
-    parts += [" ".join(note for note in notes if note) + "\n"] if any(notes) else []
+    remarks = [floor(head), disturbance(head)]
+    remarks += [f"{line['prompt']} was left out: {line['skipped']}." for line in lines if "skipped" in line][
+        :3
+    ]
+    parts += [" ".join(each for each in remarks if each) + "\n"] if any(remarks) else []
     parts += [f"![{name}]({path})\n" for name, path in (pictures or {}).items()]
     return "\n".join(parts)
 
