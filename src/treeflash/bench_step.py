@@ -4,6 +4,7 @@ Knows no terminal: results are plain values.
 """
 
 import json
+import logging
 import statistics
 import time
 from collections import defaultdict
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from treeflash import step_profile
 from treeflash.config import EngineConfig
 from treeflash.engine.device_step import Clock
 from treeflash.engine.engine import Engine
@@ -23,8 +25,12 @@ from treeflash.engine.session import Session
 from treeflash.errors import UsageError
 from treeflash.models.step import Step
 from treeflash.spec.tree import DraftTree
+from treeflash.step_profile import Span
+
+log = logging.getLogger(__name__)
 
 _EXACT_SIZES = (1, 8, 16, 24)  # where steps are as large as their tree
+_TRACED = 3  # steps
 
 
 def bench_step(
@@ -62,12 +68,14 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Medians in milliseconds for sizes of a step, else for all, behind `context` tokens of prompt.
 
-    `gap_ms` is what a whole step takes beyond its parts: the time a device waits for the host.
+    `gap_ms` is what a whole step takes beyond its parts: the time a device waits for the host. On a GPU also
+    `parts_ms`: into which kernels the pass and what decides behind it go, by the shares that a trace shows;
+    it slows a step itself.
     """
     engine, plan = session.engine, session.plan
     if sizes is None:
         sizes = engine.steps.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
-    bench = _Bench(engine, context, rounds=(repeats + 2) * len(sizes), sampling=sampling)
+    bench = _Bench(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
     bandwidth = bandwidth or read_bandwidth(engine.target.device)
     moved = plan.weights - engine.target.embed.data.nbytes + 2 * plan.recurrent + plan.kv_per_token * context
     rows = []
@@ -76,7 +84,10 @@ def measure_steps(
             found = bench.times(size, repeats)
             found["bytes"] = moved
             found["bandwidth_share"] = moved / (found["verify_ms"] / 1000) / bandwidth
-            rows.append({"rows": size, **found})
+            traced = step_profile.shares(bench.trace(size, _TRACED), _TRACED)
+            whole = found["verify_ms"] + found["walk_ms"]
+            parts = {"parts_ms": {name: share * whole for name, share in traced.items()}} if traced else {}
+            rows.append({"rows": size, **found, **parts})
     finally:
         bench.close()
     return {
@@ -92,22 +103,17 @@ def measure_steps(
 
 @torch.inference_mode()
 def kernel_times(session: Session, rows: int, *, context: int = 256, steps: int = 4) -> dict[str, float]:
-    """Milliseconds a step on a GPU by kernel name, the longest first, for a size of step."""
-    engine = session.engine
-    bench = _Bench(engine, context, rounds=steps + 4)
+    """Milliseconds of a pass and what decides behind it by kernel name, the longest first.
+
+    Of a trace, which slows them; what a kernel waits for the one before it is not counted.
+    """
+    bench = _Bench(session.engine, context, rounds=steps + 4)
     try:
         bench.step(rows)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(steps):
-                bench.step(rows)
-            torch.cuda.synchronize()
+        found = step_profile.by_kernel(bench.trace(rows, steps))
     finally:
         bench.close()
-    totals: dict[str, float] = defaultdict(float)
-    for event in profile.key_averages():
-        if event.self_device_time_total > 0:
-            totals[event.key[:70]] += event.self_device_time_total / 1000 / steps
-    return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
+    return {name[:70]: microseconds / 1000 / steps for name, microseconds in found.items()}
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -127,12 +133,22 @@ def read_bandwidth(device: torch.device) -> float:
 
 def lines(result: dict[str, Any]) -> list[list[str]]:
     """The result as a table, its head first."""
-    columns = ("rows", "draft_ms", "verify_ms", "walk_ms", "gap_ms", "step_ms", "bandwidth_share")
-    names = ["rows", "draft + tree", "verify", "sample + walk + commit", "gap", "step ms", "of read speed"]
-    table = [names]
+    columns = ("draft_ms", "verify_ms", "walk_ms", "gap_ms", "step_ms")
+    names = ["rows", "draft + tree", "verify", "sample + walk + commit", "gap", "step ms"]
+    table = [[*names, "GB read", "of read speed"]]
     for row in result["sizes"]:
-        *numbers, share = (row[column] for column in columns[1:])
-        table.append([str(row["rows"]), *(f"{number:.2f}" for number in numbers), f"{share:.0%}"])
+        numbers = (f"{row[column]:.2f}" for column in columns)
+        moved = f"{row['bytes'] / 1e9:.2f}"
+        table.append([str(row["rows"]), *numbers, moved, f"{row['bandwidth_share']:.0%}"])
+    return table
+
+
+def part_lines(result: dict[str, Any]) -> list[list[str]]:
+    """What verify and all behind it are made of, in milliseconds, its head first; empty without a trace."""
+    rows = [row for row in result["sizes"] if "parts_ms" in row]
+    table = [["rows", *step_profile.SHOWN]] if rows else []
+    for row in rows:
+        table.append([str(row["rows"]), *(f"{row['parts_ms'][part]:.2f}" for part in step_profile.SHOWN)])
     return table
 
 
@@ -196,9 +212,34 @@ class _Bench:
         else:
             self._propose()
         steps.clock.mark(1)
+        self._verify(rows)
+        steps.clock.wait()
+
+    def trace(self, rows: int, count: int) -> list[Span]:
+        """Kernels of so many passes and what decides behind them; none on a CPU, or where tracing fails."""
+        if self._device.type != "cuda":
+            return []
+        kernels = [torch.profiler.ProfilerActivity.CUDA]
+        try:
+            with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
+                for _ in range(count):
+                    self._verify(rows)
+                torch.cuda.synchronize()
+            events = [each for each in profile.events() if each.device_type.name == "CUDA"]
+        except RuntimeError as error:
+            log.warning("no trace of a step's kernels: %s", str(error).partition("\n")[0])
+            return []
+        copies = ("Memcpy", "Memset")
+        return [
+            Span(event.name, event.time_range.start, event.time_range.end)
+            for event in events
+            if not event.name.startswith(copies)
+        ]
+
+    def _verify(self, rows: int) -> None:
+        steps = self._engine.steps
         self._load(rows)
         steps.walk(steps.look(rows), self._sampler)
-        steps.clock.wait()
 
     def _propose(self) -> None:
         engine, rank = self._engine, self._sampler.rank

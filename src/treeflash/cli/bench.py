@@ -150,6 +150,8 @@ def _step(
         )
     columns, *cells = bench_step.lines(result)
     view.table(f"Steps of {target.path.name}", columns, cells)
+    if parts := bench_step.part_lines(result):
+        view.table("Milliseconds of verify and what decides behind it, by part", parts[0], parts[1:])
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
     view.print_json(result)
