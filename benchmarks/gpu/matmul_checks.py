@@ -100,7 +100,7 @@ def check(log: Log) -> None:
     for type in (*TUNED, Q.F16):
         found = []
         for bucket in BUCKETS:
-            matmul = cuda.variant(layout_of(type), bucket, DEVICE).matmul
+            matmul = cuda.variant(card, layout_of(type), bucket, DEVICE).matmul
             depth = cuda.stages(card, layout_of(type), bucket)
             found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")
             log.record(
