@@ -1,12 +1,16 @@
 """Which variants of the products a card gets: by architecture, by what was measured, within its limits."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.kernels.cards import CARDS
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul.cuda import defines
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from treeflash.kernels.quant_matmul.cuda import defines, partition, stage_bytes, stages
+from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, empty_packed
 from treeflash.kernels.quant_matmul.rows import BUCKETS
+from treeflash.kernels.quant_matmul.tiling import MOST_STAGES, Tiling
 
 EVERY = {**{type.name: layout for type, layout in LAYOUTS.items()}, "F16": DENSE}
 # By type, for 8, 16, 24, 32, 48 and 64 rows: on an A100, on an H200, on cards with 100 KiB of shared memory.
@@ -55,3 +59,24 @@ def test_a_table_is_four_words() -> None:
     found = defines(CARDS["H200"], LAYOUTS[QuantType.IQ4_NL], 8)
     words = b"".join(found[f"TABLE{index}"].to_bytes(4, "little") for index in range(4))
     assert tuple(words) == LAYOUTS[QuantType.IQ4_NL].table
+
+
+def test_what_was_measured_decides_for_its_rows_alone() -> None:
+    card, layout = CARDS["H200"], LAYOUTS[QuantType.Q4_K]
+    tuned = replace(card, tuned=((8, Tiling(3, wide=True, halfway=False)),))
+    changed = {"STAGES": 3, "ROW_TILES": 2, "HALFWAY": 0}
+    assert defines(tuned, layout, 8) == defines(card, layout, 8) | changed
+    assert all(defines(tuned, layout, bucket) == defines(card, layout, bucket) for bucket in BUCKETS[1:])
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_no_tiling_goes_beyond_the_card_or_changes_who_adds_what(name: str) -> None:
+    card, weight = CARDS[name], empty_packed(QuantType.Q4_K, 5120, 1536, torch.device("meta"))
+    for layout in EVERY.values():
+        for bucket in BUCKETS:
+            deep = replace(card, tuned=((bucket, Tiling(MOST_STAGES, wide=True, halfway=True)),))
+            assert bool(stages(deep, layout, bucket)) == bool(stages(card, layout, bucket))
+            ring = stages(deep, layout, bucket) * stage_bytes(layout, bucket)
+            assert ring <= card.shared_per_block
+            assert defines(deep, layout, bucket)["ROW_TILES"] == (2 if name == "H200" else 1)
+            assert partition(deep, weight) == partition(card, weight)
