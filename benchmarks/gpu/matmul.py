@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from matmul_checks import DEVICE, TUNED, Log, Q, bound, check, error, spread_rows
@@ -214,10 +214,14 @@ def tune(log: Log) -> None:
     for found in tune_card(cuda.card_of(DEVICE), stack.layouts, stack.measure):
         log.check(f"{found.rows} rows: all tilings give equal sums", not found.differing)
         for tiling in found.differing:
-            log.say(f"{found.rows} rows: other sums with {tiling}")
-        built_in, best = found.built_in_s * 1e3, found.best_s * 1e3
-        log.say(f"best for {found.rows:2d} rows: {best:.4f} ms, built in {built_in:.4f}  {found.best or ''}")
-        log.record(tune=found.rows, ms=best, built_in_ms=built_in, tiling=found.best and asdict(found.best))
+            log.say(f"{found.rows} rows: other sums with {tiling.beside(found.built_in)}")
+        built_in, best, setting = (
+            found.built_in_s * 1e3,
+            found.best_s * 1e3,
+            found.best.beside(found.built_in),
+        )
+        log.say(f"best for {found.rows:2d} rows: {setting:30s} {best:.4f} ms, as built in {built_in:.4f}")
+        log.record(tune=found.rows, setting=setting, ms=best, built_in_ms=built_in)
 
 
 def main() -> int:

@@ -80,3 +80,10 @@ def test_no_tiling_goes_beyond_the_card_or_changes_who_adds_what(name: str) -> N
             assert ring <= card.shared_per_block
             assert defines(deep, layout, bucket)["ROW_TILES"] == (2 if name == "H200" else 1)
             assert partition(deep, weight) == partition(card, weight)
+
+
+def test_a_tiling_in_words() -> None:
+    tiling = Tiling(4, wide=False, halfway=True)
+    assert tiling.beside(tiling) == "as built in"
+    assert Tiling(3, wide=False, halfway=False).beside(tiling) == "3 stages, filled at the start"
+    assert Tiling(4, wide=True, halfway=True).beside(tiling) == "wide warps"

@@ -93,7 +93,7 @@ def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Sc
     for each in found:
         for tiling in each.differing:
             screen.warning(
-                f"{each.rows} rows: other sums with {tiling}, which is not used",
+                f"{each.rows} rows, {tiling.beside(each.built_in)}: other sums, not used",
                 "please report it with what `treeflash doctor` says",
             )
     cells = [
@@ -101,13 +101,13 @@ def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Sc
             str(each.rows),
             f"{each.built_in_s * 1e3:.4f}",
             f"{each.best_s * 1e3:.4f}",
-            "as built in" if each.best is None else str(each.best),
+            each.best.beside(each.built_in),
         )
         for each in found
     ]
     columns = ("rows", "built in ms", "best ms", "setting")
     view.table(f"Products on {kind}", columns, cells, texts=columns[-1:])
-    chosen = {each.rows: each.best for each in found if each.best is not None}
+    chosen = {each.rows: each.best for each in found if each.best != each.built_in}
     try:
         file.save(kind, chosen)
     except OSError as error:

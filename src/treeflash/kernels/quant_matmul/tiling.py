@@ -18,9 +18,14 @@ class Tiling:
     wide: bool  # a warp has two row tiles
     halfway: bool  # a stage is filled again in the middle of the unit after it, not at its start
 
-    def __str__(self) -> str:
-        filled = "filled halfway" if self.halfway else "filled at the start"
-        return f"{self.stages} stages, {'wide' if self.wide else 'narrow'} warps, {filled}"
+    def beside(self, other: "Tiling") -> str:
+        """What it does otherwise, in words."""
+        words = {
+            f"{self.stages} stages": self.stages != other.stages,
+            "wide warps" if self.wide else "narrow warps": self.wide != other.wide,
+            "filled halfway" if self.halfway else "filled at the start": self.halfway != other.halfway,
+        }
+        return ", ".join(word for word, differs in words.items() if differs) or "as built in"
 
 
 # A ring of 1280 columns was 5% slower than one of 1024. From 32 rows on a warp has two row tiles: x would

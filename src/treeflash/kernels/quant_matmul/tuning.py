@@ -51,9 +51,10 @@ class Found:
     """The best tiling for so many rows, and what the one that is built in takes."""
 
     rows: int
+    built_in: Tiling
+    best: Tiling  # the one that is built in where none is faster
     built_in_s: float
     best_s: float
-    best: Tiling | None  # None: the one that is built in
     differing: tuple[Tiling, ...]  # whose sums were not the same: never used
 
 
@@ -106,20 +107,20 @@ def tune(
             done += 1
             if progress is not None:
                 progress(done, total)
-        found.append(_best(bucket, others, measured))
+        found.append(_best(bucket, tried, measured))
     return found
 
 
-def _best(bucket: int, others: Sequence[Tiling], measured: Sequence[Measured]) -> Found:
-    first, *rest, last = measured
+def _best(bucket: int, tried: Sequence[Tiling], measured: Sequence[Measured]) -> Found:
+    (built_in, *others, _), (first, *rest, last) = tried, measured
     seconds = min(first.seconds, last.seconds)
-    pairs = list(zip(others, rest, strict=True))
+    pairs = zip(others, rest, strict=True)
     times = {tiling: each.seconds for tiling, each in pairs if torch.equal(each.sums, first.sums)}
     differing = tuple(tiling for tiling in others if tiling not in times)
-    best = min(times, key=times.__getitem__, default=None)
-    if best is None or times[best] >= seconds * (1 - _MARGIN):
-        return Found(bucket, seconds, seconds, None, differing)
-    return Found(bucket, seconds, times[best], best, differing)
+    best = min(times, key=times.__getitem__, default=built_in)
+    if times.get(best, seconds) >= seconds * (1 - _MARGIN):
+        return Found(bucket, built_in, built_in, seconds, seconds, differing)
+    return Found(bucket, built_in, best, seconds, times[best], differing)
 
 
 class Stack:
