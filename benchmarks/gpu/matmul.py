@@ -4,15 +4,14 @@ python benchmarks/gpu/matmul.py --out lines.jsonl [--parts check,bandwidth,time,
 """
 
 import argparse
-import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from matmul_checks import DEVICE, TUNED, Log, Q, blocks, bound, check, error, spread_rows
-from torch import Tensor
+from matmul_checks import DEVICE, TUNED, Log, Q, bound, check, error, spread_rows
 
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import (
@@ -21,57 +20,30 @@ from treeflash.kernels.quant_matmul import (
     cuda,
     expand_weight,
     kernel,
-    layout_of,
     pack,
     pack_rows,
     packed_matmul,
     packed_products,
-    prepare,
     unpack,
 )
+from treeflash.kernels.quant_matmul.tuning import (
+    LAYERS_27B,
+    Shapes,
+    Stack,
+    Step,
+    random_rows,
+    random_steps,
+    timed,
+)
+from treeflash.kernels.quant_matmul.tuning import tune as tune_card
 
 ROWS = (1, 8, 16, 24, 32, 48, 64)
 SHAPES = ((17408, 5120), (5120, 17408), (14336, 5120), (10240, 5120), (5120, 6144))
 
 
-def timed(launch: Callable[[], object], *, groups: int = 5, repeats: int = 2) -> float:
-    """Median seconds of what `launch` does, in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()  # products follow one another in one stream
-    with torch.cuda.stream(stream):
-        launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        launch()
-        graph.capture_end()
-    times = []
-    for _ in range(groups + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / repeats / 1e3)
-    return statistics.median(times[1:])
-
-
 def copies(weight: PackedWeight, bytes: float = 6.4e8) -> list[PackedWeight]:
     count = int(bytes / weight.nbytes) + 1
-    return [weight, *(with_data(weight, weight.data.clone()) for _ in range(count - 1))]
-
-
-def with_data(weight: PackedWeight, data: Tensor) -> PackedWeight:
-    return PackedWeight(
-        data,
-        weight.row_scale,
-        weight.expand_factor,
-        weight.expand_scale,
-        weight.layout,
-        weight.rows,
-        weight.columns,
-    )
+    return [weight, *(replace(weight, data=weight.data.clone()) for _ in range(count - 1))]
 
 
 def bandwidth(log: Log) -> None:
@@ -87,7 +59,7 @@ def time_products(log: Log) -> None:
         for rows, columns in (*SHAPES, (248320, 5120)):
             if rows > 200000 and type != Q.Q6_K:
                 continue
-            data = blocks(type, rows, columns, generator)
+            data = random_rows(type, rows, columns, generator)
             torch.cuda.synchronize()
             start = time.time()
             weight = pack(data, type)
@@ -95,7 +67,7 @@ def time_products(log: Log) -> None:
             packing = data.numel() / (time.time() - start) / 1e9
             time_weight(log, type, weight, ROWS, f" repack {packing:.0f} GB/s")
     for type in (Q.Q3_K, Q.IQ4_XS, Q.IQ4_NL, Q.Q4_0, Q.Q5_0, Q.F16):
-        weight = pack(blocks(type, 17408, 5120, generator), type)
+        weight = pack(random_rows(type, 17408, 5120, generator), type)
         time_weight(log, type, weight, (1, 24, 64), "")
 
 
@@ -115,9 +87,9 @@ def time_weight(log: Log, type: QuantType, weight: PackedWeight, counts: tuple[i
     log.say(f"GB/s {type.name} {weight.rows}x{weight.columns}  {'  '.join(found)}{note}")
 
 
-def model_shapes() -> list[tuple[list[tuple[QuantType, int]], int]]:
+def model_shapes() -> list[Shapes]:
     """The products of a 27B hybrid in the Q4_K_M mix: matrices that read the same x, and its columns."""
-    steps: list[tuple[list[tuple[QuantType, int]], int]] = []
+    steps: list[Shapes] = []
     for layer in range(64):
         more = layer < 8 or layer >= 56 or (layer - 8) % 3 == 2
         if layer % 4 == 3:
@@ -132,28 +104,12 @@ def model_shapes() -> list[tuple[list[tuple[QuantType, int]], int]]:
     return [*steps, ([(Q.Q6_K, 248320)], 5120)]
 
 
-Steps = list[tuple[list[PackedWeight], int]]
-
-
-def model_steps() -> Steps:
+def model_steps() -> list[Step]:
     """Random weights for `model_shapes`, and the columns of each x."""
-    generator = torch.Generator(DEVICE).manual_seed(2)
-    made: dict[tuple[QuantType, int, int], PackedWeight] = {}
-    steps = []
-    for matrices, columns in model_shapes():
-        weights = []
-        for type, rows in matrices:
-            key = (type, rows, columns)
-            if key not in made:
-                made[key] = pack(blocks(type, rows, columns, generator), type)
-                weights.append(made[key])
-            else:
-                weights.append(with_data(made[key], made[key].data.clone()))
-        steps.append((weights, columns))
-    return steps
+    return random_steps(model_shapes(), DEVICE)
 
 
-def products_together(steps: Steps, count: int) -> Callable[[], None]:
+def products_together(steps: list[Step], count: int) -> Callable[[], None]:
     """All products of a step, those with the same x overlapping."""
     packed = {k: pack_rows(torch.randn(count, k, device=DEVICE)) for k in (5120, 6144, 17408)}
     out = torch.empty(count, 248320, device=DEVICE)
@@ -200,7 +156,7 @@ def time_model(log: Log) -> None:
 def time_prefill(log: Log) -> None:
     generator = torch.Generator(DEVICE).manual_seed(3)
     for type, rows, columns in ((Q.Q4_K, 34816, 5120), (Q.Q6_K, 5120, 17408), (Q.Q5_K, 10240, 5120)):
-        weight = pack(blocks(type, rows, columns, generator), type)
+        weight = pack(random_rows(type, rows, columns, generator), type)
         weights = copies(weight, 2e8)
         space = torch.empty(5120, weight.padded_columns, dtype=torch.float16, device=DEVICE)
         seconds = timed(lambda: [expand_weight(w, 0, space) for w in weights]) / len(weights)  # noqa: B023
@@ -224,7 +180,7 @@ def check_triton(log: Log) -> None:
     """The Triton kernels, which other cards use, on this one."""
     generator = torch.Generator(DEVICE).manual_seed(4)
     for type in (Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q8_0, Q.Q3_K, Q.IQ4_XS, Q.Q5_1, Q.F16):
-        weight = pack(blocks(type, 300, 512, generator), type)
+        weight = pack(random_rows(type, 300, 512, generator), type)
         values = unpack(weight).double()
         first, all_rows = None, spread_rows(64, 512, generator)
         for count in (1, 24, 64) if type in TUNED else (13, 64):
@@ -241,7 +197,7 @@ def check_triton(log: Log) -> None:
         found = error(space[:300].double() * weight.expand_scale.double(), values)
         log.check(f"triton expand {type.name}", found < 1e-3, "" if found < 1e-3 else f"{found:.1e}")
     for type, rows, columns in ((Q.Q4_K, 17408, 5120), (Q.Q4_K, 5120, 6144), (Q.Q6_K, 5120, 17408)):
-        weight = pack(blocks(type, rows, columns, generator), type)
+        weight = pack(random_rows(type, rows, columns, generator), type)
         weights, found = copies(weight), []
         for count in (1, 24, 64):
             x = kernel.pack_rows(torch.randn(count, columns, device=DEVICE))
@@ -252,60 +208,20 @@ def check_triton(log: Log) -> None:
         log.record(time="triton", type=type.name, n=rows, k=columns, gbps=found)
 
 
-SETTINGS: dict[str, dict[str, object]] = {
-    "as it is": {},
-    "narrow": {"_WIDE_WARPS_FROM": 100},
-    "wide from 16": {"_WIDE_WARPS_FROM": 16},
-    "wide": {"_WIDE_WARPS_FROM": 8},
-    "2 stages": {"_MAX_STAGES": {256: 2, 128: 3}},
-    "3 stages": {"_MAX_STAGES": {256: 3, 128: 4}},
-    "5 stages": {"_MAX_STAGES": {256: 5, 128: 8}},
-    "filled at the start": {"_HALFWAY_FROM": 100},
-    "3 stages, filled at the start": {"_MAX_STAGES": {256: 3, 128: 4}, "_HALFWAY_FROM": 100},
-}
-TUNE_SECONDS = 55  # behind which no further setting begins
-
-
 def tune(log: Log) -> None:
-    """Settings of the CUDA kernels against each other on all products of a model; all must give equal sums.
-
-    Last comes a table: the best setting for each number of rows, with the constants of cuda.py that make it.
-    """
-    generator, begin = torch.Generator(DEVICE).manual_seed(5), time.time()
-    counts, steps = (8, 16, 24, 32, 48, 64), model_steps()
-    inputs = {columns: spread_rows(64, columns, generator) for columns in (5120, 6144, 17408)}
-    checked = [steps[i] for i in (0, 1, 2, 3, 12, 14)]
-    first: dict[tuple[int, int], Tensor] = {}
-    default = {name: getattr(cuda, name) for name in ("_WIDE_WARPS_FROM", "_HALFWAY_FROM", "_MAX_STAGES")}
-    found: dict[str, dict[int, float]] = {}
-    try:
-        for setting, values in SETTINGS.items():
-            if time.time() - begin > TUNE_SECONDS:
-                log.say(f"no time left for {setting}")
-                continue
-            for name, value in {**default, **values}.items():
-                setattr(cuda, name, value)
-            cuda.variant.cache_clear()
-            prepare([layout_of(t) for t in TUNED], DEVICE)
-            found[setting] = {}
-            for count in counts:
-                for index, (weights, columns) in enumerate(checked):
-                    out = torch.cat([packed_matmul(inputs[columns][:count], w) for w in weights], 1)
-                    expected = first.setdefault((index, count), out)
-                    log.check(f"{setting}: product {index}, {count} rows equal", torch.equal(out, expected))
-                found[setting][count] = timed(products_together(steps, count), groups=3, repeats=3) * 1e3
-            log.say(
-                f"ms model {setting:30s} {'  '.join(f'{n}: {ms:.3f}' for n, ms in found[setting].items())}"
-            )
-            log.record(tune=setting, ms=found[setting])
-    finally:
-        for name, value in default.items():
-            setattr(cuda, name, value)
-        cuda.variant.cache_clear()
-    for count in counts:
-        best = min(found, key=lambda setting: found[setting][count])
-        ms, today = found[best][count], found["as it is"][count]
-        log.say(f"best for {count:2d} rows: {best:30s} {ms:.3f} ms, as it is {today:.3f}  {SETTINGS[best]}")
+    """The best tiling for each number of rows, as `treeflash tune` finds it; all must give equal sums."""
+    stack = Stack(LAYERS_27B, DEVICE)
+    for found in tune_card(cuda.card_of(DEVICE), stack.layouts, stack.measure):
+        log.check(f"{found.rows} rows: all tilings give equal sums", not found.differing)
+        for tiling in found.differing:
+            log.say(f"{found.rows} rows: other sums with {tiling.beside(found.built_in)}")
+        built_in, best, setting = (
+            found.built_in_s * 1e3,
+            found.best_s * 1e3,
+            found.best.beside(found.built_in),
+        )
+        log.say(f"best for {found.rows:2d} rows: {setting:30s} {best:.4f} ms, as built in {built_in:.4f}")
+        log.record(tune=found.rows, setting=setting, ms=best, built_in_ms=built_in)
 
 
 def main() -> int:

@@ -21,14 +21,11 @@ from treeflash.kernels.quant_matmul import (
     unpack,
 )
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from treeflash.kernels.quant_matmul.tuning import random_rows
 
 DEVICE = torch.device("cuda", 0)
 Q = QuantType
 TUNED = (Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q8_0)
-HALVES = {
-    Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,), Q.Q3_K: (108,), Q.Q4_K: (0, 2),
-    Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.IQ4_NL: (0,), Q.IQ4_XS: (0,), Q.MXFP4: (),
-}  # fmt: skip
 
 
 class Log:
@@ -51,24 +48,6 @@ class Log:
         self.record(check=name, passed=good, detail=detail)
         if not good or detail:
             self.say(f"{'PASS' if good else 'FAIL'} {name} {detail}")
-
-
-def blocks(type: QuantType, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Random packed rows with scales that a trained matrix could have."""
-    count = rows * columns // type.block_elements
-    if type in (Q.F16, Q.BF16, Q.F32):
-        dtype = {Q.F16: torch.float16, Q.BF16: torch.bfloat16, Q.F32: torch.float32}[type]
-        values = torch.randn(rows, columns, device=DEVICE, generator=generator) * 0.02
-        return values.to(dtype).view(torch.uint8)
-    data = torch.randint(
-        0, 256, (count, type.block_bytes), dtype=torch.uint8, device=DEVICE, generator=generator
-    )
-    for offset in HALVES[type]:
-        values = torch.randn(count, 1, device=DEVICE, generator=generator) * 1e-3
-        data[:, offset : offset + 2] = values.half().view(torch.uint8)
-    if type == Q.MXFP4:
-        data[:, 0] = torch.randint(112, 124, (count,), dtype=torch.uint8, device=DEVICE, generator=generator)
-    return data.view(rows, -1)
 
 
 def bound(type: QuantType) -> float:
@@ -100,7 +79,7 @@ def check(log: Log) -> None:
     for type in (*TUNED, Q.F16):
         found = []
         for bucket in BUCKETS:
-            matmul = cuda.variant(layout_of(type), bucket, DEVICE).matmul
+            matmul = cuda.variant(card, layout_of(type), bucket, DEVICE).matmul
             depth = cuda.stages(card, layout_of(type), bucket)
             found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")
             log.record(
@@ -111,7 +90,7 @@ def check(log: Log) -> None:
     for type in (*LAYOUTS, Q.F16, Q.BF16, Q.F32):
         worst, wide = 0.0, type.block_elements == 256
         for rows, columns in ((37, 256 if wide else 96), (300, 1280), (1000, 5120), (5120, 1536), (128, 512)):
-            data = blocks(type, rows, columns, generator)
+            data = random_rows(type, rows, columns, generator)
             weight = pack(data, type)
             if type not in (Q.F32, Q.BF16):
                 name = f"repack {type.name} {rows}x{columns}"
@@ -140,7 +119,9 @@ def check(log: Log) -> None:
                 name = f"many {type.name} {rows}x{columns} {count} rows"
                 log.check(name, found < bound(type), "" if found < bound(type) else f"{found:.1e}")
         log.say(f"worst relative error of a row, {type.name}: {worst:.2e}")
-    weights = [pack(blocks(t, n, 1024, generator), t) for t, n in ((Q.Q4_K, 200), (Q.Q6_K, 77), (Q.Q8_0, 96))]
+    weights = [
+        pack(random_rows(t, n, 1024, generator), t) for t, n in ((Q.Q4_K, 200), (Q.Q6_K, 77), (Q.Q8_0, 96))
+    ]
     check_together(log, generator)
     x = spread_rows(5, 1024, generator)
     log.check(
@@ -153,7 +134,7 @@ def check_together(log: Log, generator: torch.Generator) -> None:
     """Launches that overlap give what they give alone, in a graph too, with a kernel before that is slow to
     make x and one behind that reads all of y at once."""
     mix = ((Q.Q5_K, 10240), (Q.Q4_K, 6144), (Q.Q8_0, 96), (Q.Q6_K, 1024), (Q.F16, 300))
-    weights = [pack(blocks(t, n, 5120, generator), t) for t, n in mix]
+    weights = [pack(random_rows(t, n, 5120, generator), t) for t, n in mix]
     for count in (1, 24, 33, 64):
         x = spread_rows(count, 5120, generator)
         alone = torch.cat([packed_matmul(x, weight) for weight in weights], 1)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from layer_checks import EPS, FAILED, LINES, Poison, say
-from matmul_checks import HALVES, Q, blocks
+from matmul_checks import Q
 from torch import Tensor
 
 from treeflash.gguf.quants import dequantise
@@ -14,6 +14,7 @@ from treeflash.kernels.norm_rope import cuda as norm_cuda
 from treeflash.kernels.places import kernel as places_kernel
 from treeflash.kernels.places import reference as places
 from treeflash.kernels.quant_matmul import OpenSums, cuda, pack
+from treeflash.kernels.quant_matmul.tuning import HALVES, random_rows
 from treeflash.models.weights import Embedding
 
 REPLAYS = 50
@@ -103,7 +104,7 @@ class Chain:
         generator = torch.Generator("cuda").manual_seed(rows)
 
         def matrix(type: QuantType, n: int, k: int) -> object:
-            return pack(blocks(type, n, k, generator), type)
+            return pack(random_rows(type, n, k, generator), type)
 
         self.x = torch.randn(1, rows, width, device="cuda")
         self.weight, self.inner = torch.rand(width, device="cuda") + 0.5, inner

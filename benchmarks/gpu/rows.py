@@ -35,7 +35,7 @@ from layer_checks import (
 )
 from layers import milliseconds, report
 from matmul import model_steps
-from matmul_checks import TUNED, blocks
+from matmul_checks import TUNED
 from row_checks import check_chain, check_embedding, check_places, equal
 
 from treeflash.kernels.commit import kernel as commit_kernel
@@ -54,6 +54,7 @@ from treeflash.kernels.quant_matmul import (
     packed_matmul,
 )
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.quant_matmul.tuning import random_rows
 
 SECONDS = 75  # behind which no further part begins
 HEADS_INNER = (48, 128)  # heads of a delta layer's output
@@ -151,7 +152,7 @@ def check_open() -> None:
     generator = torch.Generator("cuda").manual_seed(6)
     for type in TUNED:
         for n, k in ((5120, 6144), (5120, INNER), (2 * INNER, 5120), (300, 512), (128, 5120)):
-            weight = pack(blocks(type, n, k, generator), type)
+            weight = pack(random_rows(type, n, k, generator), type)
             for rows in (1, 8, 24, 61):
                 name = f"{type.name} {n}x{k}, {rows} rows"
                 x = pack_rows(torch.randn(rows, k, device="cuda"))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from treeflash.kernels.quant_matmul.cuda import Card, defines, row_tiles, source
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 from treeflash.kernels.quant_matmul.rows import BUCKETS
+from treeflash.kernels.quant_matmul.tuning import candidates
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 
@@ -51,6 +53,18 @@ def fits(card: Card, registers: int, bucket: int) -> bool:
 def test_large_buckets_spill_nothing(bucket: int, tmp_path: Path) -> None:
     found = resources(CARDS["H200"], LAYOUTS[QuantType.Q5_K], bucket, tmp_path)["matmul"]
     assert found["stack"] == 0 and fits(CARDS["H200"], found["registers"], bucket)
+
+
+def test_every_tiling_that_is_tried_fits(tmp_path: Path) -> None:
+    layout, bucket = LAYOUTS[QuantType.Q4_K], 16
+    tilings = candidates(CARDS["H200"], bucket, [layout])
+    assert len(tilings) == 6
+    for tiling in tilings:
+        card = replace(CARDS["H200"], tuned=((bucket, tiling),))
+        found = resources(card, layout, bucket, tmp_path)["matmul"]
+        ring = stages(card, layout, bucket) * stage_bytes(layout, bucket)
+        assert (found["shared"] + ring) * card.resident <= card.shared_per_processor, tiling
+        assert found["stack"] == 0 and fits(card, found["registers"], bucket), tiling
 
 
 def test_warps_are_wide_only_beside_a_second_block() -> None:

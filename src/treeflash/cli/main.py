@@ -24,6 +24,7 @@ from treeflash.cli.serve import serve, stop
 from treeflash.cli.show import show
 from treeflash.cli.streams import OutputFailed, abandon, delivered, mend
 from treeflash.cli.train import train
+from treeflash.cli.tune import tune
 
 app = typer.Typer(
     name="treeflash",
@@ -68,6 +69,7 @@ app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)
 app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
 app.command("grow", cls=Command, rich_help_panel="Prepare")(grow)
 app.command("train", cls=Command, rich_help_panel="Prepare")(train)
+app.command("tune", cls=Command, rich_help_panel="Prepare")(tune)
 app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 
 

@@ -11,39 +11,37 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.quant_matmul.driver import Kernel, Module
-from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight
+from treeflash.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
 from treeflash.kernels.quant_matmul.nvrtc import compile_cubin, nvrtc
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 from treeflash.kernels.quant_matmul.sums import OpenSums
+from treeflash.kernels.quant_matmul.tiling import Tiling, tiling_of
+from treeflash.kernels.quant_matmul.tuned import TunedFile
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _BLOCK_TILES = ROW_BLOCK // 16
-_MAX_STAGES = {
-    256: 4,
-    128: 5,
-}  # by the columns of a tile; a ring of 1280 columns was 5% slower than one of 1024
 _UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
 _RESERVED = 1024  # bytes of shared memory that each block costs beside its own
 _STATIC = 512  # bytes for barriers and row scales
 _LEAST_COLUMNS = 512  # of a block of rows that a block of the grid has at least
-# From so many rows on a warp has two row tiles: x would otherwise take more of the shared memory's bandwidth
-# (128 bytes a cycle) than the weights take of the GPU's. At 32 rows a unit of Q4_K takes 1430 cycles there
-# and 1080 from memory; with two row tiles 920.
-_WIDE_WARPS_FROM = 32
-# With so many stages one is filled again in the middle of the unit after it: the thread that fills then
-# seldom waits for other warps to leave it.
+# With fewer stages none is filled again in the middle of the unit after it: the thread that fills would wait
+# for other warps to leave it.
 _HALFWAY_FROM = 3
 _TOGETHER = 4  # launches with the same x that may be under way at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What decides over the variants: the same numbers give the same sums."""
+    """What decides over the variants: the same numbers give the same sums, whatever was `tuned`."""
 
     arch: str
     processors: int
     shared_per_processor: int
     shared_per_block: int
+    tuned: tuple[tuple[int, Tiling], ...] = ()  # by rows; for others what the architecture gets
+
+    def tiling(self, bucket: int) -> Tiling:
+        return dict(self.tuned).get(bucket) or tiling_of(self.arch, bucket)
 
     @property
     def bulk(self) -> bool:
@@ -71,12 +69,20 @@ def card_of(device: torch.device) -> Card:
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
         properties.shared_memory_per_block_optin,
+        tuple(TunedFile.usual().load(kind_of(device)).items()),
     )
+
+
+def kind_of(device: torch.device) -> str:
+    """What a GPU shares with those that run the same variants at the same speed."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name}, {capability}, {properties.multi_processor_count} SMs"
 
 
 def row_tiles(card: Card, bucket: int) -> int:
     """Row tiles of a warp. Half the warps need a second block beside them."""
-    return 2 if card.bulk and card.resident > 1 and bucket >= _WIDE_WARPS_FROM else 1
+    return 2 if card.bulk and card.resident > 1 and card.tiling(bucket).wide else 1
 
 
 def stage_bytes(layout: Layout, bucket: int) -> int:
@@ -90,7 +96,8 @@ def stages(card: Card, layout: Layout, bucket: int) -> int:
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
         count = (card.shared_per_block - _STATIC) // size
-    return min(count, _MAX_STAGES[layout.unit]) if count >= 2 else 0
+    most = card.tiling(bucket).stages + (layout.unit < COLUMN_BLOCK)
+    return min(count, most) if count >= 2 else 0
 
 
 def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
@@ -105,7 +112,7 @@ def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
         "STAGES": (depth := stages(card, layout, bucket)),
         "BULK": int(card.bulk),
         "ROW_TILES": row_tiles(card, bucket),
-        "HALFWAY": int(depth >= _HALFWAY_FROM),
+        "HALFWAY": int(card.tiling(bucket).halfway and depth >= _HALFWAY_FROM),
         "TABLE": int(bool(layout.table)),
     }
     for index in range(4 if layout.table else 0):
@@ -132,8 +139,7 @@ class Variant:
 
 
 @cache
-def variant(layout: Layout, bucket: int, device: torch.device) -> Variant:
-    card = card_of(device)
+def variant(card: Card, layout: Layout, bucket: int, device: torch.device) -> Variant:
     macros = defines(card, layout, bucket)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
     module = Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
@@ -155,9 +161,14 @@ def _pack_rows_kernel(device: torch.device) -> Kernel:
     return Module(cubin, device).kernel("pack_rows", threads=512, overlap=card.bulk)
 
 
-def prepare(layouts: Iterable[Layout], buckets: Iterable[int], device: torch.device) -> None:
-    """Compiles what these layouts and row counts need, several at a time, before it is timed or captured."""
-    card, buckets = card_of(device), list(buckets)
+def prepare(
+    layouts: Iterable[Layout], buckets: Iterable[int], device: torch.device, card: Card | None = None
+) -> None:
+    """Compiles what these layouts and row counts need, several at a time, before it is timed or captured.
+
+    `card`: the device's, tuned otherwise.
+    """
+    card, buckets = card or card_of(device), list(buckets)
     wanted = [
         (layout, bucket)
         for layout in dict.fromkeys(layouts)
@@ -171,7 +182,7 @@ def prepare(layouts: Iterable[Layout], buckets: Iterable[int], device: torch.dev
             )
         )
     for pair in wanted:
-        variant(*pair, device)
+        variant(card, *pair, device)
     _pack_rows_kernel(device)
     _workspace(device)
 
@@ -224,29 +235,38 @@ def open_product(x: PackedRows, weight: PackedWeight) -> OpenSums:
     return OpenSums(out, parts, weight.data.shape[0], share, extra)
 
 
-def products(x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor]) -> None:
+def products(
+    x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor], card: Card | None = None
+) -> None:
     """Products with the same x, which overlap. The largest goes first: it hides the wait for x. A small one
-    in the middle is hidden by its neighbours."""
+    in the middle is hidden by its neighbours. `card`: the device's, tuned otherwise."""
     pairs = sorted(zip(weights, outs, strict=True), key=lambda pair: pair[0].nbytes)
     pairs.insert(0, pairs.pop())
     for start in range(0, len(pairs), _TOGETHER):
         group = pairs[start : start + _TOGETHER]
         for number, (weight, out) in enumerate(group):
             place = 0 if len(group) == 1 else 1 if number == 0 else 2
-            _launch(x, weight, out, parts=_workspace(out.device)[number], place=place)
+            _launch(x, weight, out, parts=_workspace(out.device)[number], place=place, card=card)
 
 
 def _launch(
-    x: PackedRows, weight: PackedWeight, out: Tensor, *, parts: Tensor, place: int, left_open: bool = False
+    x: PackedRows,
+    weight: PackedWeight,
+    out: Tensor,
+    *,
+    parts: Tensor,
+    place: int,
+    left_open: bool = False,
+    card: Card | None = None,
 ) -> None:
     """`place`: 0 alone, of several that go together 1 the first and 2 any other."""
     assert x.bucket is not None
-    card = card_of(out.device)
+    card = card or card_of(out.device)
     blocks = weight.padded_rows // ROW_BLOCK
     grid, share, extra = partition(card, weight)
     sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
     numbers = (*sizes, share, extra, place, int(left_open))
-    variant(weight.layout, x.bucket, out.device).matmul(
+    variant(card, weight.layout, x.bucket, out.device).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
     )
@@ -256,7 +276,7 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Rows from `first` on as float16 into out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    variant(weight.layout, 8, out.device).expand(
+    variant(card_of(out.device), weight.layout, 8, out.device).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )

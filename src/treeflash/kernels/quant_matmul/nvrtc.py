@@ -87,11 +87,15 @@ def _read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-def _cache_path(source: str, options: list[str], version: tuple[int, int]) -> Path:
+def cache_folder() -> Path:
     from triton import knobs
 
+    return Path(knobs.cache.dir) / "treeflash"
+
+
+def _cache_path(source: str, options: list[str], version: tuple[int, int]) -> Path:
     key = hashlib.sha256("\0".join([source, *options, repr(version)]).encode()).hexdigest()
-    return Path(knobs.cache.dir) / "treeflash" / f"{key}.cubin"
+    return cache_folder() / f"{key}.cubin"
 
 
 def _keep(path: Path, cubin: bytes) -> None:

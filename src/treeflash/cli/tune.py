@@ -1,0 +1,121 @@
+"""`treeflash tune`: the settings of the products that are fastest on this GPU, measured and kept."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from treeflash.cli import view
+from treeflash.cli.interrupt import held
+from treeflash.cli.run_flags import MODEL_HELP
+from treeflash.errors import ResourceError, UsageError
+from treeflash.hub.resolve import meaning, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+    from treeflash.kernels.quant_matmul.tuned import TunedFile
+    from treeflash.kernels.quant_matmul.tuning import Found, Shapes
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help=f"{MODEL_HELP}: its shapes and types are timed; else those of a 27B."
+        ),
+    ] = None,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Forget what was found, for all GPUs, and leave.")
+    ] = False,
+) -> None:
+    """Find the fastest settings of the quantised products on this GPU, and keep them.
+
+    Text does not change: every setting adds the same numbers in the same order, which is checked. Weights
+    are random; of a MODEL only the header is read.
+    """
+    if reset and model is not None:
+        raise UsageError(
+            f"MODEL is {model!r}, but --reset forgets what was found for all", "treeflash tune --reset"
+        )
+    screen = view.Screen()
+    with screen.waiting("Starting PyTorch"), held():
+        from treeflash.kernels.quant_matmul import cuda
+        from treeflash.kernels.quant_matmul.tuned import TunedFile
+        from treeflash.kernels.quant_matmul.tuning import LAYERS_27B, Stack
+        from treeflash.kernels.quant_matmul.tuning import tune as find
+    file = TunedFile.usual()
+    if reset:
+        view.plain(f"{file.path} is removed." if file.remove() else f"Nothing was kept: no {file.path}.")
+        return
+    device = _gpu()
+    shapes = LAYERS_27B if model is None else _shapes(model)
+    with screen.counting("Timing products") as bar:
+        stack = Stack(shapes, device)
+        found = find(cuda.card_of(device), stack.layouts, stack.measure, progress=bar.update)
+    show(found, file, cuda.kind_of(device), screen)
+
+
+def _gpu() -> "torch.device":
+    import torch
+
+    from treeflash.kernels.quant_matmul import cuda, nvrtc
+
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise ResourceError(
+            "tuning needs an NVIDIA GPU, none was found", "treeflash doctor says what this machine has"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    if nvrtc.nvrtc() is None:
+        raise ResourceError(
+            "tuning needs NVRTC, which was not found",
+            "it comes with PyTorch's wheels: install torch anew, https://pytorch.org",
+        )
+    if not cuda.usable(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ResourceError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, tuning needs 8.0",
+            "such cards run the Triton kernels, which have no settings",
+        )
+    return device
+
+
+def _shapes(model: str) -> "Sequence[Shapes]":
+    from treeflash.gguf.reader import GGUFFile
+    from treeflash.models.products import layer_products
+
+    with GGUFFile.open(resolve(meaning(model), offline=True)) as file:
+        return layer_products(file)
+
+
+def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Screen) -> None:
+    """The result, which is kept where something is faster than what is built in."""
+    for each in found:
+        for tiling in each.differing:
+            screen.warning(
+                f"{each.rows} rows, {tiling.beside(each.built_in)}: other sums, not used",
+                "please report it with what `treeflash doctor` says",
+            )
+    cells = [
+        (
+            str(each.rows),
+            f"{each.built_in_s * 1e3:.4f}",
+            f"{each.best_s * 1e3:.4f}",
+            each.best.beside(each.built_in),
+        )
+        for each in found
+    ]
+    columns = ("rows", "built in ms", "best ms", "setting")
+    view.table(f"Products on {kind}", columns, cells, texts=columns[-1:])
+    chosen = {each.rows: each.best for each in found if each.best != each.built_in}
+    try:
+        file.save(kind, chosen)
+    except OSError as error:
+        raise ResourceError(
+            f"{file.path} cannot be written: {error.strerror}, nothing was kept",
+            "set TRITON_CACHE_DIR to a folder that can be written, here and wherever a model is run",
+        ) from None
+    if chosen:
+        view.plain(f"\nSaved in {file.path} for every later start; `treeflash tune --reset` undoes it.")
+    else:
+        view.plain("\nNothing is more than 1% faster than what is built in: nothing was saved.")

@@ -1,0 +1,85 @@
+"""The tilings that were measured on this machine's GPUs, in a JSON file beside the compiled kernels."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from treeflash.kernels.quant_matmul.nvrtc import cache_folder
+from treeflash.kernels.quant_matmul.rows import BUCKETS
+from treeflash.kernels.quant_matmul.tiling import MOST_STAGES, Tiling
+
+_VERSION = 1
+_NO_GOOD = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+log = logging.getLogger(__name__)
+
+
+class TunedFile:
+    """Tilings by kind of GPU and rows. What cannot be read is as if nothing had been measured."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def usual(cls) -> "TunedFile":
+        return cls(cache_folder() / "tilings.json")
+
+    def load(self, kind: str) -> dict[int, Tiling]:
+        """What was measured on such GPUs, by rows. A file that is no good gives a warning and nothing."""
+        try:
+            entry = self._kinds().get(kind, {})
+            return {_bucket(rows): _tiling(values) for rows, values in entry.items()}
+        except _NO_GOOD as error:
+            log.warning("%s is not used: %s; `treeflash tune --reset` removes it", self.path, error)
+            return {}
+
+    def save(self, kind: str, tilings: Mapping[int, Tiling]) -> None:
+        """Over what was kept for this kind, which without tilings is forgotten. A file that is no good is
+        replaced."""
+        try:
+            kinds = self._kinds()
+        except _NO_GOOD:
+            kinds = {}
+        kinds.pop(kind, None)
+        if tilings:
+            kinds[kind] = {str(rows): asdict(tiling) for rows, tiling in tilings.items()}
+        elif not kinds:
+            self.remove()
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({"version": _VERSION, "kinds": kinds}, indent=1), encoding="utf-8")
+        part.replace(self.path)
+
+    def remove(self) -> bool:
+        """Whether there was one."""
+        there = self.path.exists()
+        self.path.unlink(missing_ok=True)
+        return there
+
+    def _kinds(self) -> dict[str, Any]:
+        try:
+            book = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        if not isinstance(book, dict) or book.get("version") != _VERSION:
+            raise ValueError(f"it is not of version {_VERSION}")
+        return dict(book["kinds"])
+
+
+def _bucket(rows: str) -> int:
+    if int(rows) not in BUCKETS:
+        raise ValueError(f"it names {rows} rows, needed one of {', '.join(map(str, BUCKETS))}")
+    return int(rows)
+
+
+def _tiling(values: Mapping[str, Any]) -> Tiling:
+    tiling = Tiling(**values)
+    switches = type(tiling.wide) is bool and type(tiling.halfway) is bool
+    if type(tiling.stages) is not int or not 2 <= tiling.stages <= MOST_STAGES or not switches:
+        raise ValueError(f"it holds {dict(values)}, needed 2 to {MOST_STAGES} stages and two switches")
+    return tiling
