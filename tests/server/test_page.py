@@ -116,6 +116,7 @@ def test_a_node_says_its_token_and_an_older_tree_can_be_chosen(
     page = open_page()
     ask(page)
     expect(page.locator("#status")).to_have_text("Done.", timeout=20_000)
+    page.wait_for_timeout(1200)  # the last tree is drawn up to a second later, even below the pointer
     page.locator("#tree .targets circle").last.hover()
     expect(page.locator("#readout")).to_contain_text("was rejected")
     page.locator("#tree .targets circle").first.hover()

@@ -28,6 +28,7 @@ export class Panel {
     this.chosen = null;
     this.timer = null;
     this.drawnAt = 0;
+    this.drawn = null; // what the tree's picture shows
     const strip = $("strip");
     strip.addEventListener("click", (event) => this.#choose(Number(event.target.closest("[data-number]")?.dataset.number)));
     strip.addEventListener("keydown", (event) => this.#stripKey(event));
@@ -127,10 +128,15 @@ export class Panel {
   #drawTree() {
     const tree = this.#shownTree();
     if (!tree) {
+      this.drawn = null;
       $("readout").replaceChildren();
       $("tree").replaceChildren(element("p", { className: "note" }, "None yet: every step so far was a single token, because no guess promised to pay, or the tree size is 0."));
       return;
     }
+    // A picture that would look the same stays, and with it what is said of the node under the pointer.
+    const drawn = [tree, this.trace.levels, this.trace.labelLength, $("tree").clientWidth];
+    if (this.drawn?.every((value, index) => value === drawn[index])) return;
+    this.drawn = drawn;
     drawTree($("tree"), tree, { levels: this.trace.levels, labelLength: this.trace.labelLength, onNode: (node) => this.#readout(tree, node) });
     this.#readout(tree, null);
   }
