@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import Report, guarded, load
+from report import Report
+from step import guarded, load
 from torch import Tensor
 
 from treeflash.bench_step import _Bench
@@ -96,7 +97,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
 
 def milliseconds(run: Callable[[], None]) -> float:
     """Median of the device's time."""
-    clock, times = Clock(torch.device("cuda" if torch.cuda.is_available() else "cpu"), 2), []
+    clock, times = Clock(torch.device("cuda" if torch.cuda.is_available() else "cpu")), []
     for _ in range(REPEATS if torch.cuda.is_available() else 1):
         clock.mark(0)
         run()
@@ -126,12 +127,7 @@ def ablate(report: Report, bench: _Bench, engine: Engine, rows: int) -> None:
 
 def timeline(report: Report, bench: _Bench, engine: Engine, rows: int) -> None:
     """The kernels of some layers in the middle of a pass: when each begins and ends, in microseconds."""
-    bench._load(rows)
-    replay = captured(partial(engine.steps._look, rows))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        replay()
-        torch.cuda.synchronize()
-    found = sorted((event.time_range.start, event.time_range.end, event.name) for event in profile.events())
+    found = sorted((span.begin, span.end, span.name) for span in bench.trace(rows, 1))
     # Four layers, among them one of attention.
     middle = found[len(found) // 2 :][: 4 * len(found) // len(engine.target.spec.layers)]
     report.tell("timeline", rows=rows, kernels=len(found), us=round(found[-1][1] - found[0][0], 1))

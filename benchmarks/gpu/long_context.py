@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from long_parts import DEPTHS, Peak, apart, arithmetic, needles, noise, stored, text_of
-from step import NEAR_TIE, TREE, Report, guarded, pair, place
+from report import Report
+from step import NEAR_TIE, TREE, guarded, pair, place
 
 from treeflash.bench_step import _Bench, read_bandwidth
 from treeflash.config import DraftConfig, EngineConfig

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from step import GREEDY, Report, pair
+from report import Report
+from step import GREEDY, pair
 
 from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens

@@ -29,7 +29,8 @@ from prefill_checks import (
     error,
     prefill_flops,
 )
-from step import GROWING_CORES, Report, guarded, load, place, waited, write_models
+from report import Report
+from step import GROWING_CORES, guarded, load, place, waited, write_models
 from torch import Tensor
 
 from treeflash.config import SpecConfig

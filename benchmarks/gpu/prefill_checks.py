@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 from layer_checks import Poison
-from step import Report
+from report import Report
 from torch import Tensor
 
 from treeflash.kernels.attention import prefill as attention

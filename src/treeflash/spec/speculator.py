@@ -172,7 +172,7 @@ class Speculator:
         return DraftTree.root(anchor)
 
     def rests(self) -> bool:
-        copied, score = self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
+        copied, score = self._from_text()
         return self._controller.rest(copied=len(copied), sure=math.exp(score))
 
     def learn(self, outcome: Outcome) -> None:
@@ -223,7 +223,7 @@ class Speculator:
 
     def _copy(self, anchor: int, guide: TreeGuide | None) -> tuple[list[int], float]:
         """The likeliest continuation that needs no draft, and the log probability of each of its tokens."""
-        copied, score = self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
+        copied, score = self._from_text()
         if guide is None:
             return copied, score
         forced = guide.forced(self._depth)
@@ -231,6 +231,10 @@ class Speculator:
             return forced, _FORCED
         chain = [anchor, *copied]
         return copied[: len(guide.kept(chain, range(-1, len(copied)))) - 1], score
+
+    def _from_text(self) -> tuple[list[int], float]:
+        """A copy of what followed the same tokens before."""
+        return self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
 
     def _ask(
         self, anchor: int, rank: Rank, copied: list[int], score: float, guide: TreeGuide | None

@@ -32,15 +32,7 @@ class Tiling:
 # otherwise take more of the shared memory's bandwidth (128 bytes a cycle) than the weights take of the GPU's.
 # At 32 rows a unit of Q4_K takes 1430 cycles there and 1080 from memory; with two row tiles 920.
 _H200 = {bucket: Tiling(stages=4, wide=bucket >= 32, halfway=True) for bucket in BUCKETS}
-# Only an H200 has been measured.
-_BY_ARCHITECTURE = {
-    "sm_80": _H200,
-    "sm_86": _H200,
-    "sm_89": _H200,
-    "sm_90": _H200,
-    "sm_100": _H200,
-    "sm_120": _H200,
-}
+_BY_ARCHITECTURE = {"sm_90": _H200}  # those that were measured
 
 
 def tiling_of(arch: str, bucket: int) -> Tiling:
