@@ -18,7 +18,7 @@ from treeflash.bench.measure import LocalAnswerer, Settings
 from treeflash.bench.runner import PLAIN, Key, Line, LineFile, cells, key_of, measure
 from treeflash.bench.suites import Prompt, load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.session import Session
+from treeflash.session.session import Session
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,14 +18,14 @@ from typing import Any
 import jsonschema
 
 import treeflash
-from tests.engine.schemas import random_schema
+from tests.session.schemas import random_schema
 from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.memory import device_name
-from treeflash.engine.requests import Finished, Grammar, Text, TextRequest
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Session
 from treeflash.engine.stats import RequestStats
 from treeflash.hub.catalog import named
+from treeflash.memory.device import device_name
+from treeflash.session.requests import Finished, Grammar, Text, TextRequest
+from treeflash.session.session import Session
 
 QUESTIONS = [
     "Describe a person as JSON.",

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from treeflash.bench.machine import head
 from treeflash.config import EngineConfig, SpecConfig
-from treeflash.engine.session import Session
 from treeflash.hub.catalog import named
 from treeflash.models.step import Step
+from treeflash.session.session import Session
 
 ROOT = Path(__file__).parent.parent
 PROMPT, ROWS = 256, 32

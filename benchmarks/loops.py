@@ -14,10 +14,10 @@ from pathlib import Path
 
 from treeflash.bench.measure import loop_start
 from treeflash.bench.suites import load
-from treeflash.engine.batch import generate_batch
 from treeflash.engine.sampler import SamplingParams
 from treeflash.train.draft_data import encode_prompt
 from treeflash.train.draft_target import load_target
+from treeflash.train.generation import generate_batch
 
 FENCE = "```python\n"
 

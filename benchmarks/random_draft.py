@@ -20,10 +20,10 @@ import torch
 
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.requests import TextRequest
-from treeflash.engine.session import Session
 from treeflash.gguf import GGUFFile, GGUFWriter, ValueType
 from treeflash.hub.catalog import named
+from treeflash.session.requests import TextRequest
+from treeflash.session.session import Session
 
 PROMPTS = [
     "def fibonacci(n):",

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from treeflash.bench.suites import Prompt, load
-from treeflash.engine.batch import generate_batch
-from treeflash.engine.memory import device_name, pick_device
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
+from treeflash.memory.device import device_name, pick_device
 from treeflash.models.decoder import Decoder
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
+from treeflash.train.generation import generate_batch
 
 
 def is_right(prompt: Prompt, answer: str) -> bool:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import treeflash
 from treeflash.config import DraftConfig, EngineConfig, ServerConfig
-from treeflash.engine.requests import Finished, Text, TextRequest
-from treeflash.engine.session import Session
-from treeflash.engine.worker import EngineWorker
 from treeflash.hub.catalog import named
 from treeflash.server.app import create_app
 from treeflash.server.listen import bind
 from treeflash.server.metrics import Metrics
 from treeflash.server.run import make_server
+from treeflash.session.requests import Finished, Text, TextRequest
+from treeflash.session.session import Session
+from treeflash.session.worker import EngineWorker
 
 MESSAGES = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
 # Reads a stream as it comes; prints the seconds from its first text to its last, and the text.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from treeflash.tools.tiny import make_tiny
+from treeflash.convert.tiny import make_tiny
 
 # Two workers share two cores; more threads than that only get in each other's way.
 torch.set_num_threads(1)

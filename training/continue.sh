@@ -38,7 +38,7 @@ if [[ $PARTS == *target* ]]; then
   stage target $((LIMIT / 2)) python training/pretrain.py --work "$WORK" --minutes "$MINUTES" --seq 768 \
     --lr 1.5e-3 --instruct-share 0.5 --seed 2 --continue-from $PAIR/target.gguf
   cp "$WORK/pretrain.json" "$OUT"
-  stage file 60 python -c "from pathlib import Path; from treeflash.tools.convert import convert; \
+  stage file 60 python -c "from pathlib import Path; from treeflash.convert.convert import convert; \
 print(convert(Path('$WORK/TreeFlash-40M'), Path('$WORK/target.gguf'), mix='q4_k_m').bytes, 'bytes')"
   split -b 15M -d "$WORK/target.gguf" "$OUT/target.gguf."
   if [[ -d $WORK/benchmarks ]]; then

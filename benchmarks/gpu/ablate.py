@@ -22,13 +22,13 @@ from report import Report
 from step import guarded, load
 from torch import Tensor
 
-from treeflash.bench_step import _Bench
+from treeflash.bench.step import _Bench
 from treeflash.config import SpecConfig
-from treeflash.engine.device_step import Clock
+from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.session import Session
+from treeflash.engine.runner import Clock
 from treeflash.models import decoder, layers
-from treeflash.tools.grow import grow
+from treeflash.session.session import Session
 
 # Functions as the modules that call them name them; what a commit does not have is passed over, so that two
 # commits can be compared.

@@ -6,18 +6,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from treeflash.kernels.attention import kernel as attention_kernel
 from treeflash.kernels.attention import reference as attention
+from treeflash.kernels.attention import triton_kernels as attention_kernel
 from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import kernel as conv_kernel
 from treeflash.kernels.causal_conv import reference as conv
-from treeflash.kernels.gated_delta import cuda as delta_cuda
-from treeflash.kernels.gated_delta import kernel as delta_kernel
-from treeflash.kernels.gated_delta import reference as delta
-from treeflash.kernels.kv_cache import kernel as cache_kernel
+from treeflash.kernels.causal_conv import triton_kernels as conv_kernel
+from treeflash.kernels.delta_rule import cuda as delta_cuda
+from treeflash.kernels.delta_rule import reference as delta
+from treeflash.kernels.delta_rule import triton_kernels as delta_kernel
+from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
+from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
 from treeflash.kernels.quant_matmul import PackedRows, pack_rows
 from treeflash.models.step import Step
 

@@ -41,21 +41,21 @@ from layer_checks import (
     tree_of,
 )
 
+from treeflash.convert.tiny import make_tiny
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels import norm_rope
-from treeflash.kernels.attention import kernel as attention_kernel
+from treeflash.kernels.attention import triton_kernels as attention_kernel
 from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import kernel as conv_kernel
-from treeflash.kernels.gated_delta import cuda as delta_cuda
-from treeflash.kernels.gated_delta import kernel as delta_kernel
-from treeflash.kernels.kv_cache import kernel as cache_kernel
-from treeflash.kernels.norm_rope import kernel as norm_kernel
+from treeflash.kernels.causal_conv import triton_kernels as conv_kernel
+from treeflash.kernels.delta_rule import cuda as delta_cuda
+from treeflash.kernels.delta_rule import triton_kernels as delta_kernel
+from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.norm_rope import reference as norm
+from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
 from treeflash.kernels.quant_matmul import pack_rows
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import SequenceStates
-from treeflash.tools.tiny import make_tiny
 
 SECONDS = 50  # behind which no further part begins
 

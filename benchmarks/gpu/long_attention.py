@@ -35,8 +35,8 @@ from long_checks import (
 )
 
 from treeflash.kernels.attention import cuda, paged_attention
-from treeflash.kernels.attention.kernel import paged_attention as triton_attention
-from treeflash.kernels.kv_cache import kernel as cache_kernel
+from treeflash.kernels.attention.triton_kernels import paged_attention as triton_attention
+from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import reference as norm
 

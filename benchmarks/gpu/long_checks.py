@@ -9,9 +9,10 @@ import torch
 from layer_checks import EPS, HEAD, HEADS, KV_HEADS, LINES, PAGE, ROTATED, Poison, check, say
 from torch import Tensor
 
-from treeflash.kernels.attention import cuda, kernel, paged_attention
+from treeflash.kernels.attention import cuda, paged_attention
 from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.kv_cache import kernel as cache_kernel
+from treeflash.kernels.attention import triton_kernels as kernel
+from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode, unpack
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back

@@ -22,17 +22,17 @@ from long_parts import DEPTHS, Peak, apart, arithmetic, needles, noise, stored, 
 from report import Report
 from step import NEAR_TIE, TREE, guarded, pair, place
 
-from treeflash.bench_step import _Bench, read_bandwidth
+from treeflash.bench.step import _Bench, read_bandwidth
 from treeflash.config import DraftConfig, EngineConfig
+from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
-from treeflash.engine.needs import token_bytes
-from treeflash.engine.plan import MemoryPlan
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Session
 from treeflash.kernels.attention import prefill
 from treeflash.kernels.kv_cache.format import FORMATS
+from treeflash.memory.estimate import token_bytes
+from treeflash.memory.planner import MemoryPlan
 from treeflash.models.decoder import Decoder
-from treeflash.tools.grow import grow
+from treeflash.session.session import Session
 
 GIB = 1 << 30
 WHOLE = 262_144  # tokens that are asked for within the limit

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import treeflash
 from treeflash.engine.engine import Engine
-from treeflash.engine.session import Session
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
 from treeflash.models.step import AttentionBuffers
+from treeflash.session.session import Session
 
 DEPTHS = tuple((2 * number + 1) / 20 for number in range(10))
 NEEDLE = 8  # tokens of each whose keys and values are compared

@@ -24,11 +24,11 @@ import torch
 from treeflash.bench.suites import load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.requests import TextRequest
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Session
 from treeflash.engine.stats import RequestStats
 from treeflash.hub.catalog import named
+from treeflash.session.requests import TextRequest
+from treeflash.session.session import Session
 
 NEAR_TIE = 0.05  # a gap between the two likeliest logits that rounding may close
 PLAIN = 0

@@ -13,6 +13,16 @@ from dataclasses import replace
 import torch
 from matmul_checks import DEVICE, TUNED, Log, Q, bound, check, error, spread_rows
 
+from treeflash.bench.tuning import (
+    LAYERS_27B,
+    Shapes,
+    Stack,
+    Step,
+    random_rows,
+    random_steps,
+    timed,
+)
+from treeflash.bench.tuning import tune as tune_card
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import (
     PackedWeight,
@@ -26,16 +36,6 @@ from treeflash.kernels.quant_matmul import (
     packed_products,
     unpack,
 )
-from treeflash.kernels.quant_matmul.tuning import (
-    LAYERS_27B,
-    Shapes,
-    Stack,
-    Step,
-    random_rows,
-    random_steps,
-    timed,
-)
-from treeflash.kernels.quant_matmul.tuning import tune as tune_card
 
 ROWS = (1, 8, 16, 24, 32, 48, 64)
 SHAPES = ((17408, 5120), (5120, 17408), (14336, 5120), (10240, 5120), (5120, 6144))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treeflash.bench.tuning import random_rows
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import (
@@ -21,7 +22,6 @@ from treeflash.kernels.quant_matmul import (
     unpack,
 )
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
-from treeflash.kernels.quant_matmul.tuning import random_rows
 
 DEVICE = torch.device("cuda", 0)
 Q = QuantType

@@ -20,14 +20,14 @@ from report import Report
 from step import GREEDY, pair
 
 from treeflash.config import DraftConfig, EngineConfig
+from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
-from treeflash.engine.memory import CUDA_CONTEXT, CUDA_LIBRARIES
-from treeflash.engine.session import Session
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.gather_rows import gather_rows
+from treeflash.memory.device import CUDA_CONTEXT, CUDA_LIBRARIES
 from treeflash.models.decoder import Decoder
 from treeflash.models.measure import held_bytes
-from treeflash.tools.grow import grow
+from treeflash.session.session import Session
 
 GIB = 1 << 30
 # What the plan counts to the byte, as it is held once an engine is made and before a step runs.

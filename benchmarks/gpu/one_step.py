@@ -13,10 +13,10 @@ import torch
 
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Request, Tokens, Tree
-from treeflash.engine.requests import TextRequest
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Session
 from treeflash.hub.catalog import named
+from treeflash.session.requests import TextRequest
+from treeflash.session.session import Session
 
 
 def main() -> None:

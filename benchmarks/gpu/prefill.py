@@ -35,9 +35,9 @@ from torch import Tensor
 
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request
-from treeflash.engine.prefill import prefill_bytes
 from treeflash.kernels.attention import prefill as attention
-from treeflash.kernels.gated_delta import chunk as delta
+from treeflash.kernels.delta_rule import chunk as delta
+from treeflash.memory.estimate import prefill_bytes
 
 # Columns, stages, warps of the walk; rows, keys, stages, warps of attention.
 WALKS = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))

@@ -14,8 +14,8 @@ from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.attention.reference import paged_attention
 from treeflash.kernels.causal_conv import chunk as conv
 from treeflash.kernels.causal_conv import reference as conv_reference
-from treeflash.kernels.gated_delta import chunk as delta
-from treeflash.kernels.gated_delta import reference as delta_reference
+from treeflash.kernels.delta_rule import chunk as delta
+from treeflash.kernels.delta_rule import reference as delta_reference
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import encode
 from treeflash.kernels.kv_cache.rotation import rotate

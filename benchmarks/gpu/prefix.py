@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.requests import Finished, TextRequest
+from treeflash.convert.grow import grow
 from treeflash.engine.sampler import Sampler, SamplingParams
-from treeflash.engine.session import Session
 from treeflash.hub.catalog import named
-from treeflash.tools.grow import grow
+from treeflash.session.requests import Finished, TextRequest
+from treeflash.session.session import Session
 
 GREEDY = SamplingParams(seed=1)
 SHOWN = SamplingParams(seed=1, logprobs=2)

@@ -7,14 +7,14 @@ from layer_checks import EPS, FAILED, LINES, Poison, say
 from matmul_checks import Q
 from torch import Tensor
 
+from treeflash.bench.tuning import HALVES, random_rows
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.embedding import kernel as embedding_kernel
+from treeflash.kernels.embedding import triton_kernels as embedding_kernel
 from treeflash.kernels.norm_rope import cuda as norm_cuda
-from treeflash.kernels.places import kernel as places_kernel
-from treeflash.kernels.places import reference as places
 from treeflash.kernels.quant_matmul import OpenSums, cuda, pack
-from treeflash.kernels.quant_matmul.tuning import HALVES, random_rows
+from treeflash.kernels.slot_mapping import reference as places
+from treeflash.kernels.slot_mapping import triton_kernels as places_kernel
 from treeflash.models.weights import Embedding
 
 REPLAYS = 50

@@ -38,12 +38,13 @@ from matmul import model_steps
 from matmul_checks import TUNED
 from row_checks import check_chain, check_embedding, check_places, equal
 
-from treeflash.kernels.commit import kernel as commit_kernel
+from treeflash.bench.tuning import random_rows
 from treeflash.kernels.commit import reference as commit
+from treeflash.kernels.commit import triton_kernels as commit_kernel
 from treeflash.kernels.norm_rope import cuda as norm_cuda
-from treeflash.kernels.norm_rope import kernel as norm_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.norm_rope import ring
+from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
 from treeflash.kernels.quant_matmul import (
     OpenSums,
     PackedRows,
@@ -53,8 +54,7 @@ from treeflash.kernels.quant_matmul import (
     pack_rows,
     packed_matmul,
 )
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
-from treeflash.kernels.quant_matmul.tuning import random_rows
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 SECONDS = 75  # behind which no further part begins
 HEADS_INNER = (48, 128)  # heads of a delta layer's output

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from report import Report
 
-from treeflash.bench_step import kernel_times, lines, measure_steps, read_bandwidth
+from treeflash.bench.step import kernel_times, lines, measure_steps, read_bandwidth
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Request
-from treeflash.engine.requests import Finished, TextRequest
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Session
 from treeflash.hub.catalog import named
-from treeflash.tools.grow import grow
+from treeflash.session.requests import Finished, TextRequest
+from treeflash.session.session import Session
 
 GREEDY = SamplingParams(seed=1)
 NEAR_TIE = 0.05  # a gap between the two likeliest logits that rounding may close
@@ -362,7 +362,7 @@ def main() -> int:
         return orchestrate(options)
     # Why graphs could not be made is worth a traceback here.
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("treeflash.engine.device_step").setLevel(logging.DEBUG)
+    logging.getLogger("treeflash.engine.runner").setLevel(logging.DEBUG)
     report = Report(options.out, options.seconds, options.device, options.folder)
     facts = {"torch": torch.__version__, "folder": str(options.folder)}
     if options.device == "cuda":

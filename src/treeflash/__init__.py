@@ -7,18 +7,18 @@ if TYPE_CHECKING:
     from treeflash.config import EngineConfig
     from treeflash.engine.engine import Engine
     from treeflash.engine.sampler import SamplingParams
-    from treeflash.engine.session import Finished, Session, Text, TextRequest
+    from treeflash.session.session import Finished, Session, Text, TextRequest
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Engine": "treeflash.engine.engine",
     "EngineConfig": "treeflash.config",
-    "Finished": "treeflash.engine.session",
+    "Finished": "treeflash.session.session",
     "SamplingParams": "treeflash.engine.sampler",
-    "Session": "treeflash.engine.session",
-    "Text": "treeflash.engine.session",
-    "TextRequest": "treeflash.engine.session",
+    "Session": "treeflash.session.session",
+    "Text": "treeflash.session.session",
+    "TextRequest": "treeflash.session.session",
 }
 __all__ = ["Engine", "EngineConfig", "Finished", "SamplingParams", "Session", "Text", "TextRequest"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import treeflash
-from treeflash.bench_step import lines, part_lines
-from treeflash.step_profile import PARTS, SHOWN, Span, alone, by_kernel, shares
+from treeflash.bench.step import lines, part_lines
+from treeflash.bench.step_profile import PARTS, SHOWN, Span, alone, by_kernel, shares
 
 # Of prompts, or a step's rows and places, which are no part of their own.
 ELSEWHERE = {

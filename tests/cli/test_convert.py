@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.tools.hf_models import build_hf, save_hf
+from tests.convert.hf_models import build_hf, save_hf
 
 
 @pytest.fixture(scope="module")

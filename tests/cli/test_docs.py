@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.chat_server import ChatServer, echo
+from tests.convert.hf_models import build_hf, save_hf
 from tests.hub.fake_pairs import make_draft
-from tests.tools.hf_models import build_hf, save_hf
 
 ROOT = Path(__file__).parents[2]
 # Lines that need more than this test has: a package index, and half an hour for all other tests.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.tools.test_grow import specification, tiny_draft
+from tests.convert.test_grow import specification, tiny_draft
 from treeflash.gguf.types import QuantType
 
 

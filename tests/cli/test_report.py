@@ -1,8 +1,8 @@
 """The line below an answer."""
 
 from treeflash.cli import report
-from treeflash.engine.session import Finished
 from treeflash.engine.stats import RequestStats
+from treeflash.session.session import Finished
 
 
 def stats(**changes) -> RequestStats:

@@ -12,8 +12,8 @@ import torch
 from treeflash.cli import view
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.loading import LoadingBar
-from treeflash.engine import memory
 from treeflash.gguf.reader import GGUFFile
+from treeflash.memory import device as memory
 from treeflash.models.spec import ModelSpec
 
 

@@ -9,9 +9,9 @@ import torch
 
 from treeflash.cli.show import show
 from treeflash.config import EngineConfig
-from treeflash.engine.plan import LADDER, LAST
-from treeflash.engine.session import Session
-from treeflash.tools.tiny import FAMILIES
+from treeflash.convert.tiny import FAMILIES
+from treeflash.memory.planner import LADDER, LAST
+from treeflash.session.session import Session
 
 
 @pytest.mark.parametrize("family", FAMILIES)

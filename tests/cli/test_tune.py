@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from treeflash.bench.tuning import Found
 from treeflash.cli import view
 from treeflash.cli.tune import show
 from treeflash.errors import ResourceError
 from treeflash.kernels.quant_matmul.tiling import Tiling
 from treeflash.kernels.quant_matmul.tuned import TunedFile
-from treeflash.kernels.quant_matmul.tuning import Found
 
 KIND = "NVIDIA H200, 9.0, 132 SMs"
 BUILT_IN, BETTER = Tiling(4, wide=False, halfway=True), Tiling(5, wide=False, halfway=False)

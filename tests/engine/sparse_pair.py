@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from treeflash.tools import grow, grow_write
+from treeflash.convert import grow, grow_write
 
 
 @pytest.fixture(scope="session")

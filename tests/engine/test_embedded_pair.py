@@ -4,8 +4,8 @@ import pytest
 
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Finished, Session, TextRequest
 from treeflash.hub.catalog import named
+from treeflash.session.session import Finished, Session, TextRequest
 
 PROMPTS = [
     "def fibonacci(n):",

@@ -10,14 +10,14 @@ from tests.engine.oracles import Oracle, RandomTrees
 from tests.engine.test_embedded_pair import PROMPTS
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.memory import kv_pair
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Finished, Session, TextRequest
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import named
 from treeflash.kernels.kv_cache.format import FORMATS
+from treeflash.memory.device import kv_pair
 from treeflash.models.decoder import Decoder
+from treeflash.session.session import Finished, Session, TextRequest
 from treeflash.spec.draft import Drafter
 
 COUNT = 160

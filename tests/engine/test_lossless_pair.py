@@ -10,8 +10,8 @@ from tests.engine.test_embedded_pair import session
 from tests.engine.test_lossless import SAMPLINGS
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.requests import TextRequest
 from treeflash.engine.sampler import SamplingParams
+from treeflash.session.requests import TextRequest
 from treeflash.spec.controller import Costs
 from treeflash.spec.speculator import Speculator
 

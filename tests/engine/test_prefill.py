@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.engine.prefill import EXPANDED_PAGES, EXPANDED_WEIGHTS, chunk_size, prefill_bytes, rows_wanted
+from treeflash.engine.prefill import rows_wanted
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.quant_matmul import packed
+from treeflash.memory.estimate import EXPANDED_PAGES, EXPANDED_WEIGHTS, chunk_size, prefill_bytes
 from treeflash.models.decoder import Decoder
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import Step

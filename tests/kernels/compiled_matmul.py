@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import kernel
+from treeflash.kernels.quant_matmul import triton_kernels as kernel
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
 
 TARGETS = {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
-from treeflash.kernels.attention import kernel as attention_kernel
 from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.kv_cache import kernel
+from treeflash.kernels.attention import triton_kernels as attention_kernel
+from treeflash.kernels.kv_cache import triton_kernels as kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode, unpack
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.commit import kernel, reference
-from treeflash.kernels.places import kernel as places_kernel
-from treeflash.kernels.places import reference as places
+from treeflash.kernels.commit import reference
+from treeflash.kernels.commit import triton_kernels as kernel
+from treeflash.kernels.slot_mapping import reference as places
+from treeflash.kernels.slot_mapping import triton_kernels as places_kernel
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)

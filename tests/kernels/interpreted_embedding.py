@@ -6,7 +6,7 @@ import torch
 from tests.kernels.test_quant_matmul_layout import random_blocks
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.embedding import kernel
+from treeflash.kernels.embedding import triton_kernels as kernel
 
 torch.set_num_threads(1)
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.kernels.attention import kernel as attention_kernel
 from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.causal_conv import kernel as conv_kernel
+from treeflash.kernels.attention import triton_kernels as attention_kernel
 from treeflash.kernels.causal_conv import reference as conv
-from treeflash.kernels.gated_delta import kernel as delta_kernel
-from treeflash.kernels.gated_delta import reference as delta
-from treeflash.kernels.norm_rope import kernel as norm_kernel
+from treeflash.kernels.causal_conv import triton_kernels as conv_kernel
+from treeflash.kernels.delta_rule import reference as delta
+from treeflash.kernels.delta_rule import triton_kernels as delta_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.norm_rope import ring
-from treeflash.kernels.quant_matmul.kernel import pack_rows
+from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
 from treeflash.kernels.quant_matmul.rows import PackedRows
+from treeflash.kernels.quant_matmul.triton_kernels import pack_rows
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@ import torch
 
 from tests.kernels.test_quant_matmul_layout import random_blocks
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import kernel
+from treeflash.kernels.quant_matmul import triton_kernels as kernel
 from treeflash.kernels.quant_matmul.layout import LAYOUTS, pack, unpack
 from treeflash.models.weights import Matrix, Projections
 

@@ -9,8 +9,8 @@ from treeflash.kernels.attention import prefill
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.causal_conv import chunk as conv_chunk
 from treeflash.kernels.causal_conv import reference as conv
-from treeflash.kernels.gated_delta import chunk as delta_chunk
-from treeflash.kernels.gated_delta import reference as delta
+from treeflash.kernels.delta_rule import chunk as delta_chunk
+from treeflash.kernels.delta_rule import reference as delta
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import encode
 from treeflash.kernels.kv_cache.rotation import rotate

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.tree import Correction, TreeRows, build_tree, kernel, walk_tree
+from treeflash.kernels.tree import Correction, TreeRows, build_tree, walk_tree
+from treeflash.kernels.tree import triton_kernels as kernel
 
 torch.set_num_threads(1)
 NAMES = ("tokens", "parents", "weights", "ancestors", "positions")

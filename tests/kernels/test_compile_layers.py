@@ -6,19 +6,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from treeflash.kernels.attention import kernel as attention
+from treeflash.kernels.attention import triton_kernels as attention
 from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import kernel as conv
-from treeflash.kernels.commit import kernel as commit
-from treeflash.kernels.embedding import kernel as embedding
-from treeflash.kernels.gated_delta import cuda as delta_cuda
-from treeflash.kernels.gated_delta import kernel as delta
-from treeflash.kernels.kv_cache import kernel as cache
+from treeflash.kernels.causal_conv import triton_kernels as conv
+from treeflash.kernels.commit import triton_kernels as commit
+from treeflash.kernels.delta_rule import cuda as delta_cuda
+from treeflash.kernels.delta_rule import triton_kernels as delta
+from treeflash.kernels.embedding import triton_kernels as embedding
+from treeflash.kernels.kv_cache import triton_kernels as cache
 from treeflash.kernels.norm_rope import cuda as rows_cuda
-from treeflash.kernels.norm_rope import kernel as norm
 from treeflash.kernels.norm_rope import ring
-from treeflash.kernels.places import kernel as places
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.norm_rope import triton_kernels as norm
+from treeflash.kernels.runtime.nvrtc import compile_cubin
+from treeflash.kernels.slot_mapping import triton_kernels as places
 
 # Shared memory of one program, bytes.
 TARGETS = {

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cards import CARDS, told
+from treeflash.bench.tuning import candidates
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul.cuda import Card, defines, row_tiles, source, stage_bytes, stages
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
 from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tuning import candidates
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 

@@ -13,7 +13,8 @@ from triton.compiler import ASTSource
 from tests.kernels.test_sampling_compile import TARGETS
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.gather_rows import gather_rows, kernel
+from treeflash.kernels.gather_rows import gather_rows
+from treeflash.kernels.gather_rows import triton_kernels as kernel
 from treeflash.models.weights import Embedding
 
 

@@ -11,7 +11,7 @@ from tests.kernels.cards import told, unwritten_reads
 from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory, tiled
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.causal_conv import chunk as conv
-from treeflash.kernels.gated_delta import chunk as delta
+from treeflash.kernels.delta_rule import chunk as delta
 
 
 def test_kernels_are_their_references_in_the_interpreter() -> None:

@@ -5,9 +5,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from treeflash.kernels.sampling import kernel as sampling
 from treeflash.kernels.sampling import search
-from treeflash.kernels.tree import kernel as tree
+from treeflash.kernels.sampling import triton_kernels as sampling
+from treeflash.kernels.tree import triton_kernels as tree
 
 TARGETS = {
     "sm_75": GPUTarget("cuda", 75, 32),

@@ -9,7 +9,7 @@ from tests.kernels.cards import CARDS, told
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul.cuda import defines, source
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 # One of every way in which scales and codes are loaded.
 KINDS = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels.cards import CARDS, told
 from treeflash.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
 from treeflash.kernels.quant_matmul.cuda import Card
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
 

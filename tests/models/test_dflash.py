@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.convert.gguf_package import read_tensors
 from tests.models.plain_dflash import PlainDraft
 from tests.tiny_draft import (
     GGUF_NAMES,
@@ -26,7 +27,6 @@ from tests.tiny_draft import (
     save_draft,
     save_gguf,
 )
-from tests.tools.gguf_package import read_tensors
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import GGUFFile

@@ -8,7 +8,7 @@ import pytest
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import has_layout
-from treeflash.models.products import layer_products
+from treeflash.models.matmuls import layer_products
 from treeflash.models.spec import ModelSpec
 
 PAIR = Path(__file__).parents[2] / "src/treeflash/pair/target.gguf"

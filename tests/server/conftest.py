@@ -9,8 +9,8 @@ import pytest
 
 from tests.server.live import Live, live, scripted
 from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.session import Session
 from treeflash.hub.catalog import named
+from treeflash.session.session import Session
 
 
 @pytest.fixture(scope="session")

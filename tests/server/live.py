@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from tests.server.scripted import Script, ScriptedSession, echo
 from treeflash.config import ServerConfig
-from treeflash.engine.worker import EngineWorker, Loader, TextSession
 from treeflash.server.app import create_app
 from treeflash.server.listen import bind
 from treeflash.server.metrics import Metrics
 from treeflash.server.run import make_server
+from treeflash.session.worker import EngineWorker, Loader, TextSession
 
 MODEL = "treeflash-test"
 

@@ -5,7 +5,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from tests.text.templates import QWEN35
-from treeflash.engine.requests import (
+from treeflash.engine.sampler import SamplingParams, TokenLogprob
+from treeflash.engine.stats import RequestStats
+from treeflash.errors import PromptTooLong, UsageError
+from treeflash.session.requests import (
     Finished,
     Progress,
     Reasoning,
@@ -16,9 +19,6 @@ from treeflash.engine.requests import (
     ToolCall,
     TreeStep,
 )
-from treeflash.engine.sampler import SamplingParams, TokenLogprob
-from treeflash.engine.stats import RequestStats
-from treeflash.errors import PromptTooLong, UsageError
 from treeflash.text.template import ChatTemplate
 
 

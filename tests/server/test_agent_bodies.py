@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, scripted
-from treeflash.engine.requests import Reasoning, Text, ToolArguments, ToolCall
+from treeflash.session.requests import Reasoning, Text, ToolArguments, ToolCall
 
 PATHS = {
     codex: "/v1/responses",

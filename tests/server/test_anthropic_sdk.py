@@ -8,9 +8,9 @@ import pytest
 from tests.server.conftest import anthropic_client
 from tests.server.live import Live, scripted
 from treeflash.config import ServerConfig
-from treeflash.engine.requests import Finished, Text
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import TreeFlashError
+from treeflash.session.requests import Finished, Text
 
 ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]
 WEATHER = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, live, scripted
 from treeflash.config import EngineConfig, ServerConfig
-from treeflash.engine.session import Session
+from treeflash.session.session import Session
 
 PATHS = {
     "/v1/chat/completions": opencode(turn=2) | {"n": 1, "logit_bias": {}, "stop": ["x"], "seed": 1},

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.server.live import Live, scripted
-from treeflash.engine.requests import Reasoning, Text, TextRequest, ToolArguments, ToolCall
+from treeflash.session.requests import Reasoning, Text, TextRequest, ToolArguments, ToolCall
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 

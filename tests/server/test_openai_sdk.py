@@ -10,9 +10,9 @@ import pytest
 
 from tests.server.conftest import openai_client
 from tests.server.live import Live, scripted
-from treeflash.engine.requests import Finished, Text
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import TreeFlashError
+from treeflash.session.requests import Finished, Text
 
 CODE = "```python\ndef add(a, b):\n"
 ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]

@@ -7,8 +7,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.server.live import Live, live, scripted
 from treeflash.config import DraftConfig, EngineConfig, ServerConfig, SpecConfig
-from treeflash.engine.session import Session
 from treeflash.hub.catalog import named
+from treeflash.session.session import Session
 
 pytest_plugins = ["tests.server.page_browser"]
 pytestmark = pytest.mark.browser

@@ -16,7 +16,7 @@ from tests.server.conftest import anthropic_client, openai_client
 from tests.server.live import Live, scripted
 from tests.server.scripted import said
 from treeflash.config import ServerConfig
-from treeflash.engine.requests import Progress, Text
+from treeflash.session.requests import Progress, Text
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 

@@ -9,10 +9,10 @@ import httpx2
 from tests.server.conftest import openai_client
 from tests.server.live import Live, live, scripted
 from treeflash.config import EngineConfig
-from treeflash.engine.requests import Text
-from treeflash.engine.session import Session
 from treeflash.errors import UsageError
 from treeflash.server.run import line
+from treeflash.session.requests import Text
+from treeflash.session.session import Session
 
 
 def test_usage_covers_all_answers(echo_server: Live):

@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 import pytest
 
 from tests.server.scripted import ScriptedSession
-from treeflash.engine.requests import Finished, Text, TextRequest
-from treeflash.engine.worker import EngineWorker, Job, State
 from treeflash.errors import QueueFull, Unavailable, UsageError
+from treeflash.session.requests import Finished, Text, TextRequest
+from treeflash.session.worker import EngineWorker, Job, State
 
 
 def ask(text: str) -> TextRequest:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from treeflash.spec.outlook import WAITS, Outlook
+from treeflash.spec.acceptance import WAITS, Outlook
 
 BUCKETS = (1, 8, 16, 24)  # as on a GPU, where smaller steps cost the same
 

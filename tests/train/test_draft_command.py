@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.tools.hf_models import build_hf, save_hf
+from tests.convert.hf_models import build_hf, save_hf
 from treeflash.cli.main import app
 
 ROOT = Path(__file__).parents[2]

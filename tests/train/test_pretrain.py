@@ -11,10 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.tools.hf_models import save_tokenizer
+from tests.convert.hf_models import save_tokenizer
 from treeflash.config import EngineConfig
-from treeflash.engine.session import Session, Text, TextRequest
-from treeflash.tools.convert import convert
+from treeflash.convert.convert import convert
+from treeflash.session.session import Session, Text, TextRequest
 from treeflash.train.target import TargetConfig
 
 SCRIPTS = Path(__file__).parents[2] / "training"

@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from tests.tools.hf_models import randomise, save_tokenizer
+from tests.convert.hf_models import randomise, save_tokenizer
+from treeflash.convert.convert import convert
 from treeflash.errors import TreeFlashError, UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import SequenceStates
-from treeflash.tools.convert import convert
 from treeflash.train.target import Target, TargetConfig, save_target
 from treeflash.train.target_file import read_target
 

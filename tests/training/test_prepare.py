@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tokenizers
 
+from treeflash.convert.checkpoint import HFConfig
+from treeflash.convert.hf_vocab import read_vocabulary
 from treeflash.gguf.reader import GGUFFile
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
-from treeflash.tools.checkpoint import HFConfig
-from treeflash.tools.hf_vocab import read_vocabulary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 

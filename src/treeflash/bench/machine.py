@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import treeflash
-from treeflash.engine.memory import device_name
-from treeflash.engine.session import Session
 from treeflash.gguf.reader import GGUFFile
+from treeflash.memory.device import device_name
+from treeflash.session.session import Session
 
 SMALLEST, LARGEST = 64 << 20, 2 << 30  # bytes of the buffer that is read
 

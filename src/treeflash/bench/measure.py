@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from treeflash.bench.suites import Prompt
-from treeflash.engine.requests import Finished, Progress, Text, TextRequest
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.session import Session
+from treeflash.session.requests import Finished, Progress, Text, TextRequest
+from treeflash.session.session import Session
 from treeflash.spec.draft import Drafter, Outcome
 
 RUN, TIMES = 12, 3  # a text loops where a run of so many tokens comes so often

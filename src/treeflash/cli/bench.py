@@ -142,7 +142,7 @@ def _step(
     target: Chosen, config: EngineConfig, screen: view.Screen, *, lines: Path, json_file: Path | None
 ) -> None:
     """Where the time of single steps goes, by their size."""
-    from treeflash import bench_step
+    from treeflash.bench import step as bench_step
 
     with LoadingBar(target.path.name, screen) as bar:
         result = bench_step.bench_step(

@@ -9,8 +9,8 @@ from treeflash.cli.chat_state import OPTIONS, Settings
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
-    from treeflash.engine.requests import Finished
-    from treeflash.engine.session import Session
+    from treeflash.session.requests import Finished
+    from treeflash.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class LocalBackend:
         seed: int,
         cancelled: Callable[[], bool],
     ) -> Generator[Event]:
-        from treeflash.engine.requests import Finished, Progress, Reasoning, Text, TextRequest
+        from treeflash.session.requests import Finished, Progress, Reasoning, Text, TextRequest
 
         values = {name: value for name, value in settings.values.items() if name != "max_tokens"}
         limit = settings.values.get("max_tokens")

@@ -37,7 +37,7 @@ def convert(
         raise UsageError(f"{target} exists", "--force writes over it, --output names another file")
     screen = view.Screen()
     with screen.waiting("Starting PyTorch"), held():
-        from treeflash.tools.convert import convert as write_gguf
+        from treeflash.convert.convert import convert as write_gguf
     with screen.converting(f"Converting to {mix}") as bar:
         report = write_gguf(folder, target, mix=mix, progress=lambda _, done, total: bar.update(done, total))
     rows = [

@@ -147,7 +147,7 @@ def resources() -> Iterator[Check]:
     try:
         import torch
 
-        from treeflash.engine.memory import available_memory
+        from treeflash.memory.device import available_memory
     except (ImportError, OSError):
         return
     free, total = (

@@ -18,8 +18,8 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         raise ResourceError("--fit needs Triton, whose buffers it counts; it is not installed")
     import torch
 
-    from treeflash.engine.memory import room_on, supposed_room
-    from treeflash.engine.plan import Survey
+    from treeflash.memory.device import room_on, supposed_room
+    from treeflash.memory.planner import Survey
 
     device = torch.device("cuda")
     if torch.cuda.is_available():

@@ -49,7 +49,7 @@ def grow(
         raise UsageError(f"--draft is {draft}, but the built-in pair has its own", "--from names its target")
     screen = view.Screen()
     with screen.waiting("Starting PyTorch"), held():
-        from treeflash.tools.grow import grow as write_pair
+        from treeflash.convert.grow import grow as write_pair
     with screen.loading("Writing") as bar:
         grown = write_pair(
             output,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treeflash.engine.sampler import TokenLogprob
-    from treeflash.engine.session import Finished
     from treeflash.engine.stats import RequestStats
+    from treeflash.session.session import Finished
     from treeflash.text.tokenizer import Tokenizer
 
 

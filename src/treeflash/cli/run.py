@@ -17,7 +17,7 @@ from treeflash.config import EngineConfig, environment
 from treeflash.errors import PromptTooLong, UsageError
 
 if TYPE_CHECKING:
-    from treeflash.engine.session import Finished, Session, TextRequest
+    from treeflash.session.session import Finished, Session, TextRequest
 
 ENGINE = EngineConfig()
 
@@ -94,9 +94,9 @@ def run(
     )
     speculation = decide(wishes, target, offline=offline, screen=screen)
     with screen.waiting("Starting PyTorch"), held():
-        from treeflash.engine.plan import named
         from treeflash.engine.sampler import SamplingParams
-        from treeflash.engine.session import TextRequest
+        from treeflash.memory.planner import named
+        from treeflash.session.session import TextRequest
     messages = None
     if not raw:
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -210,7 +210,7 @@ def _generate(
     session: "Session", request: "TextRequest", answer: view.Answer, screen: view.Screen
 ) -> "Finished | None":
     """Shows the answer as it comes; None where it had to be stopped by force."""
-    from treeflash.engine.requests import Finished, Progress, Reasoning, Text
+    from treeflash.session.requests import Finished, Progress, Reasoning, Text
 
     finished, thinking = None, False
     try:

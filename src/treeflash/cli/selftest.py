@@ -8,7 +8,7 @@ from torch import Tensor
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import paged_attention
-from treeflash.kernels.gated_delta import chunk_delta, tree_delta
+from treeflash.kernels.delta_rule import chunk_delta, tree_delta
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.quant_matmul import quant_matmul
 

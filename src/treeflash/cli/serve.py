@@ -19,7 +19,7 @@ from treeflash.errors import UsageError
 from treeflash.server.listen import bind, check
 
 if TYPE_CHECKING:
-    from treeflash.engine.worker import Loader
+    from treeflash.session.worker import Loader
 
 DEFAULTS, ENGINE = ServerConfig(), EngineConfig()
 
@@ -192,7 +192,7 @@ def _run(
 
 
 def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[str, Any]) -> "Loader":
-    from treeflash.engine.session import Session
+    from treeflash.session.session import Session
 
     def load(progress: Any) -> Any:
         def told(done: int, total: int) -> None:
@@ -207,7 +207,7 @@ def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[
 
 def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     """For /props, from what is loaded."""
-    from treeflash.engine.plan import named
+    from treeflash.memory.planner import named
 
     session = loaded["session"]
     model = session.engine.target

@@ -209,7 +209,7 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
     if not path.exists():
         output.mkdir(parents=True, exist_ok=True)
         with screen.waiting("Starting PyTorch"), held():
-            from treeflash.tools.convert import convert as write_gguf
+            from treeflash.convert.convert import convert as write_gguf
         with screen.converting("Converting to f16") as bar:
             write_gguf(folder, path, mix="f16", progress=lambda _, done, total: bar.update(done, total))
         screen.note(f"Converted to {path}. A draft fits best the quantisation that it was trained on.")

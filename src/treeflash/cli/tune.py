@@ -14,8 +14,8 @@ from treeflash.hub.resolve import meaning, resolve
 if TYPE_CHECKING:
     import torch
 
+    from treeflash.bench.tuning import Found, Shapes
     from treeflash.kernels.quant_matmul.tuned import TunedFile
-    from treeflash.kernels.quant_matmul.tuning import Found, Shapes
 
 
 def tune(
@@ -40,10 +40,10 @@ def tune(
         )
     screen = view.Screen()
     with screen.waiting("Starting PyTorch"), held():
+        from treeflash.bench.tuning import LAYERS_27B, Stack
+        from treeflash.bench.tuning import tune as find
         from treeflash.kernels.quant_matmul import cuda
         from treeflash.kernels.quant_matmul.tuned import TunedFile
-        from treeflash.kernels.quant_matmul.tuning import LAYERS_27B, Stack
-        from treeflash.kernels.quant_matmul.tuning import tune as find
     file = TunedFile.usual()
     if reset:
         view.plain(f"{file.path} is removed." if file.remove() else f"Nothing was kept: no {file.path}.")
@@ -59,7 +59,8 @@ def tune(
 def _gpu() -> "torch.device":
     import torch
 
-    from treeflash.kernels.quant_matmul import cuda, nvrtc
+    from treeflash.kernels.quant_matmul import cuda
+    from treeflash.kernels.runtime import nvrtc
 
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise ResourceError(
@@ -82,7 +83,7 @@ def _gpu() -> "torch.device":
 
 def _shapes(model: str) -> "Sequence[Shapes]":
     from treeflash.gguf.reader import GGUFFile
-    from treeflash.models.products import layer_products
+    from treeflash.models.matmuls import layer_products
 
     with GGUFFile.open(resolve(meaning(model), offline=True)) as file:
         return layer_products(file)

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from treeflash.engine.cut import cut_text, guessed_rows
-from treeflash.engine.device_step import Looked, StepParts, padded_rows
-from treeflash.engine.guide import Guide
-from treeflash.engine.memory import kv_pair, total_memory
-from treeflash.engine.prefill import chunk_size, compile_chunk, read_chunk, rows_wanted
-from treeflash.engine.prefix import PrefixCache
-from treeflash.engine.prefix_files import SnapshotFiles
-from treeflash.engine.prefix_plan import Kind, cuts, worth_keeping
-from treeflash.engine.requests import Progress
+from treeflash.engine.events import Progress
+from treeflash.engine.prefill import compile_chunk, read_chunk, rows_wanted
+from treeflash.engine.runner import Looked, StepParts
 from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.kernels.kv_cache.format import KVFormat
+from treeflash.memory.device import kv_pair, total_memory
+from treeflash.memory.estimate import chunk_size
 from treeflash.models.decoder import Decoder, check_taps
-from treeflash.models.step import MAX_ROWS, Step
-from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank
+from treeflash.models.step import MAX_ROWS, Step, padded_rows
+from treeflash.prefix_cache.boundaries import Kind, cuts, worth_keeping
+from treeflash.prefix_cache.cache import PrefixCache
+from treeflash.prefix_cache.files import SnapshotFiles
+from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank, TreeGuide
 from treeflash.spec.tree import DraftTree
 from treeflash.state.sequences import SequenceStates
 from treeflash.state.snapshots import SavedStates
@@ -42,7 +42,7 @@ class Request:
     cut: Callable[[list[int]], int | None] = lambda tokens: None
     may_cut: bool = True  # whether it ever gives a number
     cancelled: Callable[[], bool] = lambda: False  # asked at every prefill chunk and every step
-    guide: Guide | None = None  # which tokens may follow
+    guide: TreeGuide | None = None  # which tokens may follow
     draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
     trees: bool = False  # report every step's tree
     # Behind how many of the prompt's tokens turns begin; None: nothing of this request is worth keeping.

@@ -10,8 +10,8 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
-from treeflash.kernels.places import Places, row_places
 from treeflash.kernels.quant_matmul import OpenSums, PackedRows
+from treeflash.kernels.slot_mapping import Places, row_places
 from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta, PackedInput, by_item
 from treeflash.models.measure import tile_space
 from treeflash.models.spec import ModelSpec

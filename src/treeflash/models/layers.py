@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from treeflash.kernels.attention import chunk_attention, paged_attention
 from treeflash.kernels.causal_conv import chunk_heads, tree_conv
-from treeflash.kernels.gated_delta import fold_path, slot_delta, tree_delta
+from treeflash.kernels.delta_rule import fold_path, slot_delta, tree_delta
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul
 from treeflash.kernels.quant_matmul import BUCKETS, OpenSums, PackedRows, PackedWeight, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec

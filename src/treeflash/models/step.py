@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
+from treeflash.kernels.quant_matmul import BUCKETS
 
 MAX_ROWS = 64  # ancestors of a row are the bits of one 64-bit word
+# Rows of padded steps. A root has its own size: matmuls cost what 8 rows cost, all else less.
+SIZES = (1, *BUCKETS)
+
+
+def padded_rows(rows: int) -> int:
+    """Return the size of the padded step that holds `rows` rows."""
+    return next(size for size in SIZES if rows <= size)
 
 
 @dataclass(frozen=True, slots=True)

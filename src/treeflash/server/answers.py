@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treeflash.engine.requests import (
+from treeflash.engine.stats import RequestStats
+from treeflash.session.requests import (
     Finished,
     Reasoning,
     SessionEvent,
@@ -13,7 +14,6 @@ from treeflash.engine.requests import (
     ToolCall,
     TreeStep,
 )
-from treeflash.engine.stats import RequestStats
 
 
 @dataclass(slots=True)

@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from treeflash.engine.requests import TextRequest
 from treeflash.errors import UsageError
 from treeflash.server import options
 from treeflash.server.options import Thinking
 from treeflash.server.schemas import MessagesBody, Object
 from treeflash.server.service import Service
+from treeflash.session.requests import TextRequest
 
 
 def to_request(body: MessagesBody, service: Service) -> TextRequest:

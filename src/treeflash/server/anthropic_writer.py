@@ -4,14 +4,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeflash.engine.requests import Finished, Progress, SessionEvent
-from treeflash.engine.worker import Job
 from treeflash.server import answers
 from treeflash.server.answers import Answer, Part
 from treeflash.server.failures import Failure
 from treeflash.server.schemas import MessagesBody, Object
 from treeflash.server.service import Service
 from treeflash.server.sse import comment, event
+from treeflash.session.requests import Finished, Progress, SessionEvent
+from treeflash.session.worker import Job
 
 
 @dataclass(slots=True)

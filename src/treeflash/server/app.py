@@ -12,8 +12,6 @@ from starlette.exceptions import HTTPException
 
 import treeflash
 from treeflash.config import ServerConfig
-from treeflash.engine.requests import TextRequest
-from treeflash.engine.worker import EngineWorker, State
 from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server import anthropic, chat, completions, responses
 from treeflash.server.anthropic_writer import MessagesWriter
@@ -32,6 +30,8 @@ from treeflash.server.schemas import (
 )
 from treeflash.server.service import Service
 from treeflash.server.sse import ClientGone
+from treeflash.session.requests import TextRequest
+from treeflash.session.worker import EngineWorker, State
 
 HERE = Path(__file__).parent
 TYPES = {

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treeflash.engine.requests import (
+from treeflash.errors import UsageError
+from treeflash.server import answers, options
+from treeflash.server.answers import Answer
+from treeflash.server.failures import Failure
+from treeflash.server.schemas import ChatBody, Object
+from treeflash.server.service import Service
+from treeflash.server.sse import DONE, comment, event
+from treeflash.session.requests import (
     Finished,
     Progress,
     Reasoning,
@@ -17,14 +24,7 @@ from treeflash.engine.requests import (
     ToolCall,
     TreeStep,
 )
-from treeflash.engine.worker import Job
-from treeflash.errors import UsageError
-from treeflash.server import answers, options
-from treeflash.server.answers import Answer
-from treeflash.server.failures import Failure
-from treeflash.server.schemas import ChatBody, Object
-from treeflash.server.service import Service
-from treeflash.server.sse import DONE, comment, event
+from treeflash.session.worker import Job
 
 # What the template gets from elsewhere in the request.
 _RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries")

@@ -4,15 +4,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeflash.engine.requests import (
-    Finished,
-    Reasoning,
-    SessionEvent,
-    Text,
-    TextRequest,
-    TokenLogprob,
-)
-from treeflash.engine.worker import Job
 from treeflash.errors import UsageError
 from treeflash.server import options
 from treeflash.server.answers import Answer
@@ -21,6 +12,15 @@ from treeflash.server.failures import Failure
 from treeflash.server.schemas import CompletionBody, Object
 from treeflash.server.service import Service
 from treeflash.server.sse import DONE, comment, event
+from treeflash.session.requests import (
+    Finished,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TextRequest,
+    TokenLogprob,
+)
+from treeflash.session.worker import Job
 
 MAX_CHOICES = 128
 

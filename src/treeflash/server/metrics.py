@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from treeflash.engine.worker import EngineWorker, Job, Outcome
+from treeflash.session.worker import EngineWorker, Job, Outcome
 
 PREFIX = "treeflash:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

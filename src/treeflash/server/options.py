@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeflash.engine.requests import Grammar
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import UsageError
 from treeflash.server.schemas import Object
+from treeflash.session.requests import Grammar
 
 # Tokens of reasoning; efforts above set no limit.
 EFFORTS: Mapping[str, int | None] = {

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeflash.engine.requests import TextRequest
 from treeflash.errors import UsageError
 from treeflash.server import options
 from treeflash.server.options import Thinking
 from treeflash.server.schemas import Object, ResponsesBody
 from treeflash.server.service import Service
+from treeflash.session.requests import TextRequest
 
 _REFUSED = {
     "previous_response_id": "nothing is kept here: send the whole conversation as input",

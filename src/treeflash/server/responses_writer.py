@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeflash.engine.requests import Finished, SessionEvent, TokenLogprob
-from treeflash.engine.worker import Job
 from treeflash.server import answers
 from treeflash.server.answers import Answer, Part
 from treeflash.server.failures import Failure
@@ -15,6 +13,8 @@ from treeflash.server.responses import FREE_TEXT, free_text_tools, namespaces
 from treeflash.server.schemas import Object, ResponsesBody
 from treeflash.server.service import Service
 from treeflash.server.sse import comment, event
+from treeflash.session.requests import Finished, SessionEvent, TokenLogprob
+from treeflash.session.worker import Job
 
 
 @dataclass(slots=True)

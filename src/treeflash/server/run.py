@@ -12,9 +12,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from treeflash.config import ServerConfig
-from treeflash.engine.worker import EngineWorker, Job, Loader, Outcome, State
 from treeflash.server.app import create_app
 from treeflash.server.metrics import Metrics
+from treeflash.session.worker import EngineWorker, Job, Loader, Outcome, State
 
 log = logging.getLogger(__name__)
 

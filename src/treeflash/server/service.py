@@ -11,13 +11,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from treeflash.config import ServerConfig
-from treeflash.engine.requests import Finished, SessionEvent, TextRequest
 from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.worker import EngineWorker, Job, Tagged, TextSession
 from treeflash.errors import Unavailable
 from treeflash.server.failures import Failure, failure_of
 from treeflash.server.options import Thinking
 from treeflash.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
+from treeflash.session.requests import Finished, SessionEvent, TextRequest
+from treeflash.session.worker import EngineWorker, Job, Tagged, TextSession
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from treeflash.engine.worker import Job
+from treeflash.session.worker import Job
 
 KEEP_ALIVE_S = 5.0  # clients and proxies give up after half a minute of silence or more
 DONE = b"data: [DONE]\n\n"

@@ -1,7 +1,7 @@
 """How many rows the coming step verifies, decided before it starts: from past outcomes and measured cost.
 
 For every number of rows it knows what a step of that size costs and how many proposed tokens it will probably
-commit (spec/outlook.py): trees are in order of worth, so a walk tells what any smaller tree would have given.
+commit: trees are in order of worth, so a walk tells what any smaller tree would have given.
 Some plain steps and the question behind them, with its tree, are one stretch; the stretch that gives the most
 tokens a second is taken. If none beats plain decoding, the draft is asked so seldom that what this loses is a
 small share of the time. What a question costs is spent whatever follows: its tree is verified if that alone
@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from treeflash.spec.outlook import WAITS, Outlook
+from treeflash.spec.acceptance import WAITS, Outlook
 
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _PROBE_SHARE = 0.01  # of the time that asking a draft which does not pay may lose

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,14 @@ class TreeGuide(Protocol):
 
     def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """Rows of a tree that are allowed, in their order."""
+        ...
+
+    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[np.ndarray | None]:
+        """What may follow each row of a tree below the last decided token, a bit a token; None: anything."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> int | None:
+        """Tokens that are decided, in order; a number: so many of them complete the answer."""
         ...
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeflash.engine.batch import generate_batch
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import ModelFileError, TreeFlashError, UsageError
 from treeflash.train.draft_target import Target
 from treeflash.train.files import read_json, write_json, write_whole
+from treeflash.train.generation import generate_batch
 
 INDEX = "index.json"
 _FORMAT = 1

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from treeflash.config import EngineConfig
-from treeflash.engine.memory import pick_device
-from treeflash.engine.needs import compute_dtype
-from treeflash.engine.plan import plan_memory
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
+from treeflash.memory.device import pick_device
+from treeflash.memory.estimate import compute_dtype
+from treeflash.memory.planner import plan_memory
 from treeflash.models.decoder import Decoder
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import Step

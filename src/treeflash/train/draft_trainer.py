@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import treeflash
-from treeflash.engine.memory import available_memory, device_name
 from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UsageError
+from treeflash.memory.device import available_memory, device_name
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.train.draft_data import Batch, TokenData, epoch_batches, make_batch
 from treeflash.train.draft_eval import (

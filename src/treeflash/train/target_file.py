@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treeflash.convert.checkpoint import HFConfig
+from treeflash.convert.families import read_sizes
+from treeflash.convert.rules import Rule, tensor_rules, tile_heads
 from treeflash.errors import UnsupportedModel
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import GGUFFile
-from treeflash.tools.checkpoint import HFConfig
-from treeflash.tools.families import read_sizes
-from treeflash.tools.rules import Rule, tensor_rules, tile_heads
 from treeflash.train.target import TargetConfig
 
 

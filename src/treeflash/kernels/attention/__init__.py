@@ -23,7 +23,8 @@ def paged_attention(
     gate: Tensor | None = None,
 ) -> Tensor:
     if q.is_cuda and ancestors is not None:
-        from treeflash.kernels.attention import cuda, kernel
+        from treeflash.kernels.attention import cuda
+        from treeflash.kernels.attention import triton_kernels as kernel
 
         chosen = cuda if cuda.takes(q, keys, values) else kernel
         if chosen is cuda or (kernel.takes(keys) and kernel.takes(values)):
@@ -68,7 +69,7 @@ def block_attention(
     causal: bool,
 ) -> Tensor:
     if q.is_cuda and q.shape[-1] >= LEAST_DIM:
-        from treeflash.kernels.attention import kernel as chosen
+        from treeflash.kernels.attention import triton_kernels as chosen
     else:
         chosen = reference
     return chosen.block_attention(

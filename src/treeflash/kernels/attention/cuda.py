@@ -7,15 +7,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treeflash.kernels.attention.kernel import LOG2_E, SPLITS, Parts
 from treeflash.kernels.attention.reference import SINKS
+from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, Parts
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.kernel import tensors
 from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
+from treeflash.kernels.kv_cache.triton_kernels import tensors
 from treeflash.kernels.quant_matmul.cuda import Card, card_of, early, usable
-from treeflash.kernels.quant_matmul.driver import Kernel, Module
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.runtime.driver import Kernel, Module
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 DIM = 256  # of a head
 BLOCK = 64  # keys at a time

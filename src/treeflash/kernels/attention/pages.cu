@@ -1,5 +1,5 @@
 // Instructions, and how keys and values come from their pages into shared memory and from there, decoded, into registers;
-// stands behind early.cu and before tree.cu, whose macros it uses.
+// stands after pdl.cu and before tree.cu, whose macros it uses.
 
 typedef unsigned char u8;
 

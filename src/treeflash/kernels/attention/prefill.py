@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
-from treeflash.kernels.kv_cache.kernel import expand
+from treeflash.kernels.kv_cache.triton_kernels import expand
 
 LOG2_E = 1.4426950408889634
 SLICE_BYTES = 64 << 20  # of expanded keys and values at a time

@@ -11,7 +11,7 @@ __all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "split_head
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
     if not parents.is_cuda:
         return reference.conv_index(parents, width, count, path)
-    from treeflash.kernels.causal_conv import kernel
+    from treeflash.kernels.causal_conv import triton_kernels as kernel
 
     return kernel.conv_index(parents, width, count, path)
 
@@ -20,7 +20,8 @@ def chunk_heads(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if inputs.is_cuda:
-        from treeflash.kernels.causal_conv import chunk, kernel
+        from treeflash.kernels.causal_conv import chunk
+        from treeflash.kernels.causal_conv import triton_kernels as kernel
 
         if kernel.takes(weight, alpha, state["key_heads"]):
             return chunk.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
@@ -31,7 +32,8 @@ def tree_conv(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if inputs.is_cuda:
-        from treeflash.kernels.causal_conv import cuda, kernel
+        from treeflash.kernels.causal_conv import cuda
+        from treeflash.kernels.causal_conv import triton_kernels as kernel
 
         if cuda.takes(inputs, weight, alpha, state["window"], state["key_heads"]):
             return cuda.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from treeflash.kernels.causal_conv.reference import L2_EPS
 from treeflash.kernels.quant_matmul.cuda import card_of, early, usable
-from treeflash.kernels.quant_matmul.driver import Kernel, Module
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.runtime.driver import Kernel, Module
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 DIM = 128  # of a head
 TAPS = 4

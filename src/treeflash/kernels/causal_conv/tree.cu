@@ -1,6 +1,6 @@
 // The short convolution over a path and a tree, up to what the delta rule reads (reference.py says what it is).
 //
-// No headers: NVRTC builds this file, behind early.cu, with no include path. Macros, given by cuda.py:
+// No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
 //   HALF     1: window and stash hold float16, else float32
 //   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
 //

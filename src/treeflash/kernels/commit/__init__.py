@@ -14,7 +14,7 @@ def _of(x: Tensor):
     """The implementation for x's device."""
     if not x.is_cuda:
         return reference
-    from treeflash.kernels.commit import kernel
+    from treeflash.kernels.commit import triton_kernels as kernel
 
     return kernel
 

@@ -11,7 +11,7 @@ __all__ = ["embed"]
 def embed(data: Tensor, type: QuantType, tokens: Tensor) -> Tensor:
     """Rows `tokens` [...] of data [V, row bytes]: float32 [..., K]."""
     if data.is_cuda:
-        from treeflash.kernels.embedding import kernel
+        from treeflash.kernels.embedding import triton_kernels as kernel
 
         if type in kernel.TYPES:
             return kernel.embed(data, type, tokens)

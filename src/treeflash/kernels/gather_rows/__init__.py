@@ -9,6 +9,6 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     """table uint8 [V, n], rows int64 [...] within it, to [..., n] beside the rows."""
     if table.device == rows.device:
         return table[rows]
-    from treeflash.kernels.gather_rows import kernel
+    from treeflash.kernels.gather_rows import triton_kernels as kernel
 
     return kernel.gather_rows(table, rows)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from treeflash.kernels.norm_rope import reference
 from treeflash.kernels.norm_rope.reference import l2_norm, rope, rope_angles
+from treeflash.kernels.quant_matmul.partial_sums import OpenSums
 from treeflash.kernels.quant_matmul.rows import PackedRows
-from treeflash.kernels.quant_matmul.sums import OpenSums
 
 __all__ = [
     "add_rms_norm",
@@ -32,7 +32,7 @@ def _of(x: Tensor):
     """The implementation for x's device."""
     if not x.is_cuda:
         return reference
-    from treeflash.kernels.norm_rope import kernel
+    from treeflash.kernels.norm_rope import triton_kernels as kernel
 
     return kernel
 
@@ -53,7 +53,8 @@ def add_rms_norm(
     x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
     if pack:
-        from treeflash.kernels.norm_rope import cuda, kernel
+        from treeflash.kernels.norm_rope import cuda
+        from treeflash.kernels.norm_rope import triton_kernels as kernel
 
         if isinstance(add, OpenSums) or cuda.takes(x, add):
             return cuda.add_rms_norm(x, add, weight, eps)
@@ -66,7 +67,8 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
 ) -> Tensor | PackedRows:
     if pack:
-        from treeflash.kernels.norm_rope import cuda, kernel
+        from treeflash.kernels.norm_rope import cuda
+        from treeflash.kernels.norm_rope import triton_kernels as kernel
 
         if cuda.takes(x.flatten(-2), gate, head=x.shape[-1]):
             return cuda.gated_rms_norm(x, gate, weight, eps)
@@ -81,7 +83,8 @@ def silu_mul(gate: Tensor | OpenSums, up: Tensor | OpenSums, *, pack: bool = Fal
         assert pack, "open sums are for rows that are packed"
         return cuda.silu_mul(gate, up)
     if pack:
-        from treeflash.kernels.norm_rope import cuda, kernel
+        from treeflash.kernels.norm_rope import cuda
+        from treeflash.kernels.norm_rope import triton_kernels as kernel
 
         if cuda.takes(gate, up):
             return cuda.silu_mul(gate, up)
@@ -106,7 +109,7 @@ def cache_heads(
     **places,
 ) -> Tensor:
     if k.is_cuda:
-        from treeflash.kernels.kv_cache import kernel
+        from treeflash.kernels.kv_cache import triton_kernels as kernel
 
         if kernel.takes(places["keys"]) and kernel.takes(places["values"]):
             return kernel.cache_heads(q, k, v, norms, eps, cos, sin, **places)

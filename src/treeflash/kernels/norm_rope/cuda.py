@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.quant_matmul.cuda import card_of, usable
-from treeflash.kernels.quant_matmul.driver import Kernel, Module
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin
+from treeflash.kernels.quant_matmul.partial_sums import OpenSums
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
-from treeflash.kernels.quant_matmul.sums import OpenSums
+from treeflash.kernels.runtime.driver import Kernel, Module
+from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 NORM, SILU, GATED = range(3)
 # Blocks of a row on Hopper. One SM would take 1.1 us for the exponentials of 17408 columns and as long for

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treeflash.kernels.norm_rope.kernel import _heads, _turned
+from treeflash.kernels.norm_rope.triton_kernels import _heads, _turned
 
 
 @triton.jit

@@ -20,9 +20,9 @@ from treeflash.kernels.quant_matmul.packed import (
     packed_products,
     prepare,
 )
+from treeflash.kernels.quant_matmul.partial_sums import OpenSums
 from treeflash.kernels.quant_matmul.reference import dense_matmul, quant_matmul
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
-from treeflash.kernels.quant_matmul.sums import OpenSums
 
 __all__ = [
     "BUCKETS",

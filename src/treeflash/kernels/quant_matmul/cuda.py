@@ -10,13 +10,13 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from treeflash.kernels.quant_matmul.driver import Kernel, Module
 from treeflash.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
-from treeflash.kernels.quant_matmul.nvrtc import compile_cubin, nvrtc
+from treeflash.kernels.quant_matmul.partial_sums import OpenSums
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
-from treeflash.kernels.quant_matmul.sums import OpenSums
 from treeflash.kernels.quant_matmul.tiling import Tiling, tiling_of
 from treeflash.kernels.quant_matmul.tuned import TunedFile
+from treeflash.kernels.runtime.driver import Kernel, Module
+from treeflash.kernels.runtime.nvrtc import compile_cubin, nvrtc
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _BLOCK_TILES = ROW_BLOCK // 16
@@ -129,7 +129,7 @@ def source(*names: str, package: str = "quant_matmul") -> str:
 
 def early(package: str, *names: str) -> str:
     """Files of kernels that may start before the one in front of them has ended, behind what they share."""
-    return "\n".join((source("early.cu"), source(*names, package=package)))
+    return "\n".join((source("pdl.cu", package="runtime"), source(*names, package=package)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight, unpack
+from treeflash.kernels.quant_matmul.partial_sums import OpenSums
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows
-from treeflash.kernels.quant_matmul.sums import OpenSums
 
 _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
 
@@ -37,7 +37,7 @@ def _kernels(device: torch.device) -> ModuleType:
         from treeflash.kernels.quant_matmul import cuda
 
         return cuda
-    from treeflash.kernels.quant_matmul import kernel
+    from treeflash.kernels.quant_matmul import triton_kernels as kernel
 
     return kernel
 

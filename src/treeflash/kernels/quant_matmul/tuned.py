@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treeflash.kernels.quant_matmul.nvrtc import cache_folder
 from treeflash.kernels.quant_matmul.rows import BUCKETS
 from treeflash.kernels.quant_matmul.tiling import MOST_STAGES, Tiling
+from treeflash.kernels.runtime.nvrtc import cache_folder
 
 _VERSION = 1
 _NO_GOOD = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)

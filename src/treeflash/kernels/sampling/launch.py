@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from treeflash.kernels.sampling import filters, kernel, search
+from treeflash.kernels.sampling import filters, search
+from treeflash.kernels.sampling import triton_kernels as kernel
 from treeflash.kernels.sampling.state import MASKED, DrawState
 
 _SPLITS = 256  # programs that share a row, at most

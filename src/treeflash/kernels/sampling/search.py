@@ -33,7 +33,7 @@ from treeflash.kernels.sampling.filters import (
     load_filters,
     load_values,
 )
-from treeflash.kernels.sampling.kernel import store_ranking
+from treeflash.kernels.sampling.triton_kernels import store_ranking
 
 
 @triton.jit

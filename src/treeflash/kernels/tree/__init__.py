@@ -92,7 +92,7 @@ def build_tree(
     `edge(depth, parents)` adds to the scores behind parent tokens [W]: [W, k]; it is asked from the host.
     """
     if ids.is_cuda and edge is None:
-        from treeflash.kernels.tree import kernel
+        from treeflash.kernels.tree import triton_kernels as kernel
 
         parts = (anchor, position, ids, scores, chains, chain_scores)
         built = kernel.build(*parts, nodes=nodes, rows=rows, spine=spine, correction=correction)
@@ -138,7 +138,7 @@ def walk_tree(
     is what plain decoding would have processed. `written` [V] counts the accepted rows' tokens.
     """
     if tokens.is_cuda:
-        from treeflash.kernels.tree import kernel
+        from treeflash.kernels.tree import triton_kernels as kernel
 
         flat = kernel.walk(tokens, parents, ancestors, chosen, stops=stops, room=room, written=written)
         return Walked(flat)

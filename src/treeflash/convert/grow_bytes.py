@@ -1,0 +1,231 @@
+"""The bytes of a planned tensor: noise, scaled copies of the small tensor, single values. Knows no names."""
+
+import zlib
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from treeflash.convert.grow_plan import Cell, Plan, Span
+from treeflash.errors import UnsupportedModel, UnsupportedQuant
+from treeflash.gguf.quants import dequantise
+from treeflash.gguf.types import QuantType
+from treeflash.models.weights import TensorSource
+
+# Where a block's float16 factors are; every weight is linear in them, and zero bytes are zero weights.
+_FACTORS = MappingProxyType(
+    {
+        QuantType.Q4_0: (0,),
+        QuantType.Q4_1: (0, 2),
+        QuantType.Q5_0: (0,),
+        QuantType.Q5_1: (0, 2),
+        QuantType.Q8_0: (0,),
+        QuantType.Q2_K: (80, 82),
+        QuantType.Q3_K: (108,),
+        QuantType.Q4_K: (0, 2),
+        QuantType.Q5_K: (0, 2),
+        QuantType.Q6_K: (208,),
+        QuantType.IQ4_NL: (0,),
+        QuantType.IQ4_XS: (0,),
+        QuantType.IQ3_S: (0,),
+    }
+)
+_FLOATS = MappingProxyType(
+    {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
+)
+# A block whose first weight is its factor times the byte at the first offset, up to the limit, and all others
+# are zero; further bytes (from, to, value) that this takes.
+_SINGLES = MappingProxyType(
+    {
+        QuantType.Q8_0: (2, 127, ()),
+        QuantType.Q4_K: (4, 63, ((16, 17, 1),)),
+        QuantType.Q5_K: (4, 63, ((48, 49, 1),)),
+        # the codes of the first sub-block stand for zero, the first of them for one
+        QuantType.Q6_K: (192, 127, ((128, 144, 2), (0, 1, 1))),
+    }
+)
+# Random weights' standard deviation: with rows of 5120 to 17408 a product keeps the size of its input.
+_SPREAD = 0.014
+_POOL_BYTES = 1 << 23
+
+
+class Noise:
+    """Random blocks of every type, made once; a tensor starts somewhere in them and goes round."""
+
+    def __init__(self, seed: int = 0):
+        self._seed = seed
+        self._pools: dict[QuantType, np.ndarray] = {}
+
+    def prepare(self, type: QuantType) -> None:
+        """Comes before `fill`, which several threads may then call."""
+        if type not in self._pools:
+            self._pools[type] = _random_blocks(type, np.random.default_rng((self._seed, int(type))))
+
+    def fill(self, out: np.ndarray, type: QuantType, name: str, offset: int) -> None:
+        """Fills uint8 [n], whole blocks from a tensor's byte `offset` on; the same for the same name."""
+        pool = self._pools[type]
+        start = zlib.crc32(f"{self._seed} {name}".encode()) * type.block_bytes + offset
+        done = 0
+        while done < len(out):
+            place = (start + done) % len(pool)
+            count = min(len(out) - done, len(pool) - place)
+            out[done : done + count] = pool[place : place + count]
+            done += count
+
+
+def build(plan: Plan, rows: range, source: TensorSource, noise: Noise, buffer: np.ndarray) -> np.ndarray:
+    """Some rows of the tensor [rows, row bytes], in the first bytes of `buffer`."""
+    row_bytes = plan.info.row_bytes
+    flat = buffer[: len(rows) * row_bytes]
+    out = flat.reshape(-1, row_bytes)
+    if plan.fill is None:
+        noise.fill(flat, plan.type, plan.name, rows.start * row_bytes)
+    elif plan.fill == 0:
+        flat[:] = 0
+    else:
+        assert plan.type is QuantType.F32, plan
+        flat.view(np.float32)[:] = plan.fill
+    for start, stop in plan.zero:
+        out[:, _bytes(plan.type, start) : _bytes(plan.type, stop)] = 0
+    for span in plan.rows:
+        _place(plan, source, out, span, rows)
+    if plan.cell is not None:
+        _put_cell(plan.cell, plan.type, out, rows)
+    return out
+
+
+def check_fit(plan: Plan, source: TensorSource) -> None:
+    """Refuses parts that are no whole blocks, and constants that a type cannot hold."""
+    block = plan.type.block_elements
+    if plan.shape[-1] % block:
+        raise UnsupportedModel(
+            f"{plan.name}: rows of {plan.shape[-1]} weights, {plan.type.name} needs a multiple of {block}",
+            "choose a shape whose sizes are multiples of 256",
+        )
+    if plan.source is None:
+        return
+    source.require_tensor(plan.source)
+    for span in plan.columns:
+        if span.small % block or span.large % block or span.count % block:
+            raise UnsupportedModel(
+                f"{plan.name}: its columns {span.small} to {span.small + span.count} become those from "
+                f"{span.large} on, {plan.type.name} needs multiples of {block}",
+                "choose a shape whose sizes are multiples of 256",
+            )
+    if plan.cell is not None and plan.type not in _FLOATS and plan.type not in _SINGLES:
+        known = ", ".join(kind.name for kind in (*_FLOATS, *_SINGLES))
+        raise UnsupportedQuant(f"{plan.source} is {plan.type.name}, needed for growing: one of {known}")
+
+
+def _place(plan: Plan, source: TensorSource, out: np.ndarray, span: Span, rows: range) -> None:
+    """Puts what lies within `rows` of one run of the small tensor's rows into `out`."""
+    first, last = max(span.large, rows.start), min(span.large + span.count, rows.stop)
+    if plan.source is None or first >= last:
+        return
+    info = source.require_tensor(plan.source)
+    shift = span.small - span.large
+    packed = source.raw(plan.source).reshape(-1, info.row_bytes)[first + shift : last + shift]
+    for columns in plan.columns:
+        part = packed[:, _section(info.type, columns.small, columns)]
+        if info.type is not plan.type:
+            # norms and other vectors are float32 in the grown file, whatever they were
+            assert plan.type is QuantType.F32, plan
+            floats = dequantise(torch.from_numpy(part.copy()), info.type).contiguous()
+            part = floats.view(torch.uint8).numpy()
+        target = out[first - rows.start : last - rows.start, _section(plan.type, columns.large, columns)]
+        target[:] = _scaled(part, plan.type, plan.factor, plan.source)
+
+
+def _put_cell(cell: Cell, type: QuantType, out: np.ndarray, rows: range) -> None:
+    first, last = max(cell.rows.start, rows.start), min(cell.rows.stop, rows.stop)
+    if first < last:
+        start = _bytes(type, cell.column)
+        block = np.frombuffer(single(type, cell.value), np.uint8)
+        out[first - rows.start : last - rows.start, start : start + len(block)] = block
+
+
+def single(type: QuantType, value: float) -> bytes:
+    """A block whose first weight is `value`, as nearly as one code times the factor is, others being zero."""
+    if type in _FLOATS:
+        return bytes(torch.tensor([value], dtype=_FLOATS[type]).view(torch.uint8).tolist())
+    offset, limit, further = _SINGLES[type]
+    steps = np.arange(1, limit + 1)
+    with np.errstate(over="ignore"):
+        factors = (value / steps).astype(np.float16)
+    best = int(np.abs(factors.astype(np.float64) * steps - value).argmin())
+    block = np.zeros(type.block_bytes, np.uint8)
+    for start, stop, code in further:
+        block[start:stop] = code
+    block[offset] = steps[best]
+    first = _FACTORS[type][0]
+    block[first : first + 2] = factors[best : best + 1].view(np.uint8)
+    return block.tobytes()
+
+
+def _scaled(packed: np.ndarray, type: QuantType, factor: float, name: str) -> np.ndarray:
+    """Rows of whole blocks times `factor`; exact where that is a power of two and nothing overflows."""
+    if factor == 1:
+        return packed
+    if type in _FLOATS:
+        values = torch.from_numpy(packed.copy()).view(_FLOATS[type])
+        scaled = (values.double() * factor).to(values.dtype)
+        if not scaled.isfinite().all():
+            raise UnsupportedModel(f"{name}: a weight times {factor:g} does not fit in {type.name}")
+        return scaled.view(torch.uint8).numpy()
+    blocks = packed.reshape(-1, type.block_bytes).copy()
+    if type is QuantType.MXFP4:
+        exponents = blocks[:, 0].astype(np.int64) + round(np.log2(factor))
+        if exponents.max() > 254:
+            raise UnsupportedModel(f"{name}: a block's exponent times {factor:g} does not fit in MXFP4")
+        blocks[:, 0] = exponents
+    for offset in _FACTORS.get(type, ()):
+        halves = np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16)
+        with np.errstate(over="ignore"):
+            scaled_halves = (halves.astype(np.float32) * factor).astype(np.float16)
+        if not np.isfinite(scaled_halves).all():
+            raise UnsupportedModel(f"{name}: a block's factor times {factor:g} does not fit in float16")
+        blocks[:, offset : offset + 2] = scaled_halves.view(np.uint8)
+    return blocks.reshape(packed.shape)
+
+
+def _random_blocks(type: QuantType, generator: np.random.Generator) -> np.ndarray:
+    """Blocks of random weights around zero, flat."""
+    # an odd number, so that rows of a power of two blocks do not repeat
+    count = _POOL_BYTES // type.block_bytes | 1
+    if type in _FLOATS:
+        values = torch.from_numpy(generator.standard_normal(count, np.float32) * _SPREAD)
+        return values.to(_FLOATS[type]).view(torch.uint8).numpy()
+    blocks = np.frombuffer(generator.bytes(count * type.block_bytes), np.uint8)
+    blocks = blocks.reshape(count, type.block_bytes).copy()
+    if type is QuantType.MXFP4:
+        blocks[:, 0] = 120  # times codes of about 5
+        return blocks.reshape(-1)
+    sample, offsets = blocks[:4096].copy(), _FACTORS[type]
+    factors = [1.0, 0.0]
+    if len(offsets) == 2:
+        _set_factors(sample, offsets, [0.0, 1.0])
+        unit = _weights(sample, type).mean()
+        _set_factors(sample, offsets, factors)
+        factors[1] = float(-_weights(sample, type).mean() / unit)
+    _set_factors(sample, offsets, factors)
+    weights = _weights(sample, type)
+    size = _SPREAD / float(weights.std())
+    _set_factors(blocks, offsets, [size * factor for factor in factors])
+    return blocks.reshape(-1)
+
+
+def _weights(blocks: np.ndarray, type: QuantType) -> torch.Tensor:
+    return dequantise(torch.from_numpy(blocks), type)
+
+
+def _set_factors(blocks: np.ndarray, offsets: tuple[int, ...], values: list[float]) -> None:
+    for offset, value in zip(offsets, values, strict=False):
+        blocks[:, offset : offset + 2] = np.array([value], np.float16).view(np.uint8)
+
+
+def _bytes(type: QuantType, elements: int) -> int:
+    return type.row_bytes(elements)
+
+
+def _section(type: QuantType, start: int, span: Span) -> slice:
+    return slice(_bytes(type, start), _bytes(type, start + span.count))

@@ -1,0 +1,147 @@
+"""Which tilings are tried on a card, and which one is taken: only what is faster, and adds up the same."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.cards import CARDS
+from treeflash.bench.tuning import (
+    HALVES,
+    LAYERS_27B,
+    Found,
+    Measured,
+    Stack,
+    candidates,
+    random_steps,
+    tune,
+)
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.quant_matmul import cuda, empty_packed, unpack
+from treeflash.kernels.quant_matmul.cuda import Card
+from treeflash.kernels.quant_matmul.layout import LAYOUTS
+from treeflash.kernels.quant_matmul.rows import BUCKETS
+from treeflash.kernels.quant_matmul.tiling import Tiling
+
+MIX = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
+H200 = CARDS["H200"]
+
+
+def clock(
+    seconds: Callable[[Tiling, int], float], sums: Callable[[Tiling, int], float] = lambda *_: 1.0
+) -> Callable[[Sequence[Card], int], Iterator[Measured]]:
+    def measure(cards: Sequence[Card], bucket: int) -> Iterator[Measured]:
+        for card in cards:
+            tiling = card.tiling(bucket)
+            yield Measured(seconds(tiling, bucket), torch.tensor([sums(tiling, bucket)]))
+
+    return measure
+
+
+def other_warps(tiling: Tiling, rows: int) -> bool:
+    return tiling.wide != H200.tiling(rows).wide
+
+
+def test_the_fastest_is_taken_for_each_number_of_rows() -> None:
+    def seconds(tiling: Tiling, rows: int) -> float:
+        return 1.0 - 0.1 * (tiling.stages == 3 if rows < 32 else other_warps(tiling, rows))
+
+    found = tune(H200, MIX, clock(seconds))
+    assert [each.rows for each in found] == list(BUCKETS)
+    for each in found:
+        built_in = H200.tiling(each.rows)
+        changed = {"stages": 3} if each.rows < 32 else {"wide": not built_in.wide}
+        assert each == Found(each.rows, built_in, replace(built_in, **changed), 1.0, 0.9, ())
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(-0.2, False), (0.0, False), (0.009, False), (0.011, True)])
+def test_a_hundredth_is_not_enough(gain: float, taken: bool) -> None:
+    found = tune(H200, MIX, clock(lambda tiling, rows: 1.0 - gain * other_warps(tiling, rows)))
+    assert all((each.best != each.built_in) == taken for each in found)
+    assert all(each.best_s == (1.0 - gain if taken else 1.0) for each in found)
+
+
+def test_other_sums_are_never_taken() -> None:
+    measure = clock(
+        lambda tiling, rows: 0.5 if other_warps(tiling, rows) else 0.8 if not tiling.halfway else 1.0,
+        sums=lambda tiling, rows: 2.0 if other_warps(tiling, rows) else 1.0,
+    )
+    for each in tune(H200, MIX, measure):
+        assert each.differing == (replace(H200.tiling(each.rows), wide=each.rows < 32),)
+        assert each.best_s == 0.8 and not each.best.halfway
+
+
+def test_sums_that_are_not_numbers_are_other_sums() -> None:
+    nan = float("nan")
+    (first, *_) = tune(H200, MIX, clock(lambda *_: 1.0, sums=lambda *_: nan))
+    assert first.best == first.built_in and len(first.differing) == len(candidates(H200, 8, MIX)) - 1
+
+
+def test_a_clock_that_rises_favours_nobody() -> None:
+    def measure(cards: Sequence[Card], _: int) -> Iterator[Measured]:
+        assert cards[0] == cards[-1]
+        for index in range(len(cards)):
+            yield Measured(1.0 if index else 2.0, torch.zeros(1))
+
+    assert all(each.best == each.built_in and each.built_in_s == 1.0 for each in tune(H200, MIX, measure))
+
+
+def test_what_was_tuned_before_does_not_count() -> None:
+    before = replace(H200, tuned=tuple((bucket, Tiling(2, wide=False, halfway=False)) for bucket in BUCKETS))
+    measure = clock(lambda tiling, rows: 1.0 - 0.1 * (tiling == H200.tiling(rows)))
+    assert all(each.best == each.built_in and each.best_s == 0.9 for each in tune(before, MIX, measure))
+
+
+def test_progress_ends_where_it_said() -> None:
+    told: list[tuple[int, int]] = []
+    tune(H200, MIX, clock(lambda *_: 1.0), progress=lambda done, total: told.append((done, total)))
+    assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
+    assert len(told) == sum(len(candidates(H200, bucket, MIX)) + 1 for bucket in BUCKETS)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_only_variants_that_differ_are_tried(name: str) -> None:
+    card = CARDS[name]
+    for bucket in BUCKETS:
+        found = candidates(card, bucket, MIX)
+        assert found[0] == card.tiling(bucket)
+        variants = [
+            tuple(
+                tuple(sorted(cuda.defines(replace(card, tuned=((bucket, tiling),)), layout, bucket).items()))
+                for layout in MIX
+            )
+            for tiling in found
+        ]
+        assert len(set(variants)) == len(variants)
+        assert any(tiling.wide != found[0].wide for tiling in found) == (name == "H200")
+        if not card.bulk:
+            assert {tiling.halfway for tiling in found} == {True}
+
+
+def test_rows_that_do_not_fit_are_left_out() -> None:
+    found = tune(CARDS["RTX 3090"], MIX, clock(lambda *_: 1.0))
+    assert [each.rows for each in found] == [bucket for bucket in BUCKETS if bucket <= 48]
+
+
+def test_the_stack_is_larger_than_caches_and_smaller_than_a_gigabyte() -> None:
+    meta = torch.device("meta")
+    sizes = [empty_packed(type, rows, k, meta).nbytes for each, k in LAYERS_27B for type, rows in each]
+    assert 3 * 126e6 < sum(sizes) < 1e9
+
+
+def test_random_weights_are_numbers_of_every_type() -> None:
+    assert set(HALVES) == set(LAYOUTS)
+    shapes = [(((type, 40), (type, 40)), 256) for type in (*LAYOUTS, QuantType.F16)]
+    for (first, second), columns in random_steps(shapes, torch.device("cpu")):
+        values = unpack(first)
+        assert values.shape == (40, columns) and values.isfinite().all() and values.std() > 0
+        assert torch.equal(values, unpack(second)) and first.data.data_ptr() != second.data.data_ptr()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_tuned() -> None:
+    device = torch.device("cuda", 0)
+    stack = Stack([(((QuantType.Q4_K, 1000), (QuantType.Q6_K, 300)), 1024)], device)
+    found = tune(cuda.card_of(device), stack.layouts, stack.measure)
+    assert found and all(not each.differing and 0 < each.best_s <= each.built_in_s for each in found)

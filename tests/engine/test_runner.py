@@ -1,0 +1,384 @@
+"""Steps of a few fixed sizes, as CUDA graphs need them, give the text of steps as large as their tree."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.oracles import Oracle, RandomTrees
+from tests.engine.test_embedded_pair import session
+from tests.engine.test_lossless import SAMPLINGS
+from treeflash.config import SpecConfig
+from treeflash.engine.engine import Done, Engine, Event, Request, Tokens, Tree
+from treeflash.engine.sampler import SamplingParams
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder
+from treeflash.models.step import Step, padded_rows
+from treeflash.prefix_cache.files import SnapshotFiles
+from treeflash.session.constraint import Guide, GuidePlan
+from treeflash.session.requests import TextRequest
+from treeflash.spec.controller import Costs
+from treeflash.spec.draft import BlockDraft, Drafter
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import draft_buffers
+
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
+COUNT = 160
+FIXED = SpecConfig(adaptive=False)
+KINDS = ("nobody", "1", "22", "63", "random trees", "copies", "copies that pay")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Path]) -> Decoder:
+    with GGUFFile.open(tiny_model(layers=4)) as file:
+        return Decoder.load(file)
+
+
+def events(engine: Engine, prompt: list[int], sampling: SamplingParams, **options) -> list[Event]:
+    request = Request(prompt=prompt, sampling=sampling, **{"max_tokens": COUNT, **options})
+    return list(engine.generate(request))
+
+
+def tokens_of(found: list[Event]) -> list[int]:
+    return [token for event in found if isinstance(event, Tokens) for token in event.ids]
+
+
+@pytest.fixture(scope="module")
+def plain(target: Decoder) -> dict[str, list[int]]:
+    engine = Engine(target, max_ctx=1024)
+    return {name: tokens_of(events(engine, PROMPT, sampling)) for name, sampling in SAMPLINGS.items()}
+
+
+def proposer(kind: str, answer: list[int], vocabulary: int) -> Drafter | None:
+    match kind:
+        case "nobody" | "nobody, uncut":
+            return None
+        case "random trees":
+            return RandomTrees(len(PROMPT), answer, vocabulary=vocabulary)
+        case "copies":
+            return Speculator(None, FIXED, Costs())
+        case "copies that pay":
+            return Speculator(None, SpecConfig(), Costs({1: 1.0, 64: 1.1}), sizes=(1, 8, 64))
+    return Oracle(len(PROMPT), answer, budget=int(kind), vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("kind", "may_cut"),
+    [*((kind, False) for kind in KINDS), ("22", True)],
+)
+def test_padded_steps_give_the_same_text(
+    target: Decoder, plain: dict[str, list[int]], kind: str, may_cut: bool, sampling: str
+) -> None:
+    drafter = proposer(kind, plain[sampling], target.spec.vocab_size)
+    rows = 1 if drafter is None else 64
+    engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=rows, padded=True)
+    found = events(engine, PROMPT, SAMPLINGS[sampling], may_cut=may_cut)
+    assert tokens_of(found) == plain[sampling]
+    assert isinstance(found[-1], Done)
+    if isinstance(drafter, RandomTrees):
+        assert drafter.rested > 10
+    if kind in ("22", "63"):
+        assert found[-1].stats.acceptance_length > 4
+
+
+def test_sizes() -> None:
+    assert [padded_rows(rows) for rows in (1, 8, 9, 23, 24, 33, 64)] == [1, 8, 16, 24, 24, 48, 64]
+
+
+@pytest.mark.parametrize(
+    ("ends", "may_cut"),
+    [("length", True), ("length", False), ("stop id", True), ("stop id", False), ("stop string", True)],
+)
+def test_the_end_leaves_the_same_state(
+    target: Decoder, plain: dict[str, list[int]], ends: str, may_cut: bool
+) -> None:
+    """A stop string is seen when the rows behind it are already kept; they are taken back.
+
+    Where no text is cut, the next pass begins before the text is looked at.
+    """
+    answer = plain["greedy"]
+    last = next(place for place in range(30, COUNT) if answer[place] not in answer[:place])
+    lengths, texts = [], []
+    for padded in (False, True):
+        seen: list[int] = []
+
+        def cut(new: list[int], seen: list[int] = seen) -> int | None:
+            seen.extend(new)
+            return len(new) - (len(seen) - last) if len(seen) >= last else None
+
+        options = {
+            "length": {"max_tokens": last},
+            "stop id": {"stop_ids": frozenset([answer[last]])},
+            "stop string": {"cut": cut},
+        }
+        oracle = Oracle(len(PROMPT), answer, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, padded=padded)
+        found = events(engine, PROMPT, SAMPLINGS["greedy"], **options[ends], may_cut=may_cut)
+        texts.append(tokens_of(found))
+        lengths.append((engine.states.lengths[0], engine.states.buffers.lengths.tolist()))
+        assert engine.states.buffers.pending.count.tolist()[0] <= engine.states.lengths[0]
+    assert texts[0] == texts[1] == answer[:last]
+    assert lengths[0] == lengths[1] and lengths[0][1] == [lengths[0][0]]
+
+
+def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict[str, list[int]]) -> None:
+    """When it is cancelled, the next pass has begun, which has taken the accepted rows into the states."""
+    answer = plain["greedy"]
+    oracle = Oracle(len(PROMPT), answer, budget=22, vocabulary=target.spec.vocab_size)
+    engine = Engine(
+        target, max_ctx=1024, drafter=oracle, max_rows=23, padded=True, prefix_cache=1 << 30, prefill_chunk=16
+    )
+    steps = 0
+
+    def cancelled() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 12  # three chunks of the prompt are read before
+
+    options = {"may_cut": False, "boundaries": {}}
+    begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, **options)
+    text = tokens_of(begun)
+    assert isinstance(begun[-1], Done) and begun[-1].reason == "cancelled"
+    assert 8 < len(text) < COUNT and text == answer[: len(text)]
+    rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(text))
+    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(text) - 1
+    assert tokens_of(rest) == answer[len(text) :]
+
+
+@pytest.mark.parametrize("ends", ["stop id", "cancelled"])
+def test_a_plain_text_goes_on_where_it_was_left(
+    target: Decoder, plain: dict[str, list[int]], ends: str
+) -> None:
+    """The pass behind its last row, made for nothing, is no part of the state that is kept."""
+    answer, seen = plain["greedy"], 0
+    last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
+    engine = Engine(target, max_ctx=1024, padded=True, prefix_cache=1 << 30)
+
+    def cancelled() -> bool:
+        nonlocal seen
+        seen += 1
+        return ends == "cancelled" and seen > last
+
+    options = {"may_cut": False, "boundaries": {}}
+    stops = frozenset([answer[last]] if ends == "stop id" else [])
+    begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, stop_ids=stops, **options)
+    text = tokens_of(begun)
+    assert isinstance(begun[-1], Done) and begun[-1].reason == ends.removesuffix(" id")
+    assert 60 < len(text) <= last and text == answer[: len(text)]
+    said = [*text, *stops]  # all but its last token has been processed
+    rest = events(engine, PROMPT + said, SAMPLINGS["greedy"], **options, max_tokens=COUNT - len(said))
+    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens == len(PROMPT) + len(said) - 1
+    assert tokens_of(rest) == answer[len(said) :]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_file_with_more_rows_than_a_step_may_have_is_left_alone(
+    target: Decoder,
+    plain: dict[str, list[int]],
+    padded: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ends with a tree's path that is yet to be folded in, which plain steps have no room for."""
+    answer, count = plain["greedy"], 40
+    oracle = Oracle(len(PROMPT), answer, budget=15, right=1.0, vocabulary=target.spec.vocab_size)
+    options = {"max_ctx": 1024, "padded": padded, "prefix_cache": 1 << 30}
+
+    def files() -> SnapshotFiles:
+        return SnapshotFiles(tmp_path, "0123456789abcdef" * 2, limit=1 << 30)
+
+    kept = files()
+    engine = Engine(target, drafter=oracle, max_rows=16, prefix_files=kept, **options)
+    text = tokens_of(events(engine, PROMPT, SAMPLINGS["greedy"], boundaries={}, max_tokens=count))
+    assert text == answer[:count] and engine.states.buffers.pending.count.tolist()[0] > 1
+    kept.flush()
+    engine = Engine(target, prefix_files=files(), **options)
+    rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], boundaries={}, max_tokens=COUNT - count)
+    assert tokens_of(rest) == answer[count:]
+    assert "rows to be folded in, at most 1" in caplog.text
+
+
+@pytest.mark.parametrize("ends", ["length", "stop id", "context", "cancelled", "closed"])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_plain_steps_that_follow_before_they_are_read(
+    target: Decoder, plain: dict[str, list[int]], ends: str, budget: int | None
+) -> None:
+    """The next pass is made behind a walk that the host has not read: text and states stay, at every end."""
+    answer = plain["greedy"]
+    last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
+    context = len(PROMPT) + last - 1 if ends == "context" else 1024
+    kept = []
+    for padded in (False, True):
+        drafter = None if budget is None else Oracle(len(PROMPT), answer, budget=7, vocabulary=300)
+        rows = 1 if budget is None else 8
+        engine = Engine(target, max_ctx=context, drafter=drafter, max_rows=rows, padded=padded)
+        seen: list[int] = []
+        request = Request(
+            PROMPT,
+            max_tokens=last if ends == "length" else COUNT,
+            sampling=SAMPLINGS["greedy"],
+            stop_ids=frozenset([answer[last]] if ends == "stop id" else []),
+            may_cut=False,
+            cancelled=lambda seen=seen: ends == "cancelled" and len(seen) >= last,
+            draft_budget=budget,
+        )
+        found = engine.generate(request)
+        for event in found:
+            seen += event.ids if isinstance(event, Tokens) else []
+            if isinstance(event, Done) or (ends == "closed" and len(seen) == last):
+                break
+        assert seen == answer[:last]
+        states, slots = engine.states, torch.tensor([0])
+        # A pass behind the last row has folded it into the recurrent states.
+        followed = padded and ends not in ("length", "context")
+        assert states.buffers.pending.count.tolist() == [0 if followed else 1]
+        states.reserve(0, 2)
+        step = Step.chunk(slots, torch.tensor([[5, 6]]), states.buffers.lengths[slots])
+        with torch.inference_mode():
+            hidden = target.forward(step, states.buffers).hidden
+        kept.append((states.lengths, states.buffers.lengths.tolist(), hidden))
+        found.close()
+    assert kept[0][:2] == kept[1][:2] and kept[0][0] == kept[0][1]
+    torch.testing.assert_close(kept[0][2], kept[1][2])
+
+
+def test_log_probabilities_and_trees_are_those_of_the_exact_steps(
+    target: Decoder, plain: dict[str, list[int]]
+) -> None:
+    found = []
+    for padded in (False, True):
+        oracle = Oracle(len(PROMPT), plain["greedy"], budget=11, vocabulary=target.spec.vocab_size)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=12, padded=padded)
+        found.append(events(engine, PROMPT, SamplingParams(seed=1, logprobs=3), trees=True, max_tokens=40))
+    measured = [
+        [entry.logprob for event in run if isinstance(event, Tokens) for entry in event.logprobs or []]
+        for run in found
+    ]
+    assert len(measured[0]) == 40
+    torch.testing.assert_close(torch.tensor(measured[0]), torch.tensor(measured[1]))
+    shapes = [
+        [(tree.tokens, tree.parents, tree.accepted) for tree in run if isinstance(tree, Tree)]
+        for run in found
+    ]
+    assert shapes[0] == shapes[1] and any(len(accepted) > 3 for _, _, accepted in shapes[0])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rightly_guessed_end_is_shown_as_accepted(
+    target: Decoder, plain: dict[str, list[int]], padded: bool
+) -> None:
+    answer = plain["greedy"]
+    guessed = 0
+    for last in (place for place in range(20, 60) if answer[place] not in answer[:place]):
+        oracle = Oracle(len(PROMPT), answer, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, padded=padded)
+        options = {"stop_ids": frozenset([answer[last]]), "trees": True}
+        found = events(engine, PROMPT, SAMPLINGS["greedy"], **options)
+        tree = [event for event in found if isinstance(event, Tree)][-1]
+        path = [tree.tokens[row] for row in tree.accepted]
+        end = last + (path[-1] == answer[last])
+        assert path == answer[end - len(path) : end]
+        assert all(tree.parents[b] == a for a, b in pairwise(tree.accepted))
+        guessed += end > last
+    assert guessed > 2
+
+
+@pytest.mark.parametrize("config", [FIXED, SpecConfig(), SpecConfig(chain=True, budget=15, adaptive=False)])
+def test_the_pair_in_the_package(config: SpecConfig) -> None:
+    """The draft over fixed tensors: the same text, and as many of its tokens come true."""
+    made = session(config)
+    speculator = made.engine.drafter
+    assert isinstance(speculator, Speculator) and speculator._draft is not None
+    draft = speculator._draft._draft
+    lengths: dict[bool, float] = {}
+    for sampling in (SamplingParams(seed=1), SamplingParams(temperature=0.8, top_p=0.95, seed=2)):
+        prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
+        expected = events(made.engine, prompt, sampling, max_tokens=48)
+        block = BlockDraft(draft, made.engine.target, draft_buffers(draft.spec, max_ctx=512))
+        again = Speculator(block, config, Costs())
+        engine = Engine(
+            made.engine.target, max_ctx=512, drafter=again, max_rows=config.budget + 1, padded=True
+        )
+        found = events(engine, prompt, sampling, max_tokens=48)
+        assert tokens_of(found) == tokens_of(expected)
+        for padded, run in ((False, expected), (True, found)):
+            assert isinstance(run[-1], Done)
+            lengths[padded] = run[-1].stats.acceptance_length
+        if not config.adaptive:
+            assert lengths[True] == pytest.approx(lengths[False], rel=0.15) and lengths[True] > 1.5
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(seed=1), SamplingParams(temperature=1.0, seed=4)])
+def test_limits_on_what_may_follow_hold_in_padded_steps(target: Decoder, sampling: SamplingParams) -> None:
+    """A limit on reasoning is a mask a row: its closing words come at the same place, then the same text."""
+    closing = [40, 41, 42, 300]
+
+    def guide() -> Guide:
+        return Guide(
+            GuidePlan(
+                vocabulary=target.spec.vocab_size,
+                reasoning="open",
+                end_reasoning=300,
+                budget=17,
+                closing=closing,
+            )
+        )
+
+    plain = tokens_of(events(Engine(target, max_ctx=1024), PROMPT, sampling, guide=guide(), max_tokens=60))
+    assert any(plain[place : place + 4] == closing for place in range(len(plain)))
+    for kind in ("22", "copies", "random trees"):
+        drafter = proposer(kind, plain, target.spec.vocab_size)
+        engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=64, padded=True)
+        found = events(engine, PROMPT, sampling, guide=guide(), max_tokens=60)
+        assert tokens_of(found) == plain, kind
+
+
+def test_a_guided_draft_over_fixed_tensors() -> None:
+    """Trees are made larger, pruned on the host and loaded again; the text is that of plain steps."""
+    made = session(FIXED)
+    speculator = made.engine.drafter
+    assert isinstance(speculator, Speculator) and speculator._draft is not None
+    prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
+    vocabulary = made.engine.target.spec.vocab_size
+
+    def guide() -> Guide:
+        return Guide(
+            GuidePlan(
+                vocabulary=vocabulary, reasoning="open", end_reasoning=12, budget=20, closing=[10, 11, 12]
+            )
+        )
+
+    greedy = SamplingParams(seed=1)
+    plain = tokens_of(events(made.engine, prompt, greedy, guide=guide(), max_tokens=40, draft_budget=0))
+    engine = Engine(made.engine.target, max_ctx=512, drafter=speculator, max_rows=23, padded=True)
+    found = events(engine, prompt, greedy, guide=guide(), max_tokens=40)
+    assert tokens_of(found) == plain
+    assert isinstance(found[-1], Done) and found[-1].stats.acceptance_length > 1.5
+
+
+def test_a_draft_forgets_the_rows_behind_a_stop_string() -> None:
+    made = session(FIXED)
+    speculator, target = made.engine.drafter, made.engine.target
+    assert isinstance(speculator, Speculator) and speculator._draft is not None
+    prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
+    engine = Engine(target, max_ctx=512, drafter=speculator, max_rows=23, padded=True)
+    seen: list[int] = []
+    trimmed: list[int] = []
+    for last in (9, 10, 11, 12):
+        seen.clear()
+
+        def cut(new: list[int], last: int = last) -> int | None:
+            seen.extend(new)
+            return len(new) - (len(seen) - last) if len(seen) >= last else None
+
+        found = events(engine, prompt, SamplingParams(seed=1), cut=cut)
+        assert len(tokens_of(found)) == last
+        length = engine.states.lengths[0]
+        rings = speculator._draft._buffers.lengths.tolist()
+        assert rings == [length] == engine.states.buffers.lengths.tolist()
+        assert length == len(prompt) + last - 1  # the last token was delivered, not processed
+        trimmed.append(len(seen) - last)
+    assert max(trimmed) > 0  # some end fell inside a step

@@ -1,0 +1,36 @@
+"""Sums that a product leaves open mean what its units add up to, however they were dealt out."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeflash.kernels.quant_matmul.partial_sums import BLOCK, OpenSums
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.data())
+def test_parts_of_a_block_are_added(blocks: int, depth: int, data: st.DataObject) -> None:
+    units = blocks * depth
+    grid = data.draw(st.integers(1, units))
+    columns = data.draw(st.integers((blocks - 1) * BLOCK + 4, blocks * BLOCK))
+    values = torch.arange(1.0, units + 1).repeat_interleave(BLOCK).view(blocks, depth, BLOCK)
+    values = values * torch.arange(1.0, BLOCK + 1)
+    out, parts = torch.full((1, columns), torch.nan), torch.full((grid, 2, 8, BLOCK), torch.nan)
+    share, extra, unit = units // grid, units % grid, 0
+    for cta in range(grid):
+        end = unit + share + (cta < extra)
+        while unit < end:
+            block, step = divmod(unit, depth)
+            stop = min(end, (block + 1) * depth)
+            total = values[block, step : stop - block * depth].sum(0)
+            if stop - unit == depth:
+                here = slice(block * BLOCK, min(columns, (block + 1) * BLOCK))
+                out[0, here] = total[: here.stop - here.start]
+            else:
+                parts[cta, int(step == 0), 0] = total
+            unit = stop
+    sums = OpenSums(out, parts, depth, share, extra)
+    wanted = values.sum(1).flatten()[:columns]
+    assert torch.equal(sums.closed()[0], wanted)
+    first, rest = sums.split([4, columns - 4]) if columns > 4 else (sums, sums)
+    assert torch.equal(first.closed()[0], wanted[:4])
+    assert torch.equal(rest.closed()[0], wanted[4 if columns > 4 else 0 :])

@@ -1,0 +1,184 @@
+"""Random edit sequences: with the prefix cache the text is what it is without, whatever was remembered."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_draft import draft_config, save_draft
+from treeflash.config import SpecConfig
+from treeflash.engine.engine import Done, Engine, Request, Tokens
+from treeflash.engine.sampler import SamplingParams
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder
+from treeflash.models.dflash import DFlashDraft
+from treeflash.prefix_cache.boundaries import Kind, cuts
+from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
+from treeflash.spec.controller import Costs
+from treeflash.spec.draft import BlockDraft
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import draft_buffers
+
+OPENER, CHUNK, MAX_CTX = 3, 64, 640
+GENERATED = 10
+
+
+@dataclass
+class Pair:
+    """A tiny target and a random draft, for any number of engines."""
+
+    target: Decoder
+    draft: DFlashDraft
+    texts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def engine(self, **options) -> Engine:
+        # Rings that are shorter than the texts: what is restored has wrapped around.
+        buffers = draft_buffers(self.draft.spec, max_ctx=MAX_CTX, context=96)
+        block = BlockDraft(self.draft, self.target, buffers)
+        drafter = Speculator(block, SpecConfig(budget=7, adaptive=False), Costs())
+        return Engine(
+            self.target, max_ctx=MAX_CTX, prefill_chunk=CHUNK, drafter=drafter, max_rows=8, **options
+        )
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        """The text of an engine that remembers nothing."""
+        key = tuple(prompt)
+        if key not in self.texts:
+            self.texts[key] = ask(self.engine(), prompt)[0]
+        return self.texts[key]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    with GGUFFile.open(tiny_model()) as file:
+        target = Decoder.load(file)
+    folder = tmp_path_factory.mktemp("draft")
+    save_draft(folder, draft_config(target.spec))
+    return Pair(target, DFlashDraft.load(folder, target.spec))
+
+
+def boundaries(prompt: Sequence[int]) -> dict[int, Kind]:
+    places = [place for place, token in enumerate(prompt) if token == OPENER and place]
+    found: dict[int, Kind] = dict.fromkeys(places, "turn")
+    return found | dict.fromkeys(places[:1], "head") | dict.fromkeys(places[-1:], "question")
+
+
+def ask(engine: Engine, prompt: list[int], *, cancel: int = 0) -> tuple[list[int], int]:
+    """The text, and how many of the prompt's tokens were cached; `cancel`: at which look."""
+    text: list[int] = []
+    looks = 0
+
+    def cancelled() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == cancel
+
+    request = Request(
+        prompt,
+        max_tokens=GENERATED,
+        sampling=SamplingParams(seed=1),
+        boundaries=boundaries(prompt),
+        cancelled=cancelled,
+    )
+    for event in engine.generate(request):
+        if isinstance(event, Tokens):
+            text += event.ids
+        elif isinstance(event, Done):
+            return text, event.stats.cached_tokens
+    raise AssertionError("the engine ended without saying so")
+
+
+class Clients:
+    """Two or three conversations over one system prompt, changed and asked about in any order."""
+
+    def __init__(self, seed: int):
+        self.choose = random.Random(seed)
+        system = [OPENER, *self._words(self.choose.randrange(10, 90))]
+        self.talks = [[*system, *self._turn()] for _ in range(self.choose.choice((2, 2, 3)))]
+
+    def _words(self, count: int) -> list[int]:
+        return [self.choose.randrange(10, 200) for _ in range(count)]
+
+    def _turn(self) -> list[int]:
+        return [OPENER, *self._words(self.choose.choice((4, 12, 30, 100)))]
+
+    def prompt(self) -> tuple[int, list[int]]:
+        """Of the client that asks next, its history as it was or edited."""
+        which = self.choose.randrange(len(self.talks))
+        talk = self.talks[which]
+        places = [place for place, token in enumerate(talk) if token == OPENER][2:]
+        if len(talk) > MAX_CTX - 150 or (places and self.choose.random() < 0.3):
+            talk = [*talk[: self.choose.choice(places)], *self._turn()]
+        self.talks[which] = talk
+        return which, [*talk, OPENER, 5]
+
+    def answered(self, which: int, prompt: list[int], text: list[int]) -> None:
+        """The answer as it came, or as a template rewrites it, and a new question."""
+        kept = text if self.choose.random() < 0.6 else text[2:]
+        self.talks[which] = [*prompt, *kept, *self._turn()]
+
+
+def folder_of(engine: Engine) -> Sequence[SnapshotFile]:
+    return engine.prefixes._files.entries if engine.prefixes._files else ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_text_with_the_cache_is_text_without(pair: Pair, tmp_path: Path, seed: int) -> None:
+    clients, choose = Clients(seed), random.Random(100 + seed)
+    whole = pair.engine(prefix_cache=1 << 30)
+    ask(whole, [OPENER, *range(10, 90), OPENER, 5])
+    each = whole.prefixes.usage.host_bytes // 3
+    # From a budget that holds a snapshot or two, spilled pages included, to one that holds everything.
+    budget = int(each * choose.choice((1.5, 4, 10, 1000)))
+    files = seed % 2 == 0
+
+    def engine() -> Engine:
+        folder = SnapshotFiles(tmp_path, "tiny" * 8, limit=60 * each) if files else None
+        # Every third one has a pool that is whole from the start and steps over fixed tensors, like a GPU.
+        return pair.engine(prefix_cache=budget, prefix_files=folder, padded=seed % 3 == 2)
+
+    cached, hits = engine(), 0
+    for _ in range(10):
+        action = choose.random()
+        if action < 0.12 and files:
+            cached.prefixes.clear()
+            cached = engine()
+        which, prompt = clients.prompt()
+        if action > 0.85:
+            ask(cached, prompt, cancel=choose.randrange(1, 12))
+        answers = {each.length for each in cached.prefixes._snapshots if each.kind == "answer"}
+        answers |= {each.length for each in folder_of(cached) if each.kind == "answer"}
+        text, found = ask(cached, prompt)
+        assert text == pair.expected(prompt)
+        hits += found > 0
+        assert found < len(prompt)
+        places = cuts(len(prompt), boundaries(prompt), CHUNK)
+        assert found == 0 or found in places or found in answers
+        clients.answered(which, prompt, text)
+    assert hits > (5 if budget >= 4 * each else 0)
+
+
+def test_a_state_at_a_cut_is_the_state_of_a_fresh_start_bit_for_bit(pair: Pair) -> None:
+    choose = random.Random(9)
+    prompt = [OPENER, *(choose.randrange(10, 200) for _ in range(150)), OPENER, 7, 8, 9, OPENER, 5]
+    longer = [*prompt[:-2], *range(20, 60), OPENER, *range(60, 100), OPENER, 5]
+    warm, cold = pair.engine(prefix_cache=1 << 30), pair.engine(prefix_cache=1 << 30)
+    with torch.inference_mode():
+        ask(warm, prompt)
+        # The answer was not sent back, so what remains is a cut of the prompt.
+        *_, found = ask(warm, longer)
+        assert found in cuts(len(longer), boundaries(longer), CHUNK)
+        ask(cold, longer)
+        (one,), (other,) = (
+            [each for each in engine.prefixes._snapshots if each.kind == "question" and each.length > found]
+            for engine in (warm, cold)
+        )
+    assert one.tokens == other.tokens
+    for mine, its in zip(one.state.layers, other.state.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    assert one.draft is not None and other.draft is not None
+    for mine, its in zip(one.draft.rings, other.draft.rings, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))

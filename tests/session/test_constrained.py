@@ -1,0 +1,326 @@
+"""Grammars, tools, reasoning budgets, stop strings on the embedded pair: obeyed, the same with any tree.
+
+The pair knows little of JSON or tools: that its answers are valid all the same is the grammar's doing.
+"""
+
+import json
+import random
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.session.schemas import random_schema
+from tests.text.templates import QWEN35
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.engine.sampler import SamplingParams
+from treeflash.errors import UsageError
+from treeflash.hub.catalog import named
+from treeflash.session.prompts import CLOSING
+from treeflash.session.requests import (
+    Finished,
+    Grammar,
+    Reasoning,
+    Text,
+    TextRequest,
+    ToolArguments,
+    ToolCall,
+    TreeStep,
+)
+from treeflash.session.session import Session
+from treeflash.text.template import ChatTemplate
+
+GREEDY = SamplingParams(seed=1)
+WARM = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.05, seed=5)
+MESSAGES = [{"role": "user", "content": "Write a Python function that counts the vowels in a string."}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar("json_schema", PERSON),
+    "expression": Grammar("regex", r"(yes|no), because [a-z ]{10,40}\."),
+    "lark": Grammar("lark", 'start: item (", " item)*\nitem: /[a-z]{2,5}/'),
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a city",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 12},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 7},
+                    "units": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+                },
+                "required": ["city", "days", "units"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "clock"}},
+]
+
+
+@cache
+def session(kind: str, template: str | None = None) -> Session:
+    """plain, tree or controlled; with another chat template on demand."""
+    if template is not None:
+        made = session(kind)
+        controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+        return Session(made.engine, made.tokenizer, ChatTemplate(template, controls=controls), made.plan)
+    found = named("treeflash-40m")
+    assert found is not None and found[0].pair is not None
+    pair = found[0].pair
+    speculation = {"plain": None, "tree": SpecConfig(adaptive=False), "controlled": SpecConfig()}[kind]
+    draft = DraftConfig(pair.draft) if speculation else None
+    config = EngineConfig(device="cpu", max_ctx=768, speculation=speculation, draft=draft)
+    return Session.load(pair.target, config)
+
+
+class Answer:
+    def __init__(self, made: Session, **options: Any):
+        request = {"messages": MESSAGES, "max_tokens": 64, "sampling": GREEDY, **options}
+        self.events = list(made.generate(TextRequest(**request)))
+        assert isinstance(self.events[-1], Finished)
+        self.done = self.events[-1]
+        self.text = "".join(event.text for event in self.events if isinstance(event, Text))
+        self.reasoning = "".join(event.text for event in self.events if isinstance(event, Reasoning))
+        self.calls = [
+            (call.name, "".join(e.text for e in self.events if isinstance(e, ToolArguments) and e.index == i))
+            for i, call in enumerate(event for event in self.events if isinstance(event, ToolCall))
+        ]
+
+    def key(self) -> tuple:
+        return (
+            self.done.tokens,
+            self.done.reason,
+            self.done.stop_string,
+            self.text,
+            self.reasoning,
+            self.calls,
+        )
+
+
+def everywhere(template: str | None = None, **options: Any) -> Answer:
+    """The answer, which is the same with trees and without."""
+    plain = Answer(session("plain", template), **options)
+    assert Answer(session("tree", template), **options).key() == plain.key()
+    return plain
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_the_same_constrained_text_with_every_tree(name: str, sampling: SamplingParams) -> None:
+    options = {"grammar": GRAMMARS[name], "sampling": sampling, "max_tokens": 40}
+    answer = everywhere(**options)
+    assert Answer(session("controlled"), **options).key() == answer.key()
+    if name == "schema":
+        jsonschema.validate(json.loads(answer.text), PERSON)
+        assert answer.done.reason == "stop"
+    if name == "expression":
+        assert answer.text.startswith(("yes, because ", "no, because ")) and answer.text.endswith(".")
+
+
+def test_a_grammar_is_proposed_along() -> None:
+    found = Answer(session("tree"), grammar=GRAMMARS["schema"])
+    assert found.done.stats.acceptance_length > 1.5
+
+
+def test_a_bias_cannot_break_a_grammar() -> None:
+    yes = session("plain").tokenizer.encode("yes")[0]
+    sampling = SamplingParams(logit_bias={yes: float("-inf")}, seed=1)
+    only = everywhere(grammar=Grammar("regex", "yes"), sampling=sampling)
+    assert only.text == "yes"
+
+
+def fits_random_schemas(count: int) -> None:
+    choose = random.Random(6)
+    made = session("controlled")
+    for case in range(count):
+        schema = random_schema(choose)
+        sampling = SamplingParams(temperature=choose.choice([0.0, 1.0, 1.5]), seed=case)
+        grammar = Grammar("json_schema", schema)
+        found = Answer(made, grammar=grammar, sampling=sampling, max_tokens=300)
+        assert found.done.reason == "stop", schema
+        jsonschema.validate(json.loads(found.text), schema)
+
+
+def test_answers_fit_random_schemas() -> None:
+    fits_random_schemas(30)
+
+
+@pytest.mark.slow
+def test_answers_fit_two_hundred_random_schemas() -> None:
+    fits_random_schemas(200)
+
+
+CALLS = {
+    "json, any": (None, "required", WARM),
+    "json, one": (None, "clock", GREEDY),
+    "xml, any": (QWEN35, "required", GREEDY),
+    "xml, one": (QWEN35, "weather", WARM),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_has_to_come_comes(case: str) -> None:
+    template, choice, sampling = CALLS[case]
+    options = {"tools": TOOLS, "tool_choice": choice, "sampling": sampling, "parallel_tool_calls": False}
+    found = everywhere(template, thinking=False, max_tokens=120, **options)
+    assert (found.done.reason, found.text, len(found.calls)) == ("tool_calls", "", 1)
+    name, arguments = found.calls[0]
+    assert choice in ("required", name)
+    if name == "weather":
+        found_arguments = json.loads(arguments)
+        assert found_arguments.keys() == {"city", "days", "units"}
+        assert len(found_arguments["city"]) <= 12 and found_arguments["days"] in range(1, 8)
+        assert found_arguments["units"] in ("celsius", "fahrenheit")
+    ids = [event.id for event in found.events if isinstance(event, ToolCall)]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("template", [None, QWEN35], ids=["json", "xml"])
+def test_a_strict_tool_is_called_right_when_the_model_calls_it(template: str | None) -> None:
+    tag = session("plain").tokenizer.id_of("<tool_call>")
+    sampling = SamplingParams(temperature=1.0, logit_bias={tag: 60.0}, seed=3)
+    options = {"tools": TOOLS[:1], "parallel_tool_calls": False, "sampling": sampling, "thinking": False}
+    found = everywhere(template, max_tokens=120, **options)
+    assert found.done.reason == "tool_calls"
+    assert json.loads(found.calls[0][1]).keys() == {"city", "days", "units"}
+
+
+def test_calls_go_on_while_they_may() -> None:
+    found = everywhere(tools=TOOLS[1:], tool_choice="required", max_tokens=60, sampling=WARM)
+    assert len(found.calls) >= 1 and all(name == "clock" for name, _ in found.calls)
+
+
+@pytest.mark.parametrize("tool", ["weather", "clock"])
+def test_thoughts_before_a_call_are_not_read_again(tool: str) -> None:
+    made = session("tree", QWEN35)
+    # A plain word for its thoughts: tokens of nonsense are not those that its text is read as again.
+    word = SamplingParams(logit_bias={made.tokenizer.encode("Yes")[0]: 60.0}, seed=1)
+    tools = {"tools": TOOLS, "tool_choice": tool, "parallel_tool_calls": False}
+    first = Answer(made, thinking=True, thinking_budget=1, sampling=word, max_tokens=150, **tools)
+    call = {"id": "call_1", "function": {"name": tool, "arguments": first.calls[0][1]}}
+    turn = {"role": "assistant", "content": "", "reasoning_content": first.reasoning, "tool_calls": [call]}
+    messages = [*MESSAGES, turn, {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]
+    second = Answer(made, messages=messages, thinking=True, tools=TOOLS, max_tokens=2)
+    # All but the last token, from which nothing had been computed.
+    assert second.done.stats.cached_tokens == first.done.stats.prompt_tokens + len(first.done.tokens) - 1
+    assert first.reasoning.startswith("Yes")
+
+
+def test_no_calls_where_none_are_wanted() -> None:
+    made = session("plain")
+    without = made.encode(TextRequest(messages=MESSAGES))
+    assert made.encode(TextRequest(messages=MESSAGES, tools=TOOLS, tool_choice="none")) == without
+    assert made.encode(TextRequest(messages=MESSAGES, tools=TOOLS)) != without
+
+
+@pytest.mark.parametrize("budget", [0, 7])
+@pytest.mark.parametrize("grammar", [None, GRAMMARS["expression"]], ids=["free", "grammar"])
+def test_reasoning_ends_at_its_budget(budget: int, grammar: Grammar | None) -> None:
+    found = everywhere(thinking=True, thinking_budget=budget, grammar=grammar, max_tokens=50)
+    closing = len(session("plain").tokenizer.encode(CLOSING)) + 1
+    assert found.done.stats.reasoning_tokens == budget + closing
+    assert found.reasoning.endswith(CLOSING.strip())
+    assert found.text and "</think>" not in found.reasoning + found.text
+    if grammar is not None:
+        assert found.text.startswith(("yes, because ", "no, because "))
+
+
+def test_a_grammar_is_due_even_if_reasoning_would_end_the_text() -> None:
+    ends = {token: 50.0 for token in session("plain").tokenizer.stop_ids}
+    sampling = SamplingParams(logit_bias=ends, seed=1)
+    found = everywhere(
+        thinking=True, thinking_budget=4, grammar=Grammar("regex", "yes|no"), sampling=sampling
+    )
+    assert found.text in ("yes", "no")
+
+
+def test_stop_strings_cut_the_answer_and_are_named() -> None:
+    whole = everywhere()
+    for stop in ("vowels", whole.text[20:23]):
+        found = everywhere(stop=["never there", stop])
+        assert found.text == whole.text[: whole.text.index(stop)]
+        assert (found.done.reason, found.done.stop_string) == ("stop", stop)
+
+
+def test_trees_are_shown_when_asked_for() -> None:
+    found = Answer(session("tree"), trees=True, max_tokens=30)
+    trees = [event for event in found.events if isinstance(event, TreeStep)]
+    assert len(trees) == found.done.stats.steps
+    for tree in trees:
+        assert len(tree.tokens) == len(tree.parents) and tree.parents[0] == -1
+        assert all(parent < row for row, parent in enumerate(tree.parents))
+        assert all(tree.parents[b] == a for a, b in pairwise(tree.accepted))
+        assert 0 <= tree.draft_ms <= tree.step_ms
+    # Without the first token, which the prompt gives, and the last, which no tree has confirmed.
+    shown = "".join(tree.tokens[row] for tree in trees for row in tree.accepted)
+    assert found.text.startswith(shown[: len(found.text)]) and len(shown) > 20
+    assert not any(isinstance(event, TreeStep) for event in Answer(session("tree"), max_tokens=5).events)
+
+
+def test_a_request_may_want_smaller_trees() -> None:
+    for budget, most in ((0, 1), (3, 4), (1000, 23)):
+        found = Answer(session("tree"), draft_budget=budget, trees=True, max_tokens=30)
+        rows = [len(event.tokens) for event in found.events if isinstance(event, TreeStep)]
+        assert max(rows) == most
+    assert found.key() == everywhere(max_tokens=30).key()
+
+
+def test_no_limit_means_what_fits() -> None:
+    made = session("plain")
+    prompt = (made.tokenizer.encode("1 2 3 4 5 6 7 8 9 10 11 12 ") * 30)[:740]
+    found = Answer(made, messages=None, prompt=prompt, max_tokens=None)
+    assert found.done.reason == "length"
+    assert len(found.done.tokens) == made.max_ctx - 740 + 1
+
+
+def test_log_probabilities_come_with_the_text() -> None:
+    found = Answer(session("tree"), sampling=SamplingParams(logprobs=2, seed=1), max_tokens=20)
+    along = [each for event in found.events if isinstance(event, Text) for each in event.logprobs or []]
+    assert found.done.logprobs is not None
+    assert [each.token for each in along] == found.done.tokens[: len(along)]
+    assert [each.token for each in found.done.logprobs] == found.done.tokens
+
+
+def test_recommended_sampling_is_the_cards() -> None:
+    made = session("plain")
+    assert made.card is not None and made.card.name == "treeflash-40m"
+    assert made.default_sampling == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown tool": (
+        {"tools": TOOLS, "tool_choice": "cook"},
+        "needed auto, none, required or weather, clock",
+    ),
+    "no tools": ({"tool_choice": "required"}, "the request has no tools"),
+    "two wishes": (
+        {"tools": TOOLS, "tool_choice": "required", "grammar": Grammar("json_object")},
+        "cannot ask for both",
+    ),
+    "bad schema": ({"grammar": Grammar("json_schema", {"type": "banana"})}, "Invalid type"),
+    "budget": ({"thinking": True, "thinking_budget": -1}, "thinking_budget is -1"),
+    "raw tools": ({"messages": None, "prompt": "x", "tools": TOOLS}, "tools need messages"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    options, reason = REFUSED[case]
+    with pytest.raises(UsageError, match=reason):
+        Answer(session("plain"), **options)
