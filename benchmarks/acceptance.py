@@ -18,7 +18,7 @@ from treeflash.bench.measure import LocalAnswerer, Settings
 from treeflash.bench.runner import PLAIN, Key, Line, LineFile, cells, key_of, measure
 from treeflash.bench.suites import Prompt, load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.session.session import Session
+from treeflash.session.loading import load_session
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -47,7 +47,7 @@ def main() -> None:
         speculation=SpecConfig(budget=options.budget, adaptive=options.adaptive),
         draft=DraftConfig(options.draft) if options.draft else None,
     )
-    session = Session.load(options.model, config)
+    session = load_session(options.model, config)
     facts = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     facts |= {"model": options.model.stem, "draft": options.draft.name if options.draft else None}
     command = shlex.join(["python", *sys.argv])

@@ -24,6 +24,7 @@ from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.stats import RequestStats
 from treeflash.hub.catalog import named
 from treeflash.memory.device import device_name
+from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, Grammar, Text, TextRequest
 from treeflash.session.session import Session
 
@@ -85,7 +86,7 @@ def main() -> None:
     found = named("treeflash-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
-    session = Session.load(
+    session = load_session(
         pair.target,
         # Nothing is remembered: both ways read their question.
         EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft), prefix_cache=0),

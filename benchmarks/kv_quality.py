@@ -19,6 +19,7 @@ from treeflash.bench.machine import head
 from treeflash.config import EngineConfig, SpecConfig
 from treeflash.hub.catalog import named
 from treeflash.models.step import Step
+from treeflash.session.loading import load_session
 from treeflash.session.session import Session
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,7 @@ def main() -> None:
         config = EngineConfig(
             device=options.device, speculation=trees, kv_k=keys, kv_v=values, window=window, max_ctx=8192
         )
-        session = Session.load(model, config, graphs=False)
+        session = load_session(model, config, graphs=False)
         found = [log_probabilities(session, text.read_text(), options.tokens) for text in texts]
         if not exact:
             exact = found

@@ -22,8 +22,8 @@ from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
 from treeflash.gguf import GGUFFile, GGUFWriter, ValueType
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
 
 PROMPTS = [
     "def fibonacci(n):",
@@ -83,8 +83,8 @@ def main() -> None:
         tree = EngineConfig(
             options.device, 1024, speculation=SpecConfig(lookup=False), draft=DraftConfig(draft)
         )
-        controlled = Session.load(target, tree)
-        plain = Session.load(target, EngineConfig(options.device, 1024, speculation=None))
+        controlled = load_session(target, tree)
+        plain = load_session(target, EngineConfig(options.device, 1024, speculation=None))
     ratios, accepted, speeds, same = [], [], [], 0
     for number in range(options.rounds):
         for prompt in PROMPTS:

@@ -23,6 +23,7 @@ from treeflash.server.app import create_app
 from treeflash.server.listen import bind
 from treeflash.server.metrics import Metrics
 from treeflash.server.run import make_server
+from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, Text, TextRequest
 from treeflash.session.session import Session
 from treeflash.session.worker import EngineWorker
@@ -85,7 +86,7 @@ def main() -> None:
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft))
-    session = Session.load(pair.target, config)
+    session = load_session(pair.target, config)
     server_config = ServerConfig(port=0)
     worker = EngineWorker(lambda _progress: session)
     metrics = Metrics()

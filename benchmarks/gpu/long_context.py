@@ -32,6 +32,7 @@ from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.memory.estimate import token_bytes
 from treeflash.memory.planner import MemoryPlan
 from treeflash.models.decoder import Decoder
+from treeflash.session.loading import load_session
 from treeflash.session.session import Session
 
 GIB = 1 << 30
@@ -72,7 +73,7 @@ def load(report: Report, options: Options, peak: Peak, **settings: Any) -> Sessi
         **settings,
     )
     with peak:
-        session = Session.load(options.folder / "target.gguf", config, graphs=False)
+        session = load_session(options.folder / "target.gguf", config, graphs=False)
     plan = session.plan
     report.tell("loaded", seconds=round(time.perf_counter() - begin, 1), plan=plan.line())
     report.tell("plan", parts_mib={name: size >> 20 for name, size in plan.parts.items()})

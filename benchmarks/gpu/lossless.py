@@ -27,6 +27,7 @@ from treeflash.engine.engine import Done, Engine, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.stats import RequestStats
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.requests import TextRequest
 from treeflash.session.session import Session
 
@@ -114,7 +115,7 @@ def prompts_of(session: Session, data: Path, count: int) -> list[list[int]]:
 
 def on_cpu(data: Path, prompts: int, count: int, out: Path, threads: int) -> None:
     torch.set_num_threads(threads)
-    session = Session.load(pair().target, EngineConfig("cpu", 2048, speculation=None))
+    session = load_session(pair().target, EngineConfig("cpu", 2048, speculation=None))
     ids, stops = prompts_of(session, data, prompts), session.tokenizer.stop_ids
     found = references(session.engine, ids, count, stops)
     out.write_text(json.dumps([[r.prompt, r.tokens, r.gaps, r.ended] for r in found]))
@@ -171,7 +172,7 @@ def main() -> int:
         speculation=SpecConfig(adaptive=False),
         draft=DraftConfig(draft),
     )
-    session = Session.load(target, config)
+    session = load_session(target, config)
     engine, stops = session.engine, session.tokenizer.stop_ids
     plain = references(engine, prompts_of(session, options.data, options.prompts), options.n_gen, stops)
     lines = [compared("tree against plain", engine, plain, options.n_gen, stops, None)]

@@ -27,7 +27,7 @@ from treeflash.kernels.gather_rows import gather_rows
 from treeflash.memory.device import CUDA_CONTEXT, CUDA_LIBRARIES
 from treeflash.models.decoder import Decoder
 from treeflash.models.measure import held_bytes
-from treeflash.session.session import Session
+from treeflash.session.loading import load_session
 
 GIB = 1 << 30
 # What the plan counts to the byte, as it is held once an engine is made and before a step runs.
@@ -117,7 +117,7 @@ def same_text(report: Report, device: torch.device) -> None:
 def small_plan(report: Report, device: torch.device) -> None:
     files = pair()
     config = EngineConfig(device=str(device), draft=DraftConfig(files.draft), max_ctx=2048)
-    session = Session.load(files.target, config, graphs=False)
+    session = load_session(files.target, config, graphs=False)
     report.tell("plan of the small pair", line=session.plan.line(), parts=dict(session.plan.parts))
     target = session.engine.target
     held = held_bytes(target)
@@ -147,7 +147,7 @@ def large(report: Report, device: torch.device, folder: Path, limit: int, tokens
             peak_reserved_gib=round(torch.cuda.max_memory_reserved(device) / GIB, 3),
         )
 
-    session = Session.load(folder / "target.gguf", config, graphs=False)
+    session = load_session(folder / "target.gguf", config, graphs=False)
     plan, engine = session.plan, session.engine
     report.tell("plan", line=plan.line(), parts_mib={name: size >> 20 for name, size in plan.parts.items()})
     mark("loaded")

@@ -15,8 +15,8 @@ from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Request, Tokens, Tree
 from treeflash.engine.sampler import SamplingParams
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         speculation=SpecConfig(adaptive=False),
         draft=DraftConfig(pair.draft),
     )
-    session = Session.load(pair.target, config, graphs=False)
+    session = load_session(pair.target, config, graphs=False)
     sampling = SamplingParams(
         temperature=options.temperature, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=3
     )

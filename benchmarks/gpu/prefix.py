@@ -27,6 +27,7 @@ from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.convert.grow import grow
 from treeflash.engine.sampler import Sampler, SamplingParams
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, TextRequest
 from treeflash.session.session import Session
 
@@ -60,7 +61,7 @@ def load(
         draft=DraftConfig(draft),
         **{"max_ctx": 2048, **settings},
     )
-    return Session.load(target, config, graphs=graphs)
+    return load_session(target, config, graphs=graphs)
 
 
 def ask(session: Session, messages: list[dict[str, str]], **settings: Any) -> Finished:

@@ -31,6 +31,7 @@ from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Request
 from treeflash.engine.sampler import SamplingParams
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, TextRequest
 from treeflash.session.session import Session
 
@@ -49,7 +50,7 @@ def load(
         torch.cuda.reset_peak_memory_stats()
     marks: list[float] = []
     config = EngineConfig(device=report.device, draft=DraftConfig(draft) if draft else None, **options)
-    session = Session.load(
+    session = load_session(
         target,
         config,
         graphs=graphs,

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from treeflash.config import EngineConfig
     from treeflash.engine.engine import Engine
     from treeflash.engine.sampler import SamplingParams
+    from treeflash.session.loading import load_session
     from treeflash.session.session import Finished, Session, Text, TextRequest
 
 __version__ = "0.1.0"
@@ -19,8 +20,18 @@ _PUBLIC = {
     "Session": "treeflash.session.session",
     "Text": "treeflash.session.session",
     "TextRequest": "treeflash.session.session",
+    "load_session": "treeflash.session.loading",
 }
-__all__ = ["Engine", "EngineConfig", "Finished", "SamplingParams", "Session", "Text", "TextRequest"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "Finished",
+    "SamplingParams",
+    "Session",
+    "Text",
+    "TextRequest",
+    "load_session",
+]
 
 
 def __getattr__(name: str) -> Any:

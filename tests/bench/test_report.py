@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.made import a_head, a_line
 from treeflash.bench import measure, report
-from treeflash.spec.draft import NoDrafter, Outcome
+from treeflash.spec.drafter import NoDrafter, StepOutcome
 
 
 def pair(name: str, plain: float, tree: float, **values) -> list[dict]:
@@ -105,7 +105,7 @@ def test_a_loop_begins_where_a_run_comes_for_the_third_time():
 def test_tokens_of_a_loop_are_not_counted():
     steps = measure._Watched(NoDrafter())
     for kept in (2, 4, 5, 5):
-        steps.learn(Outcome(5, list(range(kept)), [0] * kept, draft_seconds=0.001, step_seconds=0.002))
+        steps.learn(StepOutcome(5, list(range(kept)), [0] * kept, draft_seconds=0.001, step_seconds=0.002))
     assert steps.acceptance(7) == 3 and steps.acceptance(99) == 4 and steps.acceptance(1) == 0
     assert steps.by_rows() == {"5": [4, 12.0]} and steps.last > 0
     assert steps.notes() == []

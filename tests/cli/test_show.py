@@ -11,7 +11,7 @@ from treeflash.cli.show import show
 from treeflash.config import EngineConfig
 from treeflash.convert.tiny import FAMILIES
 from treeflash.memory.planner import LADDER, LAST
-from treeflash.session.session import Session
+from treeflash.session.loading import load_session
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,7 +66,7 @@ def test_memory_is_what_the_engine_plans_and_takes(treeflash, tiny_model, family
     path = tiny_model(family, mtp=True) if mtp else tiny_model(family)
     facts = json.loads(treeflash("show", path, "--json").stdout)
     assert facts["stored_bytes"] == facts["memory"][0]["gpu"]["weights"] <= path.stat().st_size
-    plan = Session.load(path, EngineConfig(device="cpu")).plan
+    plan = load_session(path, EngineConfig(device="cpu")).plan
     need = facts["memory"][-1]["cpu"]
     assert plan.expanded and plan.max_ctx == 4096
     taken = (plan.weights, plan.recurrent, plan.kv_per_token * plan.max_ctx)

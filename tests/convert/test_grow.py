@@ -27,7 +27,8 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import Step
-from treeflash.session.session import Finished, Session, TextRequest
+from treeflash.session.loading import load_session
+from treeflash.session.session import Finished, TextRequest
 from treeflash.state.draft_ring import draft_buffers
 from treeflash.state.sequences import SequenceStates
 
@@ -216,7 +217,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory, embedded: Pair) -> Growth:
 def answers(target: Path, draft: Path) -> list[Finished]:
     speculation = SpecConfig(adaptive=False)
     config = EngineConfig(device="cpu", max_ctx=512, speculation=speculation, draft=DraftConfig(draft))
-    session = Session.load(target, config)
+    session = load_session(target, config)
     found = []
     for prompt, sampling in (
         ("def fibonacci(n):", SamplingParams(seed=1)),

@@ -1,17 +1,21 @@
-"""Drafters that know the answer more or less, for tests of the loop around them."""
+"""Drafters that hold the answer, more or less, for tests of the loop around them."""
 
 import random
 
 import torch
 
-from treeflash.spec.draft import NoDrafter, Rank, TreeGuide
-from treeflash.spec.lookup import ContextLookup
-from treeflash.spec.proposal import Proposal, build_tree
-from treeflash.spec.tree import DraftTree
+from treeflash.spec.drafter import Constraint, NoDrafter, StepOutcome
+from treeflash.spec.prompt_lookup import PromptLookup
+from treeflash.spec.tree import Proposal, Tree, build_tree
+
+
+def trimmed(tree: Tree, weights: torch.Tensor) -> Tree:
+    """Return the tree without padding rows."""
+    return Tree(tree.packed, int((weights > -torch.inf).sum()))
 
 
 class Oracle(NoDrafter):
-    """Knows each token of the answer with probability `right`; else it stands lower, or nowhere."""
+    """Ranks each token of the answer first with probability `right`; else lower, or not at all."""
 
     def __init__(
         self,
@@ -29,29 +33,33 @@ class Oracle(NoDrafter):
         self._start, self._answer, self._budget = prompt, answer, budget
         self._candidates, self._right, self._vocabulary = candidates, right, vocabulary
         self._choose = random.Random(seed)
-        self._lookup = ContextLookup() if lookup else None
+        self._lookup = PromptLookup() if lookup else None
 
     def append(self, tokens: list[int], features: torch.Tensor) -> None:
         if self._lookup is not None:
             self._lookup.append(tokens)
 
-    def propose(
-        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
-    ) -> DraftTree:
+    def observe(self, outcome: StepOutcome) -> None:
+        if self._lookup is not None:
+            self._lookup.append(outcome.tokens)
+
+    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
         future = self._answer[position - self._start + 1 :][:15]
         if not future or limit < 2:
-            return DraftTree.root(anchor)
+            return Tree.root(anchor)
         ids = torch.tensor([self._ranked(token) for token in future])
         scores = torch.tensor([0.7, 0.15, 0.08, 0.04][: self._candidates]).log().expand(len(future), -1)
-        proposal = Proposal.rows(ids, scores)
+        proposal = Proposal.of(ids, scores)
         if self._lookup is not None:
+            if len(self._lookup) == position:
+                self._lookup.append([anchor])
             copied, score = self._lookup.propose(len(future))
             chain = torch.tensor([copied or [-1] * len(future)])
             proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
         nodes = min(self._budget, limit - 1)
-        return build_tree(torch.tensor([anchor]), proposal, nodes=nodes).trimmed().tree
+        return trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes))
 
-    def rests(self) -> bool:
+    def plan_root(self) -> bool:
         return False
 
     def _ranked(self, token: int) -> list[int]:
@@ -70,13 +78,11 @@ class RandomTrees(NoDrafter):
         self._rests = False
         self.rested = 0
 
-    def rests(self) -> bool:
+    def plan_root(self) -> bool:
         self._rests = self._choose.random() < 0.7
         return self._rests
 
-    def propose(
-        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
-    ) -> DraftTree:
+    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
         assert not self._rests or limit == 1
         self.rested += self._rests
         self._rests = False
@@ -95,4 +101,4 @@ class RandomTrees(NoDrafter):
             tokens.append(token)
             parents.append(parent)
             depths.append(depth + 1)
-        return DraftTree.of(tokens, parents)
+        return Tree.of(tokens, parents)

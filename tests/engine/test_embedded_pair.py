@@ -5,6 +5,7 @@ import pytest
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.session import Finished, Session, TextRequest
 
 PROMPTS = [
@@ -31,7 +32,7 @@ def session(speculation: SpecConfig | None) -> Session:
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     draft = DraftConfig(pair.draft) if speculation else None
-    return Session.load(
+    return load_session(
         pair.target, EngineConfig(device="cpu", max_ctx=512, speculation=speculation, draft=draft)
     )
 

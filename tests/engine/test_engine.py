@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.driving import cut_after
+from tests.engine.driving import run as driven
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import PromptTooLong, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
-from treeflash.spec.draft import NoDrafter, Rank, TreeGuide
-from treeflash.spec.tree import DraftTree
+from treeflash.spec.drafter import Constraint, NoDrafter
+from treeflash.spec.tree import Tree
 from treeflash.state.sequences import SequenceStates
 
 PROMPT = [5, 17, 99, 3, 42, 8, 61]
@@ -26,13 +28,8 @@ def target(tiny_model: Callable[..., Path]) -> Decoder:
 
 
 def run(engine: Engine, **options) -> tuple[list[int], Done]:
-    tokens: list[int] = []
-    for event in engine.generate(Request(**{"prompt": PROMPT, **options})):
-        if isinstance(event, Tokens):
-            tokens += event.ids
-        elif isinstance(event, Done):
-            return tokens, event
-    raise AssertionError("the engine ended without saying so")
+    driving = {name: options.pop(name) for name in ("cut", "cancelled") if name in options}
+    return driven(engine, Request(**{"prompt": PROMPT, **options}), **driving)
 
 
 def plain_greedy(target: Decoder, count: int) -> list[int]:
@@ -54,9 +51,7 @@ class Oracle(NoDrafter):
         super().__init__()
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
-    def propose(
-        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
-    ) -> DraftTree:
+    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
         tokens, parents, spine = [anchor], [-1], 0
         start = position - len(PROMPT) + 1
         for place in range(start, len(self._text)):
@@ -66,7 +61,7 @@ class Oracle(NoDrafter):
             tokens += [other, (other + 1) % self._vocabulary if place % self._period == 0 else true]
             parents += [spine, spine]
             spine = len(tokens) - 1
-        return DraftTree.of(tokens, parents)
+        return Tree.of(tokens, parents)
 
 
 def test_greedy_text_is_the_argmax_of_plain_forwards(target: Decoder) -> None:
@@ -128,14 +123,11 @@ def test_a_cut_inside_a_block_ends_where_plain_decoding_would(target: Decoder) -
     end = plain[25]
     tokens, done = run(engine, max_tokens=60, stop_ids=frozenset([end]))
     assert (tokens, done.reason) == (plain[: plain.index(end)], "stop")
-    seen: list[int] = []
-
-    def cut(new: list[int]) -> int | None:
-        seen.extend(new)
-        return len(new) - (len(seen) - 19) if len(seen) >= 19 else None
-
-    tokens, done = run(engine, max_tokens=60, cut=cut)
+    tokens, done = run(engine, max_tokens=60, cut=cut_after(19)[0])
     assert (tokens, done.reason) == (plain[:19], "stop")
+    # What was revoked counts nowhere.
+    assert (done.stats.generated_tokens, done.stats.step_tokens) == (19, 18)
+    assert sum(done.stats.accepted_by_position) + done.stats.steps == 18
 
 
 def test_the_context_limit_ends_the_text(target: Decoder) -> None:
@@ -155,7 +147,7 @@ def test_cancelling_stops_at_the_next_chunk_or_step(target: Decoder) -> None:
     asked = iter([False, False, True])
     tokens, done = run(engine, cancelled=lambda: next(asked))
     assert (tokens, done.reason) == ([], "cancelled")
-    answers = iter([False] * 7 + [True])
+    answers = iter([False] * 6 + [True])  # four chunks, the last with the first token, and two steps
     tokens, done = run(engine, cancelled=lambda: next(answers))
     assert (len(tokens), done.reason) == (3, "cancelled")
     fresh, _ = run(Engine(target, max_ctx=512, prefill_chunk=2), max_tokens=20)

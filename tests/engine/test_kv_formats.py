@@ -17,8 +17,10 @@ from treeflash.hub.catalog import named
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.memory.device import kv_pair
 from treeflash.models.decoder import Decoder
-from treeflash.session.session import Finished, Session, TextRequest
-from treeflash.spec.draft import Drafter
+from treeflash.session.loading import load_session
+from treeflash.session.session import Finished, TextRequest
+from treeflash.spec.drafter import Drafter
+from treeflash.state.sequences import CacheConfig
 
 COUNT = 160
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 9
@@ -52,8 +54,7 @@ def run(
         max_ctx=512,
         drafter=drafter,
         max_rows=64,
-        kv=(FORMATS[kv[0]], FORMATS[kv[1]]),
-        window=window,
+        cache=CacheConfig(FORMATS[kv[0]], FORMATS[kv[1]], window),
     )
     tokens: list[int] = []
     for event in engine.generate(Request(prompt=PROMPT, max_tokens=COUNT, sampling=sampling)):
@@ -103,7 +104,7 @@ def answers(kv: tuple[str, str], speculation: SpecConfig | None) -> list[Finishe
         speculation=speculation,
         draft=DraftConfig(pair.draft) if speculation else None,
     )
-    session, found = Session.load(pair.target, config), []
+    session, found = load_session(pair.target, config), []
     assert [format.name for format in session.plan.kv] == list(kv)
     for prompt in PROMPTS:
         request = TextRequest(messages=[{"role": "user", "content": prompt}], max_tokens=48)
@@ -123,11 +124,11 @@ def test_the_embedded_pair_writes_the_text_of_plain_decoding(kv: tuple[str, str]
 def test_heads_that_no_block_fits_are_refused_at_load(tiny_model: Callable[..., Path]) -> None:
     path = tiny_model("qwen2")
     with pytest.raises(UsageError, match="heads of 16 values, q4_0 needs a multiple of 32") as error:
-        Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_v="q4_0"))
+        load_session(path, EngineConfig(device="cpu", max_ctx=64, kv_v="q4_0"))
     assert "--kv f16" in error.value.hint
     with pytest.raises(UsageError, match=r"'q9'.* needed one of f32, f16"):
-        Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_k="q9"))
-    assert Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_k="f16")).plan.kv_per_token
+        load_session(path, EngineConfig(device="cpu", max_ctx=64, kv_k="q9"))
+    assert load_session(path, EngineConfig(device="cpu", max_ctx=64, kv_k="f16")).plan.kv_per_token
 
 
 def test_a_gpu_has_its_own_default(target: Decoder) -> None:

@@ -14,8 +14,8 @@ from treeflash.engine.engine import Done, Engine, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
-from treeflash.spec.controller import Costs
-from treeflash.spec.draft import Drafter
+from treeflash.spec.drafter import Drafter
+from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
 
 COUNT = 512
@@ -46,7 +46,7 @@ PROPOSERS: dict[str, Callable[[int, list[int], int], Drafter]] = {
     "tree of 22": lambda p, a, v: Oracle(p, a, budget=22, vocabulary=v),
     "tree of 63": lambda p, a, v: Oracle(p, a, budget=63, vocabulary=v),
     "random trees": lambda p, a, v: RandomTrees(p, a, vocabulary=v),
-    "lookup alone": lambda p, a, v: Speculator(None, SpecConfig(budget=22, adaptive=False), Costs()),
+    "lookup alone": lambda p, a, v: Speculator(None, SpecConfig(budget=22, adaptive=False), StepCosts()),
     "lookup beside a poor oracle": lambda p, a, v: Oracle(
         p, a, budget=22, right=0.3, lookup=True, vocabulary=v
     ),

@@ -12,7 +12,7 @@ from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.session.requests import TextRequest
-from treeflash.spec.controller import Costs
+from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -85,7 +85,7 @@ def test_trees_of_others(plain: dict[tuple[str, int], list[int]], prompts: list[
         drafter = (
             RandomTrees(len(prompts[number]), expected, vocabulary=target.spec.vocab_size)
             if way == "random trees"
-            else Speculator(None, SpecConfig(adaptive=False), Costs())
+            else Speculator(None, SpecConfig(adaptive=False), StepCosts())
         )
         engine = Engine(target, max_ctx=512, drafter=drafter, max_rows=64)
         tokens, done = text(engine, prompts[number], SAMPLINGS[name])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.engine.prefill import rows_wanted
+from treeflash.engine.engine import feature_rows
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.quant_matmul import packed
@@ -37,7 +37,7 @@ def test_what_is_read_later_is_never_skipped(length: int, chunk: int, kept: set[
     given: set[int] = set()
     for start, stop in zip([0, *cuts], cuts, strict=False):
         if stop > start:
-            given |= set(range(stop - rows_wanted(start, stop, ends, reach), stop))
+            given |= set(range(stop - feature_rows(start, stop, ends, reach), stop))
     needed = {place for end in ends for place in range(max(0, end - reach), end)}
     assert needed <= given
 

@@ -1,33 +1,38 @@
-"""Steps of a few fixed sizes, as CUDA graphs need them, give the text of steps as large as their tree."""
+"""The graph runner, run eagerly on a CPU, against the eager one: the same text, states and trees."""
 
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
+from tests.engine.driving import cut_after, drive
 from tests.engine.oracles import Oracle, RandomTrees
 from tests.engine.test_embedded_pair import session
 from tests.engine.test_lossless import SAMPLINGS
 from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Event, Request, Tokens, Tree
+from treeflash.engine.engine import Done, Engine, Event, Request, Tokens, VerifiedTree
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step, padded_rows
+from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles
 from treeflash.session.constraint import Guide, GuidePlan
 from treeflash.session.requests import TextRequest
-from treeflash.spec.controller import Costs
-from treeflash.spec.draft import BlockDraft, Drafter
+from treeflash.spec.dflash import DFlashModel
+from treeflash.spec.drafter import Drafter
+from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
 from treeflash.state.draft_ring import draft_buffers
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 COUNT = 160
 FIXED = SpecConfig(adaptive=False)
-KINDS = ("nobody", "1", "22", "63", "random trees", "copies", "copies that pay")
+RUNNERS: tuple[Literal["eager", "graph"], ...] = ("eager", "graph")
+KINDS = ("nobody", "1", "22", "63", "random trees", "lookup", "lookup that pays")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +42,9 @@ def target(tiny_model: Callable[..., Path]) -> Decoder:
 
 
 def events(engine: Engine, prompt: list[int], sampling: SamplingParams, **options) -> list[Event]:
+    driving = {name: options.pop(name) for name in ("cut", "cancelled") if name in options}
     request = Request(prompt=prompt, sampling=sampling, **{"max_tokens": COUNT, **options})
-    return list(engine.generate(request))
+    return list(drive(engine, request, **driving))
 
 
 def tokens_of(found: list[Event]) -> list[int]:
@@ -57,25 +63,25 @@ def proposer(kind: str, answer: list[int], vocabulary: int) -> Drafter | None:
             return None
         case "random trees":
             return RandomTrees(len(PROMPT), answer, vocabulary=vocabulary)
-        case "copies":
-            return Speculator(None, FIXED, Costs())
-        case "copies that pay":
-            return Speculator(None, SpecConfig(), Costs({1: 1.0, 64: 1.1}), sizes=(1, 8, 64))
+        case "lookup":
+            return Speculator(None, FIXED, StepCosts())
+        case "lookup that pays":
+            return Speculator(None, SpecConfig(), StepCosts({1: 1.0, 64: 1.1}), sizes=(1, 8, 64))
     return Oracle(len(PROMPT), answer, budget=int(kind), vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
-    ("kind", "may_cut"),
+    ("kind", "may_stop"),
     [*((kind, False) for kind in KINDS), ("22", True)],
 )
 def test_padded_steps_give_the_same_text(
-    target: Decoder, plain: dict[str, list[int]], kind: str, may_cut: bool, sampling: str
+    target: Decoder, plain: dict[str, list[int]], kind: str, may_stop: bool, sampling: str
 ) -> None:
     drafter = proposer(kind, plain[sampling], target.spec.vocab_size)
     rows = 1 if drafter is None else 64
-    engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=rows, padded=True)
-    found = events(engine, PROMPT, SAMPLINGS[sampling], may_cut=may_cut)
+    engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=rows, runner="graph")
+    found = events(engine, PROMPT, SAMPLINGS[sampling], may_stop=may_stop)
     assert tokens_of(found) == plain[sampling]
     assert isinstance(found[-1], Done)
     if isinstance(drafter, RandomTrees):
@@ -89,11 +95,11 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "may_cut"),
+    ("ends", "may_stop"),
     [("length", True), ("length", False), ("stop id", True), ("stop id", False), ("stop string", True)],
 )
 def test_the_end_leaves_the_same_state(
-    target: Decoder, plain: dict[str, list[int]], ends: str, may_cut: bool
+    target: Decoder, plain: dict[str, list[int]], ends: str, may_stop: bool
 ) -> None:
     """A stop string is seen when the rows behind it are already kept; they are taken back.
 
@@ -102,21 +108,15 @@ def test_the_end_leaves_the_same_state(
     answer = plain["greedy"]
     last = next(place for place in range(30, COUNT) if answer[place] not in answer[:place])
     lengths, texts = [], []
-    for padded in (False, True):
-        seen: list[int] = []
-
-        def cut(new: list[int], seen: list[int] = seen) -> int | None:
-            seen.extend(new)
-            return len(new) - (len(seen) - last) if len(seen) >= last else None
-
+    for runner in RUNNERS:
         options = {
             "length": {"max_tokens": last},
             "stop id": {"stop_ids": frozenset([answer[last]])},
-            "stop string": {"cut": cut},
+            "stop string": {"cut": cut_after(last)[0]},
         }
         oracle = Oracle(len(PROMPT), answer, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
-        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, padded=padded)
-        found = events(engine, PROMPT, SAMPLINGS["greedy"], **options[ends], may_cut=may_cut)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, runner=runner)
+        found = events(engine, PROMPT, SAMPLINGS["greedy"], **options[ends], may_stop=may_stop)
         texts.append(tokens_of(found))
         lengths.append((engine.states.lengths[0], engine.states.buffers.lengths.tolist()))
         assert engine.states.buffers.pending.count.tolist()[0] <= engine.states.lengths[0]
@@ -129,7 +129,13 @@ def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict
     answer = plain["greedy"]
     oracle = Oracle(len(PROMPT), answer, budget=22, vocabulary=target.spec.vocab_size)
     engine = Engine(
-        target, max_ctx=1024, drafter=oracle, max_rows=23, padded=True, prefix_cache=1 << 30, prefill_chunk=16
+        target,
+        max_ctx=1024,
+        drafter=oracle,
+        max_rows=23,
+        runner="graph",
+        prefix_cache=PrefixCacheConfig(1 << 30),
+        prefill_chunk=16,
     )
     steps = 0
 
@@ -138,7 +144,7 @@ def test_a_cancelled_text_goes_on_where_it_was_left(target: Decoder, plain: dict
         steps += 1
         return steps == 12  # three chunks of the prompt are read before
 
-    options = {"may_cut": False, "boundaries": {}}
+    options = {"may_stop": False, "boundaries": {}}
     begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, **options)
     text = tokens_of(begun)
     assert isinstance(begun[-1], Done) and begun[-1].reason == "cancelled"
@@ -155,14 +161,14 @@ def test_a_plain_text_goes_on_where_it_was_left(
     """The pass behind its last row, made for nothing, is no part of the state that is kept."""
     answer, seen = plain["greedy"], 0
     last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
-    engine = Engine(target, max_ctx=1024, padded=True, prefix_cache=1 << 30)
+    engine = Engine(target, max_ctx=1024, runner="graph", prefix_cache=PrefixCacheConfig(1 << 30))
 
     def cancelled() -> bool:
         nonlocal seen
         seen += 1
         return ends == "cancelled" and seen > last
 
-    options = {"may_cut": False, "boundaries": {}}
+    options = {"may_stop": False, "boundaries": {}}
     stops = frozenset([answer[last]] if ends == "stop id" else [])
     begun = events(engine, PROMPT, SAMPLINGS["greedy"], cancelled=cancelled, stop_ids=stops, **options)
     text = tokens_of(begun)
@@ -174,28 +180,29 @@ def test_a_plain_text_goes_on_where_it_was_left(
     assert tokens_of(rest) == answer[len(said) :]
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_a_file_with_more_rows_than_a_step_may_have_is_left_alone(
     target: Decoder,
     plain: dict[str, list[int]],
-    padded: bool,
+    runner: Literal["eager", "graph"],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It ends with a tree's path that is yet to be folded in, which plain steps have no room for."""
     answer, count = plain["greedy"], 40
     oracle = Oracle(len(PROMPT), answer, budget=15, right=1.0, vocabulary=target.spec.vocab_size)
-    options = {"max_ctx": 1024, "padded": padded, "prefix_cache": 1 << 30}
+    options = {"max_ctx": 1024, "runner": runner}
 
-    def files() -> SnapshotFiles:
-        return SnapshotFiles(tmp_path, "0123456789abcdef" * 2, limit=1 << 30)
+    def cache() -> PrefixCacheConfig:
+        return PrefixCacheConfig(1 << 30, SnapshotFiles(tmp_path, "0123456789abcdef" * 2, limit=1 << 30))
 
-    kept = files()
-    engine = Engine(target, drafter=oracle, max_rows=16, prefix_files=kept, **options)
+    first = cache()
+    engine = Engine(target, drafter=oracle, max_rows=16, prefix_cache=first, **options)
     text = tokens_of(events(engine, PROMPT, SAMPLINGS["greedy"], boundaries={}, max_tokens=count))
     assert text == answer[:count] and engine.states.buffers.pending.count.tolist()[0] > 1
-    kept.flush()
-    engine = Engine(target, prefix_files=files(), **options)
+    assert first.files is not None
+    first.files.flush()
+    engine = Engine(target, prefix_cache=cache(), **options)
     rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], boundaries={}, max_tokens=COUNT - count)
     assert tokens_of(rest) == answer[count:]
     assert "rows to be folded in, at most 1" in caplog.text
@@ -211,21 +218,20 @@ def test_plain_steps_that_follow_before_they_are_read(
     last = next(place for place in range(70, COUNT) if answer[place] not in answer[:place])
     context = len(PROMPT) + last - 1 if ends == "context" else 1024
     kept = []
-    for padded in (False, True):
+    for runner in RUNNERS:
         drafter = None if budget is None else Oracle(len(PROMPT), answer, budget=7, vocabulary=300)
         rows = 1 if budget is None else 8
-        engine = Engine(target, max_ctx=context, drafter=drafter, max_rows=rows, padded=padded)
+        engine = Engine(target, max_ctx=context, drafter=drafter, max_rows=rows, runner=runner)
         seen: list[int] = []
         request = Request(
             PROMPT,
             max_tokens=last if ends == "length" else COUNT,
             sampling=SAMPLINGS["greedy"],
             stop_ids=frozenset([answer[last]] if ends == "stop id" else []),
-            may_cut=False,
-            cancelled=lambda seen=seen: ends == "cancelled" and len(seen) >= last,
+            may_stop=False,
             draft_budget=budget,
         )
-        found = engine.generate(request)
+        found = drive(engine, request, cancelled=lambda seen=seen: ends == "cancelled" and len(seen) >= last)
         for event in found:
             seen += event.ids if isinstance(event, Tokens) else []
             if isinstance(event, Done) or (ends == "closed" and len(seen) == last):
@@ -233,7 +239,7 @@ def test_plain_steps_that_follow_before_they_are_read(
         assert seen == answer[:last]
         states, slots = engine.states, torch.tensor([0])
         # A pass behind the last row has folded it into the recurrent states.
-        followed = padded and ends not in ("length", "context")
+        followed = runner == "graph" and ends not in ("length", "context")
         assert states.buffers.pending.count.tolist() == [0 if followed else 1]
         states.reserve(0, 2)
         step = Step.chunk(slots, torch.tensor([[5, 6]]), states.buffers.lengths[slots])
@@ -249,9 +255,9 @@ def test_log_probabilities_and_trees_are_those_of_the_exact_steps(
     target: Decoder, plain: dict[str, list[int]]
 ) -> None:
     found = []
-    for padded in (False, True):
+    for runner in RUNNERS:
         oracle = Oracle(len(PROMPT), plain["greedy"], budget=11, vocabulary=target.spec.vocab_size)
-        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=12, padded=padded)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=12, runner=runner)
         found.append(events(engine, PROMPT, SamplingParams(seed=1, logprobs=3), trees=True, max_tokens=40))
     measured = [
         [entry.logprob for event in run if isinstance(event, Tokens) for entry in event.logprobs or []]
@@ -260,24 +266,24 @@ def test_log_probabilities_and_trees_are_those_of_the_exact_steps(
     assert len(measured[0]) == 40
     torch.testing.assert_close(torch.tensor(measured[0]), torch.tensor(measured[1]))
     shapes = [
-        [(tree.tokens, tree.parents, tree.accepted) for tree in run if isinstance(tree, Tree)]
+        [(tree.tokens, tree.parents, tree.accepted) for tree in run if isinstance(tree, VerifiedTree)]
         for run in found
     ]
     assert shapes[0] == shapes[1] and any(len(accepted) > 3 for _, _, accepted in shapes[0])
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_a_rightly_guessed_end_is_shown_as_accepted(
-    target: Decoder, plain: dict[str, list[int]], padded: bool
+    target: Decoder, plain: dict[str, list[int]], runner: Literal["eager", "graph"]
 ) -> None:
     answer = plain["greedy"]
     guessed = 0
     for last in (place for place in range(20, 60) if answer[place] not in answer[:place]):
         oracle = Oracle(len(PROMPT), answer, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
-        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, padded=padded)
+        engine = Engine(target, max_ctx=1024, drafter=oracle, max_rows=31, runner=runner)
         options = {"stop_ids": frozenset([answer[last]]), "trees": True}
         found = events(engine, PROMPT, SAMPLINGS["greedy"], **options)
-        tree = [event for event in found if isinstance(event, Tree)][-1]
+        tree = [event for event in found if isinstance(event, VerifiedTree)][-1]
         path = [tree.tokens[row] for row in tree.accepted]
         end = last + (path[-1] == answer[last])
         assert path == answer[end - len(path) : end]
@@ -293,22 +299,22 @@ def test_the_pair_in_the_package(config: SpecConfig) -> None:
     speculator = made.engine.drafter
     assert isinstance(speculator, Speculator) and speculator._draft is not None
     draft = speculator._draft._draft
-    lengths: dict[bool, float] = {}
+    lengths: dict[str, float] = {}
     for sampling in (SamplingParams(seed=1), SamplingParams(temperature=0.8, top_p=0.95, seed=2)):
         prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
         expected = events(made.engine, prompt, sampling, max_tokens=48)
-        block = BlockDraft(draft, made.engine.target, draft_buffers(draft.spec, max_ctx=512))
-        again = Speculator(block, config, Costs())
+        block = DFlashModel(draft, made.engine.target, draft_buffers(draft.spec, max_ctx=512))
+        again = Speculator(block, config, StepCosts())
         engine = Engine(
-            made.engine.target, max_ctx=512, drafter=again, max_rows=config.budget + 1, padded=True
+            made.engine.target, max_ctx=512, drafter=again, max_rows=config.budget + 1, runner="graph"
         )
         found = events(engine, prompt, sampling, max_tokens=48)
         assert tokens_of(found) == tokens_of(expected)
-        for padded, run in ((False, expected), (True, found)):
+        for runner, run in (("eager", expected), ("graph", found)):
             assert isinstance(run[-1], Done)
-            lengths[padded] = run[-1].stats.acceptance_length
+            lengths[runner] = run[-1].stats.acceptance_length
         if not config.adaptive:
-            assert lengths[True] == pytest.approx(lengths[False], rel=0.15) and lengths[True] > 1.5
+            assert lengths["graph"] == pytest.approx(lengths["eager"], rel=0.15) and lengths["graph"] > 1.5
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(seed=1), SamplingParams(temperature=1.0, seed=4)])
@@ -327,12 +333,12 @@ def test_limits_on_what_may_follow_hold_in_padded_steps(target: Decoder, samplin
             )
         )
 
-    plain = tokens_of(events(Engine(target, max_ctx=1024), PROMPT, sampling, guide=guide(), max_tokens=60))
-    assert any(plain[place : place + 4] == closing for place in range(len(plain)))
-    for kind in ("22", "copies", "random trees"):
+    plain = tokens_of(events(Engine(target, max_ctx=1024), PROMPT, sampling, constraint=guide(),
+    max_tokens=60)) assert any(plain[place : place + 4] == closing for place in range(len(plain)))
+    for kind in ("22", "lookup", "random trees"):
         drafter = proposer(kind, plain, target.spec.vocab_size)
-        engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=64, padded=True)
-        found = events(engine, PROMPT, sampling, guide=guide(), max_tokens=60)
+        engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=64, runner="graph")
+        found = events(engine, PROMPT, sampling, constraint=guide(), max_tokens=60)
         assert tokens_of(found) == plain, kind
 
 
@@ -352,9 +358,9 @@ def test_a_guided_draft_over_fixed_tensors() -> None:
         )
 
     greedy = SamplingParams(seed=1)
-    plain = tokens_of(events(made.engine, prompt, greedy, guide=guide(), max_tokens=40, draft_budget=0))
-    engine = Engine(made.engine.target, max_ctx=512, drafter=speculator, max_rows=23, padded=True)
-    found = events(engine, prompt, greedy, guide=guide(), max_tokens=40)
+    plain = tokens_of(events(made.engine, prompt, greedy, constraint=guide(), max_tokens=40, draft_budget=0))
+    engine = Engine(made.engine.target, max_ctx=512, drafter=speculator, max_rows=23, runner="graph")
+    found = events(engine, prompt, greedy, constraint=guide(), max_tokens=40)
     assert tokens_of(found) == plain
     assert isinstance(found[-1], Done) and found[-1].stats.acceptance_length > 1.5
 
@@ -364,16 +370,10 @@ def test_a_draft_forgets_the_rows_behind_a_stop_string() -> None:
     speculator, target = made.engine.drafter, made.engine.target
     assert isinstance(speculator, Speculator) and speculator._draft is not None
     prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
-    engine = Engine(target, max_ctx=512, drafter=speculator, max_rows=23, padded=True)
-    seen: list[int] = []
+    engine = Engine(target, max_ctx=512, drafter=speculator, max_rows=23, runner="graph")
     trimmed: list[int] = []
     for last in (9, 10, 11, 12):
-        seen.clear()
-
-        def cut(new: list[int], last: int = last) -> int | None:
-            seen.extend(new)
-            return len(new) - (len(seen) - last) if len(seen) >= last else None
-
+        cut, seen = cut_after(last)
         found = events(engine, prompt, SamplingParams(seed=1), cut=cut)
         assert len(tokens_of(found)) == last
         length = engine.states.lengths[0]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from treeflash.engine.sampler import Sampler, SamplingParams
+from treeflash.engine.sampler import Sampler, SamplingParams, token_logprobs
 from treeflash.errors import UsageError
 from treeflash.kernels.sampling import gumbel
 from treeflash.models.step import visibility
@@ -14,19 +14,25 @@ V = 40
 CPU = torch.device("cpu")
 PARENTS = [-1, 0, 0, 1, 3, 2]
 TOKENS = [5, 7, 9, 5, 11, 7]
-PROMPT, WRITTEN = [1, 2, 2, 3], [3, 7, 7, 30]
+PROMPT, GENERATED = [1, 2, 2, 3], [3, 7, 7, 30]
 
 
 def sampler(**options) -> Sampler:
-    made = Sampler(SamplingParams(**{"seed": 3, **options}), PROMPT, V, CPU)
-    made.accept(WRITTEN[:2])
-    made.accept(WRITTEN[2:])
+    made = Sampler(64, V, CPU)
+    made.begin(SamplingParams(**{"seed": 3, **options}), PROMPT, masked=False)
+    for token in GENERATED:
+        made.counts[token] += 1
     return made
+
+
+def bits_of(visible: torch.Tensor) -> torch.Tensor:
+    """Ancestor bits [R] of visible [R, T]."""
+    return (visible.long() << torch.arange(visible.shape[1])).sum(1)
 
 
 def by_hand(row: torch.Tensor, path: list[int], params: SamplingParams) -> torch.Tensor:
     """Penalties token by token: repetition on prompt and answer, the others on the answer; then the bias."""
-    answer = WRITTEN + path
+    answer = GENERATED + path
     out = row.clone()
     for token in set(PROMPT + answer):
         out[token] = (
@@ -62,19 +68,18 @@ def test_every_row_is_penalised_for_its_own_path(options: dict, temperature: flo
     logits = 3 * torch.randn(len(TOKENS), V, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(100, 100 + len(TOKENS))
     made = sampler(temperature=temperature, **options)
-    drawn = made.draw(logits, positions, torch.tensor(TOKENS), visible)
+    sampled = made.sample(logits, positions, torch.tensor(TOKENS), bits_of(visible))
     for row in range(len(TOKENS)):
         path = [TOKENS[i] for i in visible[row].nonzero()[:, 0].tolist()]
-        scores = by_hand(logits[row], path, made.params)
+        scores = by_hand(logits[row], path, SamplingParams(**options))
         if temperature:
             scores = scores / temperature + gumbel(3, torch.arange(V), positions[row])
-        assert int(drawn[row]) == int(scores.argmax())
+        assert int(sampled[row]) == int(scores.argmax())
 
 
 def test_logprobs_are_of_the_targets_own_distribution() -> None:
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(4))
-    made = sampler(temperature=0.3, top_k=1, repetition_penalty=2.0, logprobs=3)
-    found = made.logprobs(logits, [4, 9, 9])
+    found = token_logprobs(logits, [4, 9, 9], 3)
     for row, entry in enumerate(found):
         table = logits[row].log_softmax(0)
         assert entry.logprob == pytest.approx(float(table[entry.token]))
@@ -83,26 +88,27 @@ def test_logprobs_are_of_the_targets_own_distribution() -> None:
         assert [value for _, value in entry.top] == pytest.approx(best.values[:3].tolist())
 
 
-def test_rank_is_what_the_draw_would_take() -> None:
-    """A draft whose logits are the target's own ranks first, at every depth, the token that will be drawn."""
+def test_rank_puts_the_sampled_token_first() -> None:
+    """A draft whose logits are the target's own ranks first, at every depth, the token that will be sampled."""
     logits = 2 * torch.randn(8, V, generator=torch.Generator().manual_seed(5))
     positions, anchor = torch.arange(50, 58), torch.tensor([12])
     for options in ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.05}):
         made = sampler(presence_penalty=0.5, **options)
         ids, scores = made.rank(logits, positions, anchor, 6)
-        drawn = made.draw(logits, positions, anchor, torch.ones(8, 1, dtype=torch.bool))
-        assert torch.equal(ids[:, 0], drawn)
+        sampled = made.sample(logits, positions, anchor, torch.ones(8, dtype=torch.int64))
+        assert torch.equal(ids[:, 0], sampled)
         assert bool((scores[:, :-1] >= scores[:, 1:]).all()) and bool((scores <= 0).all())
 
 
 def test_noise_of_a_position_is_the_same_in_every_step() -> None:
-    made, fresh = sampler(temperature=1.0), sampler(temperature=1.0)
+    made = sampler(temperature=1.0)
     logits = torch.randn(4, V)
-    none = torch.empty(0, dtype=torch.int64), torch.empty(4, 0, dtype=torch.bool)
-    made.draw(logits, torch.tensor([7, 8, 8, 9]), *none)
+    none = torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    made.sample(logits, torch.tensor([7, 8, 8, 9]), *none)
     for positions in ([8, 9, 9, 10], [9, 30, 31, 9], [9, 9, 9, 9]):
         at = torch.tensor(positions)
-        assert torch.equal(made.draw(logits, at, *none), fresh.draw(logits, at, *none))
+        fresh = sampler(temperature=1.0)
+        assert torch.equal(made.sample(logits, at, *none), fresh.sample(logits, at, *none))
 
 
 @pytest.mark.parametrize(

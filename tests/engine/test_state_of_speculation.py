@@ -1,4 +1,4 @@
-"""What speculation leaves behind: the state of what was delivered, no drift, no trace, little memory."""
+"""The state after speculation: that of what was delivered, no drift, no trace, little memory."""
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.driving import cut_after, drive
 from tests.engine.oracles import Oracle
 from treeflash.engine.engine import Done, Engine, Event, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
@@ -29,7 +30,9 @@ def target(tiny_model: Callable[..., Path]) -> Decoder:
 def events_of(engine: Engine, count: int, **options) -> tuple[list[int], Done, Generator[Event]]:
     """Runs to the end but does not let go: the slot is still open."""
     tokens: list[int] = []
-    events = engine.generate(Request(prompt=PROMPT, max_tokens=count, sampling=WARM, **options))
+    driving = {name: options.pop(name) for name in ("cut", "cancelled") if name in options}
+    request = Request(prompt=PROMPT, max_tokens=count, sampling=WARM, **options)
+    events = drive(engine, request, **driving)
     for event in events:
         if isinstance(event, Tokens):
             tokens += event.ids
@@ -104,20 +107,13 @@ def test_the_state_is_that_of_what_was_delivered(target: Decoder, ends: str) -> 
     plain, _ = run(Engine(target, max_ctx=16384), 60)
     oracle = Oracle(len(PROMPT), plain, budget=30, right=1.0, vocabulary=target.spec.vocab_size)
     kept = next(i for i in range(25, 60) if plain[i] not in plain[:i])
-    seen: list[int] = []
-
-    def cut(new: list[int]) -> int | None:
-        seen.extend(new)
-        return len(new) - (len(seen) - kept) if len(seen) >= kept else None
-
     states = {}
     for name, drafter in (("plain", None), ("tree", oracle)):
-        seen.clear()
         engine = Engine(target, max_ctx=16384, max_rows=31, drafter=drafter)
         options = {
             "length": {},
             "stop id": {"stop_ids": frozenset([plain[kept]])},
-            "stop string": {"cut": cut},
+            "stop string": {"cut": cut_after(kept)[0]},
         }
         tokens, done, events = events_of(engine, kept if ends == "length" else 60, **options[ends])
         assert tokens == plain[:kept], name

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.kernels.sampling import DrawState, draw_rows, filtered, launch, rank_rows
+from treeflash.kernels.sampling import SamplingState, filtered, launch, rank_rows, sample_rows
 from treeflash.kernels.sampling.filters import OPEN as _OPEN
 from treeflash.kernels.sampling.filters import THRESHOLD as _THRESHOLD
 from treeflash.kernels.sampling.state import adjusted
@@ -47,16 +47,16 @@ def make_logits(kind: str, vocabulary: int) -> Tensor:
             return noise
 
 
-def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[DrawState, Tensor]:
+def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[SamplingState, Tensor]:
     """A request with everything that its options take into account, and a tree's tokens."""
-    state = DrawState.empty(ROWS, logits.shape[1], "cpu")
+    state = SamplingState.empty(ROWS, logits.shape[1], "cpu")
     tokens = torch.tensor([int(logits[0].argmax()), 8, 9])
     more = {}
     if "repetition" in options:
         bias = torch.tensor([2.0, -torch.inf])
         more = {"prompt": torch.tensor([1, 2, 3]), "biased": torch.tensor([5, 9]), "bias": bias}
-    state.ask(**options, **more, seed=2**63 + 77, masked=masked)
-    state.written[torch.tensor([3, 4])] = 2.0
+    state.begin(**options, **more, seed=2**63 + 77, masked=masked)
+    state.counts[torch.tensor([3, 4])] = 2.0
     return state, tokens
 
 
@@ -94,8 +94,8 @@ def test_draw(name: str, kind: str, vocabulary: int, capacity: int, shortlist: i
     logits = make_logits(kind, vocabulary)
     state, tokens = asked(OPTIONS[name], logits)
     work = poisoned(vocabulary, capacity, shortlist)
-    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, work)
-    assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, work)
+    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
     assert not work.arrived.any()
     settings = state.settings()
     if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
@@ -133,8 +133,8 @@ def test_masks(name: str) -> None:
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
     state.allowed[1] = 0
     state.allowed[1, 2] = 1 << 5
-    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300))
-    assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300))
+    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
     assert int(found[1]) == 69
     # A draft's rows are not the tree's, whose masks these are.
     ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], 4, state, poisoned(300))
@@ -146,16 +146,16 @@ def test_a_row_alone_is_the_row_among_others() -> None:
     state, tokens = asked(OPTIONS["everything"], logits, masked=True)
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
     work = poisoned(300)
-    whole = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, work).clone()
+    whole = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, work).clone()
     for part in (slice(1, 2), slice(1, 3)):
         # A grammar's masks belong to the rows of the call.
         own = replace(state, allowed=state.allowed[part])
-        found = launch.draw_rows(logits[part], POSITIONS[part], tokens, ANCESTORS[part], own, work)
+        found = launch.sample_rows(logits[part], POSITIONS[part], tokens, ANCESTORS[part], own, work)
         assert torch.equal(found, whole[part])
 
 
 def test_rows_of_a_wider_tensor() -> None:
     logits = make_logits("normal", 320)[:, :301]
     state, tokens = asked(OPTIONS["top-p"], logits)
-    found = launch.draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301))
-    assert torch.equal(found, draw_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301))
+    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))

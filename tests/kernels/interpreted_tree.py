@@ -4,16 +4,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.tree import Correction, TreeRows, build_tree, walk_tree
-from treeflash.kernels.tree import triton_kernels as kernel
+from treeflash.kernels.tree import Correction, accept_path, best_tree, triton_kernels
 
 torch.set_num_threads(1)
-NAMES = ("tokens", "parents", "weights", "ancestors", "positions")
+Built = tuple[torch.Tensor, torch.Tensor]  # packed tree, weights
 ROWS = 24
 
 
 @st.composite
-def built(draw: st.DrawFn) -> tuple[TreeRows, TreeRows]:
+def built(draw: st.DrawFn) -> tuple[Built, Built]:
     """The kernel's tree and the reference's."""
     depths, width, count = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(0, 2))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -29,37 +28,36 @@ def built(draw: st.DrawFn) -> tuple[TreeRows, TreeRows]:
         correction = Correction(torch.tensor([-2.0, -1.0]), table, torch.arange(depths).clamp(max=1))
     rows, spine = draw(st.sampled_from([ROWS, 64])), draw(st.sampled_from([1.0, -1.5, -6.0]))
     nodes = draw(st.integers(1, rows - 1))
-    parts = (torch.tensor([99]), torch.tensor([2**33]), ids, scores, chains, chain_scores)
+    parts = (torch.tensor([99]), ids, scores, chains, chain_scores)
     options = {"nodes": nodes, "rows": rows, "spine": spine, "correction": correction}
-    return TreeRows(*kernel.build(*parts, **options)), build_tree(*parts, **options)
+    return triton_kernels.best_tree(*parts, **options), best_tree(*parts, **options)
 
 
 @settings(max_examples=20, deadline=None)
 @given(built())
-def test_build(trees: tuple[TreeRows, TreeRows]) -> None:
+def test_best_tree(trees: tuple[Built, Built]) -> None:
     found, wanted = trees
-    for name in NAMES:
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_walk(data: st.DataObject) -> None:
+def test_accept_path(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, ROWS))
     parents = [-1] + [data.draw(st.integers(-1, row - 1)) for row in range(1, rows)]
     tokens: list[int] = []
     for row in range(rows):
         taken = {tokens[other] for other in range(row) if parents[other] == parents[row]}
         tokens.append(data.draw(st.sampled_from([token for token in range(rows + 1) if token not in taken])))
-    chosen = [data.draw(st.sampled_from(tokens)) for _ in range(rows)]
+    sampled = [data.draw(st.sampled_from(tokens)) for _ in range(rows)]
     ancestors = [1]
     for row in range(1, rows):
         ancestors.append((ancestors[parents[row]] if parents[row] >= 0 else 0) | 1 << row)
     stops = torch.tensor(data.draw(st.lists(st.sampled_from(tokens), max_size=2)), dtype=torch.int64)
-    room = torch.tensor([data.draw(st.sampled_from([1, 2, 64]))])
-    parts = [torch.tensor(part) for part in (tokens, parents, ancestors, chosen)]
-    written = torch.zeros(2, rows + 1)
-    found = kernel.walk(*parts, stops=stops, room=room, written=written[0])
-    wanted = walk_tree(*parts, stops=stops, room=room, written=written[1])
+    limit = torch.tensor([data.draw(st.sampled_from([1, 2, 64]))])
+    parts = [torch.tensor(part) for part in (tokens, parents, ancestors, sampled)]
+    counts = torch.zeros(2, rows + 1)
+    found = triton_kernels.accept_path(*parts, stops=stops, limit=limit, counts=counts[0])
+    wanted = accept_path(*parts, stops=stops, limit=limit, counts=counts[1])
     assert torch.equal(found, wanted.flat)
-    assert torch.equal(*written)
+    assert torch.equal(*counts)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from treeflash.kernels.sampling import (
-    DrawState,
-    draw,
-    draw_rows,
+    SamplingState,
     filtered,
     gumbel,
     penalised,
     philox,
     rank,
     rank_rows,
+    sample,
+    sample_rows,
 )
 from treeflash.kernels.sampling.reference import fixed_exp
 
@@ -74,7 +74,7 @@ def test_draws_follow_the_filtered_distribution(options: dict) -> None:
     logits = torch.tensor([2.0, 1.5, 1.0, 0.3, 0.0, -0.5, -1.0, -3.0])
     expected = reference(logits, **settings)
     count = 40_000
-    tokens = draw(logits.expand(count, -1), torch.arange(count), seed=1234, **settings)
+    tokens = sample(logits.expand(count, -1), torch.arange(count), seed=1234, **settings)
     seen = torch.bincount(tokens, minlength=8).double()
     assert bool((seen[expected == 0] == 0).all())
     cells = expected > 0
@@ -113,19 +113,19 @@ def test_a_tiny_temperature_is_greedy() -> None:
     logits = torch.randn(5, 40)
     for options in ({}, {"top_k": 5}, {"top_p": 0.9}):
         settings = {**PLAIN, **options, "temperature": 1e-40}
-        assert torch.equal(draw(logits, torch.arange(5), seed=1, **settings), logits.argmax(-1))
+        assert torch.equal(sample(logits, torch.arange(5), seed=1, **settings), logits.argmax(-1))
 
 
 def test_temperature_zero_is_the_likeliest_token() -> None:
     logits = torch.randn(5, 40)
     settings = {**PLAIN, "temperature": 0.0}
-    assert torch.equal(draw(logits, torch.arange(5), seed=1, **settings), logits.argmax(-1))
+    assert torch.equal(sample(logits, torch.arange(5), seed=1, **settings), logits.argmax(-1))
 
 
 def test_a_negative_control_fails_the_same_chi_square() -> None:
     """Noise that ignores the position would give one token forever: the test above must be able to see it."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.3]).expand(1000, -1)
-    tokens = draw(logits, torch.zeros(1000, dtype=torch.int64), seed=5, **PLAIN)
+    tokens = sample(logits, torch.zeros(1000, dtype=torch.int64), seed=5, **PLAIN)
     assert len(tokens.unique()) == 1
 
 
@@ -150,17 +150,17 @@ def test_a_request_in_tensors_draws_as_one_in_numbers() -> None:
     filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
     penalties = {"repetition": 1.5, "presence": 0.5, "frequency": 0.25}
     bias = {"biased": torch.tensor([3, 4]), "bias": torch.tensor([4.0, -torch.inf])}
-    state = DrawState.empty(3, 50, "cpu")
-    state.ask(**filters, **penalties, **bias, seed=2**64 - 3, prompt=torch.tensor([0, 1]))
-    state.written[6] = 3
+    state = SamplingState.empty(3, 50, "cpu")
+    state.begin(**filters, **penalties, **bias, seed=2**64 - 3, prompt=torch.tensor([0, 1]))
+    state.counts[6] = 3
     visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
-    seen = penalised(logits, state.prompt, state.written, tokens, visible, **penalties)
+    seen = penalised(logits, state.prompt, state.counts, tokens, visible, **penalties)
     seen[:, 3] += 4
     seen[:, 4] = -torch.inf
-    wanted = draw(seen, positions, seed=2**64 - 3, **filters)
-    assert torch.equal(draw_rows(logits, positions, tokens, ancestors, state, None), wanted)
+    wanted = sample(seen, positions, seed=2**64 - 3, **filters)
+    assert torch.equal(sample_rows(logits, positions, tokens, ancestors, state, None), wanted)
     # A draft's rows have the anchor alone above them.
-    state.ask(**filters, seed=11)
+    state.begin(**filters, seed=11)
     ids, scores = rank_rows(logits, positions, tokens[:1], 30, state, None)
     few, own = rank(logits, positions, count=30, seed=11, **filters)
     width = int((own > -torch.inf).sum(-1).min())

@@ -19,7 +19,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
-FLOATS = "logits adjusted maxima numbers written bias scores chain_scores edges table corrected gains"
+FLOATS = "logits adjusted maxima numbers counts bias scores chain_scores edges table corrected gains"
 FLOATS = {*FLOATS.split(), "out_weights", "scores_out"}
 SCALARS = "tree_rows stride vocabulary words capacity splits depths width chain_count edge_count nodes rows"
 SCALARS = {*SCALARS.split(), "stop_count"}

@@ -21,7 +21,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.kernels.sampling.launch import Workspace
-from treeflash.kernels.sampling.state import DrawState
+from treeflash.kernels.sampling.state import SamplingState
 from treeflash.memory.device import CUDA_CONTEXT, Room, supposed_room
 from treeflash.memory.estimate import EMBEDDING, Needs, draft_quant, measure, ring_dtype
 from treeflash.memory.planner import LADDER, Survey, named
@@ -103,13 +103,13 @@ def test_sampling_to_the_byte(tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model()) as file:
         spec = ModelSpec.from_gguf(file)
         needs = measure(file, spec, EngineConfig(), "cuda", context=256, memory=GIB)
-    state, workspace = DrawState.empty(64, spec.vocab_size, CPU), Workspace(64, spec.vocab_size, CPU)
+    state, workspace = SamplingState.empty(64, spec.vocab_size, CPU), Workspace(64, spec.vocab_size, CPU)
     assert needs.parts["sampling"] == held_bytes(state, workspace)
 
 
 def test_nothing_grows_while_text_is_written(tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model(layers=4)) as file:
-        engine = Engine(Decoder.load(file), max_ctx=512, max_rows=8, padded=True)
+        engine = Engine(Decoder.load(file), max_ctx=512, max_rows=8, runner="graph")
         config = EngineConfig(speculation=SpecConfig(budget=7))
         needs = measure(file, engine.target.spec, config, "cuda", context=512, memory=GIB)
     pair = (FORMATS["f32"], FORMATS["f32"])

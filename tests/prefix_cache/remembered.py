@@ -8,7 +8,7 @@ import torch
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import DeltaBuffers
 from treeflash.prefix_cache.boundaries import Kind
-from treeflash.prefix_cache.cache import PrefixCache
+from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles
 from treeflash.prefix_cache.snapshot import Snapshot
 from treeflash.state.draft_ring import SavedRings
@@ -32,7 +32,7 @@ class Reader:
         self.states = SequenceStates(spec, max_ctx=pages * PAGE - 1)
         self.saves = SavedStates(self.states)
         self.files = None if folder is None else SnapshotFiles(folder, identity, limit=limit)
-        self.cache = PrefixCache(self.saves, budget=budget, files=self.files)
+        self.cache = PrefixCache(self.saves, PrefixCacheConfig(budget, self.files))
 
     def read(self, tokens: Sequence[int], keep: dict[int, Kind]) -> int:
         """Reads a prompt that is cut after every token; states are kept where told. Tokens found there."""

@@ -11,6 +11,7 @@ from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
+from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, Progress, TextRequest
 from treeflash.session.session import Session
 
@@ -31,7 +32,7 @@ def load(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     save_draft(draft, config)
 
     def make(*, cache: int = 1 << 30, max_ctx: int = 2048, folder: Path | None = None) -> Session:
-        return Session.load(
+        return load_session(
             path,
             EngineConfig(
                 device="cpu",

@@ -17,8 +17,8 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.prefix_cache.boundaries import Kind, cuts
 from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
-from treeflash.spec.controller import Costs
-from treeflash.spec.draft import BlockDraft
+from treeflash.spec.dflash import DFlashModel
+from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
 from treeflash.state.draft_ring import draft_buffers
 
@@ -37,8 +37,8 @@ class Pair:
     def engine(self, **options) -> Engine:
         # Rings that are shorter than the texts: what is restored has wrapped around.
         buffers = draft_buffers(self.draft.spec, max_ctx=MAX_CTX, context=96)
-        block = BlockDraft(self.draft, self.target, buffers)
-        drafter = Speculator(block, SpecConfig(budget=7, adaptive=False), Costs())
+        block = DFlashModel(self.draft, self.target, buffers)
+        drafter = Speculator(block, SpecConfig(budget=7, adaptive=False), StepCosts())
         return Engine(
             self.target, max_ctx=MAX_CTX, prefill_chunk=CHUNK, drafter=drafter, max_rows=8, **options
         )

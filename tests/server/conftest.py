@@ -10,7 +10,7 @@ import pytest
 from tests.server.live import Live, live, scripted
 from treeflash.config import DraftConfig, EngineConfig
 from treeflash.hub.catalog import named
-from treeflash.session.session import Session
+from treeflash.session.loading import load_session
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def pair_server() -> Iterator[Live]:
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(device="cpu", max_ctx=1024, draft=DraftConfig(pair.draft))
-    with live(lambda progress: Session.load(pair.target, config, progress=progress)) as server:
+    with live(lambda progress: load_session(pair.target, config, progress=progress)) as server:
         yield server
 
 

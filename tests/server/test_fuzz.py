@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, live, scripted
 from treeflash.config import EngineConfig, ServerConfig
-from treeflash.session.session import Session
+from treeflash.session.loading import load_session
 
 PATHS = {
     "/v1/chat/completions": opencode(turn=2) | {"n": 1, "logit_bias": {}, "stop": ["x"], "seed": 1},
@@ -68,7 +68,7 @@ def model_http(tiny_model):
     """A whole engine behind it, with a tiny model that writes noise."""
     config = EngineConfig(device="cpu", max_ctx=512)
     with (
-        live(lambda progress: Session.load(tiny_model(), config, progress=progress)) as server,
+        live(lambda progress: load_session(tiny_model(), config, progress=progress)) as server,
         httpx2.Client(base_url=server.url, timeout=20) as client,
     ):
         yield client

@@ -8,7 +8,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.server.live import Live, live, scripted
 from treeflash.config import DraftConfig, EngineConfig, ServerConfig, SpecConfig
 from treeflash.hub.catalog import named
-from treeflash.session.session import Session
+from treeflash.session.loading import load_session
 
 pytest_plugins = ["tests.server.page_browser"]
 pytestmark = pytest.mark.browser
@@ -23,7 +23,7 @@ def tree_server() -> Iterator[Live]:
     config = EngineConfig(
         device="cpu", max_ctx=1024, draft=DraftConfig(pair.draft), speculation=SpecConfig(adaptive=False)
     )
-    with live(lambda progress: Session.load(pair.target, config, progress=progress)) as server:
+    with live(lambda progress: load_session(pair.target, config, progress=progress)) as server:
         yield server
 
 

@@ -11,8 +11,8 @@ from tests.server.live import Live, live, scripted
 from treeflash.config import EngineConfig
 from treeflash.errors import UsageError
 from treeflash.server.run import line
+from treeflash.session.loading import load_session
 from treeflash.session.requests import Text
-from treeflash.session.session import Session
 
 
 def test_usage_covers_all_answers(echo_server: Live):
@@ -39,7 +39,7 @@ def test_usage_names_what_is_approximate(echo_server: Live, tiny_model: Callable
         "/v1/responses": {"input": "one", "max_output_tokens": 4},
         "/v1/messages": {"messages": asked, "max_tokens": 4},
     }
-    with live(lambda progress: Session.load(tiny_model(), config, progress=progress)) as server:
+    with live(lambda progress: load_session(tiny_model(), config, progress=progress)) as server:
         for route, body in bodies.items():
             usage = httpx2.post(server.url + route, json={"model": "m"} | body, timeout=60).json()["usage"]
             assert usage["approximate"] == ["values in q4_0", "a window of 100 tokens"], route

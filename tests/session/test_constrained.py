@@ -18,6 +18,7 @@ from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import UsageError
 from treeflash.hub.catalog import named
+from treeflash.session.loading import load_session
 from treeflash.session.prompts import CLOSING
 from treeflash.session.requests import (
     Finished,
@@ -86,7 +87,7 @@ def session(kind: str, template: str | None = None) -> Session:
     speculation = {"plain": None, "tree": SpecConfig(adaptive=False), "controlled": SpecConfig()}[kind]
     draft = DraftConfig(pair.draft) if speculation else None
     config = EngineConfig(device="cpu", max_ctx=768, speculation=speculation, draft=draft)
-    return Session.load(pair.target, config)
+    return load_session(pair.target, config)
 
 
 class Answer:
@@ -300,7 +301,7 @@ def test_log_probabilities_come_with_the_text() -> None:
 def test_recommended_sampling_is_the_cards() -> None:
     made = session("plain")
     assert made.card is not None and made.card.name == "treeflash-40m"
-    assert made.default_sampling == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
+    assert made.sampling_for(None) == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

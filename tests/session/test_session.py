@@ -14,7 +14,8 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.memory.device import Room, pick_device
 from treeflash.memory.planner import Survey
 from treeflash.models.spec import ModelSpec
-from treeflash.session.session import Finished, Session, Text, TextRequest, file_sampling
+from treeflash.session.loading import load_session, sampling_of
+from treeflash.session.session import Finished, Session, Text, TextRequest
 
 WARM = SamplingParams(temperature=1.0, seed=3)
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -22,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 @pytest.fixture(scope="module")
 def session(tiny_model: Callable[..., Path]) -> Session:
-    return Session.load(tiny_model(), EngineConfig(max_ctx=512, device="cpu"))
+    return load_session(tiny_model(), EngineConfig(max_ctx=512, device="cpu"))
 
 
 def answer(session: Session, **options) -> tuple[str, Finished]:
@@ -81,14 +82,14 @@ def test_events_come_in_order(session: Session) -> None:
 
 
 def test_a_files_own_sampling_is_taken_where_no_card_is_known(tiny_model: Callable[..., Path]) -> None:
-    assert Session.load(tiny_model()).default_sampling == SamplingParams()
+    assert load_session(tiny_model()).sampling_for(None) == SamplingParams()
     metadata = {
         "general.sampling.temp": 0.6,
         "general.sampling.top_k": 20,
         "general.sampling.top_p": 7.0,
         "general.sampling.min_p": "much",
     }
-    assert file_sampling(metadata) == SamplingParams(temperature=0.6, top_k=20)
+    assert sampling_of(metadata) == SamplingParams(temperature=0.6, top_k=20)
 
 
 def test_token_ids_are_a_prompt_as_they_are(session: Session) -> None:
@@ -101,7 +102,7 @@ def test_bad_requests(session: Session, tiny_model: Callable[..., Path]) -> None
     with pytest.raises(UsageError, match="either messages or a raw prompt"):
         answer(session)
     with pytest.raises(UsageError, match="--max-ctx is 10000000"):
-        Session.load(tiny_model(), EngineConfig(max_ctx=10_000_000))
+        load_session(tiny_model(), EngineConfig(max_ctx=10_000_000))
     with pytest.raises(ResourceError, match="'tpu' is not known"):
         pick_device("tpu")
     with pytest.raises(ResourceError, match=r"'cuda:77' asked for, \d+ CUDA devices found"):
@@ -110,7 +111,7 @@ def test_bad_requests(session: Session, tiny_model: Callable[..., Path]) -> None
 
 def test_loading_reports_every_byte(tiny_model: Callable[..., Path]) -> None:
     seen: list[tuple[int, int]] = []
-    Session.load(tiny_model(), progress=lambda done, total: seen.append((done, total)))
+    load_session(tiny_model(), progress=lambda done, total: seen.append((done, total)))
     totals = {total for _, total in seen}
     assert len(totals) == 1 and seen[-1][0] == totals.pop()
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

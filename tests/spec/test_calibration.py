@@ -3,8 +3,8 @@ import random
 
 import torch
 
-from treeflash.spec.calibration import Calibration
-from treeflash.spec.proposal import Proposal
+from treeflash.spec.policy import Calibration
+from treeflash.spec.tree import Proposal
 
 
 def taught(claim: float, right: float, rounds: int = 600) -> Calibration:
@@ -17,7 +17,7 @@ def taught(claim: float, right: float, rounds: int = 600) -> Calibration:
             followed.append(1 if choose.random() < right else 9)
             if followed[-1] == 9:
                 break
-        calibration.learn(Proposal.rows(ids, scores), followed)
+        calibration.observe(Proposal.of(ids, scores), followed)
     return calibration
 
 

@@ -2,18 +2,18 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.spec.controller import Costs
 from treeflash.spec.cost_file import CostFile
+from treeflash.spec.policy import StepCosts
 
 
 def test_costs_survive_and_keep_apart(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "costs.json"
     first, second = CostFile(path, "card / model"), CostFile(path, "card / other")
-    assert first.load() == Costs()
-    first.save(Costs({1: 0.004, 24: 0.006}, 0.001))
-    second.save(Costs({1: 0.5}, 0.0))
-    assert first.load() == Costs({1: 0.004, 24: 0.006}, 0.001)
-    assert second.load() == Costs({1: 0.5}, 0.0)
+    assert first.load() == StepCosts()
+    first.save(StepCosts({1: 0.004, 24: 0.006}, 0.001))
+    second.save(StepCosts({1: 0.5}, 0.0))
+    assert first.load() == StepCosts({1: 0.004, 24: 0.006}, 0.001)
+    assert second.load() == StepCosts({1: 0.5}, 0.0)
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
 
@@ -33,15 +33,15 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     file = CostFile(path, "card / model")
-    assert file.load() == Costs()
-    file.save(Costs({1: 1.0}, 0.0))
-    assert file.load() == Costs({1: 1.0}, 0.0)
+    assert file.load() == StepCosts()
+    file.save(StepCosts({1: 1.0}, 0.0))
+    assert file.load() == StepCosts({1: 1.0}, 0.0)
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("in the way")
     for file in (CostFile(blocker / "costs.json", "key"), CostFile(None, "key")):
-        file.save(Costs({1: 1.0}, 0.0))
-        assert file.load() == Costs()
+        file.save(StepCosts({1: 1.0}, 0.0))
+        assert file.load() == StepCosts()
     assert blocker.read_text() == "in the way" and list(tmp_path.iterdir()) == [blocker]

@@ -1,8 +1,8 @@
 """Three tokens in a row against their exact joint distribution, on a toy target of six tokens.
 
-Every round draws with noise of its own, builds a tree (from scores that know the same noise, as the product
-does, or that do not) and walks it. What comes out must follow the target whatever the draft believes. The
-negative control is the rule that others fell for: accepting a top-k child with min(1, p/q).
+Every round samples with noise of its own, builds a tree (from scores that know the same noise, as the product
+does, or that do not) and accepts its path. What comes out must follow the target whatever the draft
+believes. The negative control is the rule that others fell for: accepting a top-k child with min(1, p/q).
 """
 
 import math
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.kernels.sampling import draw, filtered, gumbel
-from treeflash.spec.proposal import Proposal, build_tree
-from treeflash.spec.verify import walk
+from tests.engine.oracles import trimmed
+from treeflash.kernels.sampling import filtered, gumbel, sample
+from treeflash.kernels.tree.reference import accept_path
+from treeflash.spec.tree import Proposal, build_tree
 
 V, DEPTH = 6, 3
 ROUNDS = 1_000_000
@@ -51,7 +52,7 @@ def exact_joint(target: list[Tensor], options: dict) -> Tensor:
 def excess(counts: Tensor, expected: Tensor) -> float:
     """Chi-square over cells of expectation 5 and more, in units of its limit at alpha 1e-4."""
     total = counts.sum()
-    assert bool((counts[expected == 0] == 0).all()), "a token that the filters cut was drawn"
+    assert bool((counts[expected == 0] == 0).all()), "a token that the filters cut was sampled"
     cells = expected * total >= 5
     wanted = expected[cells] * total
     statistic = float(((counts[cells] - wanted) ** 2 / wanted).sum())
@@ -62,12 +63,12 @@ def excess(counts: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_draws_in_a_row_follow_the_target(name: str) -> None:
+def test_samples_in_a_row_follow_the_target(name: str) -> None:
     options, (target, _) = FILTERS[name], tables()
     path = torch.zeros(ROUNDS, dtype=torch.int64)
     positions = torch.arange(ROUNDS) * DEPTH
     for depth, rows in enumerate(target):
-        path = path * V + draw(rows[path], positions + depth, seed=77, **options)
+        path = path * V + sample(rows[path], positions + depth, seed=77, **options)
     counts = torch.bincount(path, minlength=V**DEPTH).double()
     expected = exact_joint(target, options)
     assert excess(counts, expected) < 1
@@ -77,8 +78,8 @@ def test_draws_in_a_row_follow_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("shared_noise", [False, True])
 @pytest.mark.parametrize("nodes", [1, 8, 20])
-def test_trees_give_the_draws_of_plain_decoding(nodes: int, shared_noise: bool) -> None:
-    """Chained rounds: each emits what its walk gives, until three tokens are there."""
+def test_trees_give_the_samples_of_plain_decoding(nodes: int, shared_noise: bool) -> None:
+    """Chained rounds: each emits what it accepts, until three tokens are there."""
     options, (target, draft) = FILTERS["cooler"], tables(1)
     counts, longer = torch.zeros(V**DEPTH), 0
     for turn in range(WALKS):
@@ -99,13 +100,13 @@ def test_trees_give_the_draws_of_plain_decoding(nodes: int, shared_noise: bool) 
 def next_token(target: list[Tensor], path: list[int], turn: int, depth: int, options: dict) -> int:
     row = sum(token * V**place for place, token in enumerate(reversed(path)))
     position = torch.tensor([turn * DEPTH + depth])
-    return int(draw(target[depth][row : row + 1], position, seed=5, **options)[0])
+    return int(sample(target[depth][row : row + 1], position, seed=5, **options)[0])
 
 
 def one_round(
     target: list[Tensor], draft: Tensor, text: list[int], turn: int, nodes: int, options: dict, shared: bool
 ) -> list[int]:
-    """Tokens behind `text`: a tree from the draft's rows, the target's draw behind every row, the walk."""
+    """Return tokens after `text`: a tree from the draft's rows, a sample after every row, acceptance."""
     start = len(text)
     scores = draft[start + 1 :] / options["temperature"]
     if len(scores) == 0:
@@ -116,17 +117,18 @@ def one_round(
     top = scores.log_softmax(-1).sort(-1, descending=True)
     # The anchor is decided before a step begins.
     anchor = next_token(target, text, turn, start, options)
-    tree = build_tree(torch.tensor([anchor]), Proposal.rows(top.indices, top.values), nodes=nodes).trimmed()
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    proposal = Proposal.of(top.indices, top.values)
+    tokens, parents = trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes)).lists()
     paths: list[list[int]] = []
-    chosen: list[int] = []
+    sampled: list[int] = []
     for token, parent in zip(tokens, parents, strict=True):
         paths.append([*(paths[parent] if parent >= 0 else text), token])
         depth = len(paths[-1])
-        # Behind the last depth nothing is compared any more.
-        chosen.append(next_token(target, paths[-1], turn, depth, options) if depth < DEPTH else -1)
-    result = walk(tokens, parents, chosen)
-    return [tokens[row] for row in result.rows] + ([result.next_token] if result.next_token >= 0 else [])
+        # After the last depth nothing is compared any more.
+        sampled.append(next_token(target, paths[-1], turn, depth, options) if depth < DEPTH else -1)
+    path = accept_path(tokens, parents, sampled)
+    following = sampled[path[-1]]
+    return [tokens[row] for row in path] + ([following] if following >= 0 else [])
 
 
 def test_the_ratio_rule_on_chosen_children_is_caught() -> None:

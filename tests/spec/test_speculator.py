@@ -1,18 +1,17 @@
-"""The controller at work on a made-up clock: never much slower than plain decoding, and back when it pays."""
+"""The speculator on a simulated clock: never much slower than plain decoding, and back when it pays."""
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from treeflash.config import SpecConfig
-from treeflash.spec.controller import Costs
-from treeflash.spec.draft import Outcome
-from treeflash.spec.proposal import Proposal
+from treeflash.kernels.tree.reference import accept_path
+from treeflash.spec.drafter import StepOutcome
+from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
-from treeflash.spec.verify import walk
+from treeflash.spec.tree import Proposal
 
 VOCABULARY = 1000
 DRAFT_COST = 0.3  # of a plain step
@@ -23,45 +22,53 @@ def step_cost(rows: int) -> float:
 
 
 class ScriptedDraft:
-    """Knows the text with probability `right` a position, and claims `claim` for its first candidate."""
+    """Proposes the text with probability `right` a position, and claims `claim` for its first candidate."""
+
+    taps: tuple[int, ...] = ()
+    context_length = 0
+    depth = 15
 
     def __init__(self, text: list[int], right: float, claim: float = 0.7, candidates: int = 4):
-        self.spec = SimpleNamespace(block_size=16, taps=())
         self.text, self.right, self.claim = text, right, claim
-        self.questions, self._candidates = 0, candidates
+        self.calls, self._candidates = 0, candidates
         self._length = 0
         self._choose = random.Random(1)
 
-    def open(self) -> None: ...
+    def begin(self) -> None: ...
+
+    def flush(self) -> None: ...
 
     def append(self, features: torch.Tensor, *, skipped: int = 0) -> None:
         self._length += len(features)
 
-    def propose(self, anchor: int, rank, count: int) -> Proposal:
-        self.questions += 1
+    def candidates(self, anchor: torch.Tensor, rank, count: int) -> Proposal:
+        self.calls += 1
         future = self.text[self._length + 1 :][:15]
+        future += [-2] * (15 - len(future))
         # Wrong ones are tokens that the text never has.
         ids = VOCABULARY + torch.arange(4).repeat(len(future), 1)
         for depth, token in enumerate(future):
-            if self._choose.random() < self.right:
+            if self._choose.random() < self.right and token >= 0:
                 ids[depth, 0] = token
         rest = (1 - self.claim) / 4
         scores = torch.tensor([self.claim, rest, rest, rest]).log().expand(len(future), -1)
-        count = min(count, self._candidates)
-        return Proposal.rows(ids[:, :count], scores[:, :count])
+        scores = scores.clone()
+        scores[:, self._candidates :] = -torch.inf  # as a ranking is padded
+        return Proposal.of(ids[:, :count], scores[:, :count])
 
 
 class Clock:
-    """Runs a drafter over a text that is already known, as the engine would; `ahead`: as on a GPU, where the
-    next pass begins before a plain step is read, if the drafter rests."""
+    """Runs a drafter over a given text as the engine would; `ahead`: as on a GPU, where the next forward is
+    launched before the read-back, if the drafter plans the root alone."""
 
     def __init__(
         self, drafter: Speculator, text: list[int], draft: ScriptedDraft | None, *, ahead: bool = False
     ):
         self.drafter, self.text, self.draft = drafter, text, draft
         self.position, self.time, self.steps = 0, 0.0, 0
-        self._ahead, self._rests, self.rested = ahead, False, 0
-        drafter.open()
+        self._ahead, self._root, self.planned = ahead, False, 0
+        drafter.bind(lambda logits, positions, anchor, count: (logits, logits))
+        drafter.begin()
 
     def run(self, tokens: int) -> float:
         """Speed over so many tokens, in units of plain decoding."""
@@ -71,22 +78,22 @@ class Clock:
         return (self.position - start) / (self.time - begin)
 
     def _step(self) -> None:
-        asked = self.draft.questions if self.draft else 0
-        limit = 1 if self._rests else 64
-        tree = self.drafter.propose(self.text[self.position], self.position, limit, None)
-        drafting = DRAFT_COST * ((self.draft.questions if self.draft else 0) - asked)
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        self._rests = self._ahead and len(tokens) == 1 and self.drafter.rests()
-        self.rested += self._rests
+        calls = self.draft.calls if self.draft else 0
+        limit = 1 if self._root else 64
+        tree = self.drafter.propose(self.text[self.position], self.position, limit)
+        drafting = DRAFT_COST * ((self.draft.calls if self.draft else 0) - calls)
+        tokens, parents = tree.lists()
+        self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root()
+        self.planned += self._root
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        path = walk(tokens, parents, [self.text[self.position + depth + 1] for depth in depths])
-        decided = [tokens[row] for row in path.rows[1:]] + [path.next_token]
+        sampled = [self.text[self.position + depth + 1] for depth in depths]
+        path = accept_path(tokens, parents, sampled)
+        decided = [sampled[row] for row in path]
         cost = step_cost(len(tokens))
-        processed = [tokens[row] for row in path.rows]
-        self.drafter.append(processed, torch.zeros(len(processed), 0))
-        self.drafter.learn(Outcome(len(tokens), path.rows, decided, drafting, cost))
+        self.drafter.commit_eager(torch.zeros(len(path), 0))
+        self.drafter.observe(StepOutcome(len(tokens), path, decided, drafting, cost))
         self.time += cost + drafting
         self.position += len(decided)
         self.steps += 1
@@ -108,7 +115,7 @@ def clock(
     **options,
 ) -> Clock:
     draft = ScriptedDraft(text, right, claim, candidates) if right is not None else None
-    return Clock(Speculator(draft, SpecConfig(**options), Costs()), text, draft, ahead=ahead)
+    return Clock(Speculator(draft, SpecConfig(**options), StepCosts()), text, draft, ahead=ahead)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -119,7 +126,7 @@ def test_a_draft_that_knows_nothing_costs_little(claim: float, ahead: bool) -> N
     steady = clock(text, 0.0, claim=claim, ahead=ahead)
     steady.run(600)
     assert steady.run(2000) >= 0.97
-    assert (steady.rested > 1500) == ahead
+    assert (steady.planned > 1500) == ahead
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -168,13 +175,13 @@ def test_a_chain_has_no_branches_and_a_spine_tree_accepts_the_same() -> None:
 
 def test_silence_is_named_in_words() -> None:
     useless = clock(novel(3000), 0.0)
-    assert useless.drafter.notes() == []
+    assert useless.drafter.warnings() == []
     useless.run(1500)
-    (note,) = useless.drafter.notes()
+    (note,) = useless.drafter.warnings()
     assert "not one token of" in note and "target_layer_ids" in note
     working = clock(novel(3000), 0.4)
     working.run(1500)
-    assert working.drafter.notes() == []
+    assert working.drafter.warnings() == []
 
 
 def test_without_a_draft_nothing_is_asked_and_plain_text_costs_nothing() -> None:
@@ -203,18 +210,17 @@ def test_forbidden_branches_are_never_proposed(options: dict) -> None:
     text = novel(200)
     for right, coming in ((0.6, []), (0.0, text[1:6]), (0.6, text[1:4])):
         run = clock(text, right, adaptive=False, **options)
-        tree = run.drafter.propose(text[0], 0, 64, None, KnownTokens(coming))
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        tokens, parents = run.drafter.propose(text[0], 0, 64, KnownTokens(coming)).lists()
         assert tokens[0] == text[0] and parents[0] == -1
         assert all(token < VOCABULARY for token in tokens)
         assert all(0 <= parent < row for row, parent in enumerate(parents) if row)
         assert len(tokens) <= options.get("budget", 22) + 1
         if not options.get("chain"):
-            path = walk(tokens, parents, [text[depth + 1] for depth in depths_of(parents)])
-            assert len(path.rows) > len(coming)
+            path = accept_path(tokens, parents, [text[depth + 1] for depth in depths_of(parents)])
+            assert len(path) > len(coming)
         # Rows are still those of the tree that the drafter learns from.
-        run.drafter.append([text[0]], torch.zeros(1, 0))
-        run.drafter.learn(Outcome(len(tokens), [0], [text[1]], 0.1, 1.0))
+        run.drafter.commit_eager(torch.zeros(1, 0))
+        run.drafter.observe(StepOutcome(len(tokens), [0], [text[1]], 0.1, 1.0))
 
 
 def depths_of(parents: list[int]) -> list[int]:
@@ -227,15 +233,15 @@ def depths_of(parents: list[int]) -> list[int]:
 def test_forced_text_is_copied_without_a_draft() -> None:
     text = novel(50)
     run = clock(text, None, adaptive=False)
-    tree = run.drafter.propose(text[0], 0, 64, None, KnownTokens(text[1:8]))
+    tree = run.drafter.propose(text[0], 0, 64, KnownTokens(text[1:8]))
     assert tree.tokens.tolist() == text[:8]
-    assert run.drafter.propose(text[0], 0, 1, None, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
+    assert run.drafter.propose(text[0], 0, 1, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
 
 
 def test_a_restored_drafter_copies_from_the_text_before() -> None:
     phrase = novel(30)
     run = clock([*phrase, *phrase], None)
     run.drafter.restore([*phrase, *phrase[:10]], None)
-    run.drafter.learn(Outcome(1, [0], [phrase[10]], 0.0, 1.0))
-    tree = run.drafter.propose(phrase[10], 40, 8, None)
+    run.drafter.observe(StepOutcome(1, [0], [phrase[10]], 0.0, 1.0))
+    tree = run.drafter.propose(phrase[10], 40, 8)
     assert tree.tokens.tolist() == phrase[10:18]

@@ -10,7 +10,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
-from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 from treeflash.state.snapshots import SavedStates
 
 MAX_ROWS = 8
@@ -89,17 +89,17 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     [("f16", "bf16"), ("q8_0", "q8_0"), ("q5_0", "f32"), ("q8_0", "q4_0"), ("tq3_0", "tq3_0")],
     ids="-".join,
 )
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("static", [False, True])
 def test_every_format_is_saved_restored_and_trimmed(
-    target: Decoder, kv: tuple[str, str], whole: bool
+    target: Decoder, kv: tuple[str, str], static: bool
 ) -> None:
     formats = FORMATS[kv[0]], FORMATS[kv[1]]
-    states = SequenceStates(target.spec, max_ctx=512, slots=3, max_rows=MAX_ROWS, kv=formats, whole=whole)
-    first = Sequence(target, states)
+    states = SequenceStates(target.spec, max_ctx=512, slots=3, max_rows=MAX_ROWS,
+    cache=CacheConfig(*formats), static=static) first = Sequence(target, states)
     first.chunk(PAGE + 9, seed=1)
     # The last rows of an accepted path are taken back: as if it had been shorter.
     first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
-    states.trim(first.slot, 2)
+    states.rollback(first.slot, 2)
     saves = SavedStates(states)
     saved = saves.save(first.slot)
     shorter = Sequence(target, states)

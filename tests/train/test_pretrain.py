@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from tests.convert.hf_models import save_tokenizer
 from treeflash.config import EngineConfig
 from treeflash.convert.convert import convert
-from treeflash.session.session import Session, Text, TextRequest
+from treeflash.session.loading import load_session
+from treeflash.session.session import Text, TextRequest
 from treeflash.train.target import TargetConfig
 
 SCRIPTS = Path(__file__).parents[2] / "training"
@@ -118,7 +119,7 @@ def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -
     last = json.loads((work / "log.jsonl").read_text().splitlines()[-1])
     assert last["phase"] == "instruct" and last["loss"] < 1.0 and last["minutes"] <= 0.7
     convert(work / "TreeFlash-40M", work / "target.gguf", mix="f32")
-    session = Session.load(work / "target.gguf", EngineConfig(max_ctx=256, device="cpu"))
+    session = load_session(work / "target.gguf", EngineConfig(max_ctx=256, device="cpu"))
 
     def says(**request: Any) -> str:
         events = session.generate(TextRequest(max_tokens=40, **request))

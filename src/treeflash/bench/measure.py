@@ -2,17 +2,16 @@
 
 import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from treeflash.bench.suites import Prompt
 from treeflash.engine.sampler import SamplingParams
-from treeflash.session.requests import Finished, Progress, Text, TextRequest
+from treeflash.engine.stats import StepRecord
+from treeflash.session.requests import Finished, Text, TextRequest
 from treeflash.session.session import Session
-from treeflash.spec.draft import Drafter, Outcome
 
 RUN, TIMES = 12, 3  # a text loops where a run of so many tokens comes so often
 
@@ -63,9 +62,6 @@ class Answerer(Protocol):
 class LocalAnswerer:
     def __init__(self, session: Session, settings: Settings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
-        drafter = session.engine.drafter
-        self._steps = drafter if isinstance(drafter, _Watched) else _Watched(drafter)
-        session.engine.drafter = cast(Drafter, self._steps)
 
     def forget(self) -> None:
         self._session.engine.prefixes.clear()
@@ -84,21 +80,16 @@ class LocalAnswerer:
             cancelled=self._cancelled,
         )
         memory = _PeakMemory(self._session.engine.target.device.type)
-        self._steps.outcomes.clear()
-        text, begun = "", 0.0
+        text = ""
         finished: Finished | None = None
         for event in self._session.generate(request):
             match event:
                 case Text(piece):
                     text += piece
-                case Progress():
-                    begun = begun or time.perf_counter()
                 case Finished():
                     finished = event
         assert finished is not None
         stats, loop = finished.stats, loop_start(finished.tokens)
-        # To the end of the last step, also of one whose only token ended the answer.
-        decoding = self._steps.last - begun - stats.ttft_s if stats.steps else 0.0
         return Answer(
             text=text if text else self._session.tokenizer.decode(finished.tokens),
             finish=finished.reason,
@@ -107,15 +98,15 @@ class LocalAnswerer:
             cached_tokens=stats.cached_tokens,
             ttft_s=stats.ttft_s,
             tok_s=stats.decode_tok_s,
-            acceptance_length=stats.acceptance_length if loop is None else self._steps.acceptance(loop),
+            acceptance_length=stats.acceptance_length if loop is None else _acceptance(stats.step_log, loop),
             loops=loop is not None,
             steps=stats.steps,
             rows_per_step=stats.rows_per_step,
             draft_s=stats.draft_s,
             verify_s=stats.verify_s,
-            rest_s=max(0.0, decoding - stats.draft_s - stats.verify_s),
+            rest_s=max(0.0, stats.decode_s - stats.draft_s - stats.verify_s),
             accepted_by_position=stats.accepted_by_position,
-            steps_by_rows=self._steps.by_rows(),
+            steps_by_rows=_by_rows(stats.step_log),
             memory=memory.peak(),
         )
 
@@ -131,41 +122,23 @@ def loop_start(tokens: Sequence[int]) -> int | None:
     return None
 
 
-class _Watched:
-    """Notes what came of every step on its way to the drafter.
+def _acceptance(steps: Sequence[StepRecord], tokens: int) -> float:
+    """Return tokens per step until `tokens` are generated; the first of them came from prefill."""
+    counted = taken = 0
+    for step in steps:
+        if 1 + counted >= tokens:
+            break
+        counted, taken = counted + step.tokens, taken + 1
+    return counted / taken if taken else 0.0
 
-    Events of trees would tell as much, but they wait for a device that could be drafting.
-    """
 
-    def __init__(self, drafter: Drafter):
-        self._drafter = drafter
-        self.outcomes: list[Outcome] = []
-        self.last = 0.0  # when a step was last over
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def learn(self, outcome: Outcome) -> None:
-        self.last = time.perf_counter()
-        self.outcomes.append(outcome)
-        self._drafter.learn(outcome)
-
-    def acceptance(self, loop: int) -> float:
-        """Tokens committed a step, until there are `loop` of them; the first came from the prompt."""
-        counted = steps = 0
-        for outcome in self.outcomes:
-            if 1 + counted >= loop:
-                break
-            counted, steps = counted + len(outcome.tokens), steps + 1
-        return counted / steps if steps else 0.0
-
-    def by_rows(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for outcome in self.outcomes:
-            entry = found.setdefault(str(outcome.verified), [0, 0.0])
-            entry[0] += 1
-            entry[1] = round(entry[1] + 1000 * (outcome.draft_seconds + outcome.step_seconds), 3)
-        return found
+def _by_rows(steps: Sequence[StepRecord]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        entry = found.setdefault(str(step.rows), [0, 0.0])
+        entry[0] += 1
+        entry[1] = round(entry[1] + 1000 * step.seconds, 3)
+    return found
 
 
 class _PeakMemory:

@@ -1,7 +1,4 @@
-"""Where a step's time goes: its parts for every size, the bytes it reads, and which kernels it spends on.
-
-Knows no terminal: results are plain values.
-"""
+"""Where a step's time goes: its parts for every size, the bytes it reads, and the kernels it runs."""
 
 import json
 import logging
@@ -19,17 +16,19 @@ from treeflash.bench import step_profile
 from treeflash.bench.step_profile import Span
 from treeflash.config import EngineConfig
 from treeflash.engine.engine import Engine
-from treeflash.engine.runner import Clock
-from treeflash.engine.sampler import Sampler, SamplingParams
+from treeflash.engine.runner import Mark, StepClock
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.sequence import Phase, Request
 from treeflash.errors import UsageError
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import device_name
-from treeflash.models.step import Step
+from treeflash.session.loading import load_session
 from treeflash.session.session import Session
-from treeflash.spec.tree import DraftTree
+from treeflash.spec.tree import Tree
 
 log = logging.getLogger(__name__)
 
-_EXACT_SIZES = (1, 8, 16, 24)  # where steps are as large as their tree
+_EXACT_SIZES = (1, 8, 16, 24)  # where steps are not padded
 _TRACED = 3  # steps
 
 
@@ -43,10 +42,10 @@ def bench_step(
     progress: Callable[[int, int], None] | None = None,
     warming: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Loads a model and measures its steps; `save`: one JSON line is appended there."""
+    """Load a model and measure its steps; `save`: a file to which one JSON line is appended."""
     if config.speculation is not None:
         config = replace(config, speculation=replace(config.speculation, adaptive=False))
-    session = Session.load(target, config, progress=progress, warming=warming)
+    session = load_session(target, config, progress=progress, warming=warming)
     result = measure_steps(session, context=context, repeats=repeats)
     result["model"] = target.name
     if save is not None:
@@ -66,35 +65,36 @@ def measure_steps(
     sampling: SamplingParams | None = None,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
-    """Medians in milliseconds for sizes of a step, else for all, behind `context` tokens of prompt.
+    """Return medians in milliseconds for steps of these sizes, or all, after `context` tokens of prompt.
 
-    `gap_ms` is what a whole step takes beyond its parts: the time a device waits for the host. On a GPU also
-    `parts_ms`: into which kernels the pass and what decides behind it go, by the shares that a trace shows;
-    it slows a step itself.
+    `gap_ms` is what a whole step takes beyond its parts: the time the device waits for the host. On a GPU
+    also
+    `parts_ms`: how forward and acceptance divide among kernels, by the shares of a trace, which itself
+    slows a step.
     """
     engine, plan = session.engine, session.plan
     if sizes is None:
-        sizes = engine.steps.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
-    bench = _Bench(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
+        sizes = engine.runner.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
+    probe = _Probe(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
     bandwidth = bandwidth or read_bandwidth(engine.target.device)
     moved = plan.weights - engine.target.embed.data.nbytes + 2 * plan.recurrent + plan.kv_per_token * context
     rows = []
     try:
         for size in sizes:
-            found = bench.times(size, repeats)
+            found = probe.times(size, repeats)
             found["bytes"] = moved
             found["bandwidth_share"] = moved / (found["verify_ms"] / 1000) / bandwidth
-            traced = step_profile.shares(bench.trace(size, _TRACED), _TRACED)
+            traced = step_profile.shares(probe.trace(size, _TRACED), _TRACED)
             whole = found["verify_ms"] + found["walk_ms"]
             parts = {"parts_ms": {name: share * whole for name, share in traced.items()}} if traced else {}
             rows.append({"rows": size, **found, **parts})
     finally:
-        bench.close()
+        probe.close()
     return {
         "what": "step",
         "device": device_name(engine.target.device),
         "torch": torch.__version__,
-        "graphs": engine.steps.captured,
+        "graphs": engine.runner.captured,
         "context": context,
         "read_gb_s": bandwidth / 1e9,
         "sizes": rows,
@@ -103,38 +103,38 @@ def measure_steps(
 
 @torch.inference_mode()
 def kernel_times(session: Session, rows: int, *, context: int = 256, steps: int = 4) -> dict[str, float]:
-    """Milliseconds of a pass and what decides behind it by kernel name, the longest first.
+    """Return milliseconds of a forward and its acceptance by kernel name, the longest first.
 
-    Of a trace, which slows them; what a kernel waits for the one before it is not counted.
+    From a trace, which slows them; the time a kernel waits for its predecessor is not counted.
     """
-    bench = _Bench(session.engine, context, rounds=steps + 4)
+    probe = _Probe(session.engine, context, rounds=steps + 4)
     try:
-        bench.step(rows)
-        found = step_profile.by_kernel(bench.trace(rows, steps))
+        probe.times(rows, 1)
+        found = step_profile.by_kernel(probe.trace(rows, steps))
     finally:
-        bench.close()
+        probe.close()
     return {name[:70]: microseconds / 1000 / steps for name, microseconds in found.items()}
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a plain sum reads from memory."""
+    """Return bytes a second that a plain sum reads from memory."""
     count = (1 << 30) if device.type == "cuda" else (1 << 25)
     data = torch.ones(count, dtype=torch.float32, device=device)
-    clock, times = Clock(device), []
+    clock, times = StepClock(device), []
     for _ in range(6):
-        clock.mark(0)
+        clock.mark(Mark.FORWARD)
         data.sum()
-        clock.mark(1)
+        clock.mark(Mark.FORWARDED)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(clock.seconds(0, 1))
+        times.append(clock.seconds(Mark.FORWARD, Mark.FORWARDED))
     return data.nbytes / min(times)
 
 
 def lines(result: dict[str, Any]) -> list[list[str]]:
-    """The result as a table, its head first."""
+    """Return the result as a table, its header first."""
     columns = ("draft_ms", "verify_ms", "walk_ms", "gap_ms", "step_ms")
-    names = ["rows", "draft + tree", "verify", "sample + walk + commit", "gap", "step ms"]
+    names = ["rows", "draft + tree", "verify", "sample + accept + commit", "gap", "step ms"]
     table = [[*names, "GB read", "of read speed"]]
     for row in result["sizes"]:
         numbers = (f"{row[column]:.2f}" for column in columns)
@@ -144,7 +144,7 @@ def lines(result: dict[str, Any]) -> list[list[str]]:
 
 
 def part_lines(result: dict[str, Any]) -> list[list[str]]:
-    """What verify and all behind it are made of, in milliseconds, its head first; empty without a trace."""
+    """Return the kernels of forward and acceptance in milliseconds, header first; [] without a trace."""
     rows = [row for row in result["sizes"] if "parts_ms" in row]
     table = [["rows", *step_profile.SHOWN]] if rows else []
     for row in rows:
@@ -152,78 +152,54 @@ def part_lines(result: dict[str, Any]) -> list[list[str]]:
     return table
 
 
-class _Bench:
-    """A sequence with some text, and steps behind it that commit one row each."""
+class _Probe:
+    """A sequence with some text, and decode steps of chosen sizes that commit one row each."""
 
     def __init__(self, engine: Engine, context: int, *, rounds: int, sampling: SamplingParams | None = None):
         self._engine, self._device = engine, engine.target.device
-        longest = engine.max_ctx - rounds - 64
-        if context > longest:
+        if context > engine.max_ctx - rounds - MAX_ROWS:
             raise UsageError(
                 f"{context} tokens of context and {rounds} steps do not fit in {engine.max_ctx}",
-                "give a larger --max-ctx",
+                "set a larger `max_ctx`",
             )
-        self._slot = engine.states.open()
-        engine.drafter.open()
-        engine.steps.begin([])
         vocabulary = engine.target.spec.vocab_size
-        params = (sampling or SamplingParams()).seeded()
-        text = [(7 * place + 11) % min(vocabulary, 5000) for place in range(context)]
-        self._sampler = Sampler(params, text, vocabulary, self._device, fixed=engine.steps.draws)
-        engine.states.reserve(self._slot, context + rounds + 64)
-        slots = torch.tensor([self._slot], device=self._device)
-        for start in range(0, context, 512):
-            ids = text[start : start + 512]
-            tokens = torch.tensor([ids], device=self._device)
-            step = Step.chunk(slots, tokens, engine.states.buffers.lengths[slots])
-            output = engine.target.forward(step, engine.states.buffers, taps=engine.drafter.taps)
-            engine.states.advance(step)
-            engine.drafter.append(ids, output.features[0])
-        self._anchor, self._text = text[-1], text
-        self._propose()  # what waited for a first question is done
+        self._text = [(7 * index + 11) % min(vocabulary, 5000) for index in range(context)]
+        request = Request(self._text, max_tokens=rounds + 1, sampling=sampling or SamplingParams())
+        self._sequence = engine.add(request)
+        while self._sequence.phase in (Phase.WAITING, Phase.PREFILL):
+            engine.step()
 
     def close(self) -> None:
-        self._engine.states.close(self._slot)
+        self._engine.release(self._sequence)
 
     def times(self, rows: int, repeats: int) -> dict[str, float]:
-        clock = self._engine.steps.clock
-        found: dict[str, list[float]] = defaultdict(list)
-        for number in range(repeats + 2):
-            begin = time.perf_counter()
-            self.step(rows)
-            whole = time.perf_counter() - begin
-            if number >= 2:
-                for name, part in (("draft_ms", (0, 1)), ("verify_ms", (2, 3)), ("walk_ms", (4, 5))):
-                    found[name].append(clock.seconds(*part))
-                found["step_ms"].append(whole)
-                found["gap_ms"].append(whole - clock.seconds(0, 5))
-        return {name: 1000 * statistics.median(values) for name, values in found.items()}
-
-    def step(self, rows: int) -> None:
-        """All of it: draft, tree, pass, draws, walk, commit, and the way back to the host.
+        """Return medians in milliseconds of whole steps: draft, tree, forward, acceptance, commit, read-back.
 
         What the draft proposes is not what is verified: every size has to be full.
         """
-        steps = self._engine.steps
-        steps.clock.mark(0)
-        if steps.draft_parts:
-            for part in steps.draft_parts:
-                part()
-        else:
-            self._propose()
-        steps.clock.mark(1)
-        self._verify(rows)
-        steps.clock.wait()
+        found: dict[str, list[float]] = defaultdict(list)
+        for number in range(repeats + 2):
+            begin = time.perf_counter()
+            step = self._engine.probe(self._sequence, self._comb(rows))
+            whole = time.perf_counter() - begin
+            if number >= 2:
+                found["draft_ms"].append(step.draft_s)
+                found["verify_ms"].append(step.forward_s)
+                found["walk_ms"].append(step.accept_s)
+                found["step_ms"].append(whole)
+                found["gap_ms"].append(whole - step.whole_s)
+        return {name: 1000 * statistics.median(values) for name, values in found.items()}
 
     def trace(self, rows: int, count: int) -> list[Span]:
-        """Kernels of so many passes and what decides behind them; none on a CPU, or where tracing fails."""
+        """Return the kernels of `count` forwards with acceptance; none on a CPU, or where tracing fails."""
         if self._device.type != "cuda":
             return []
         kernels = [torch.profiler.ProfilerActivity.CUDA]
+        tree = self._comb(rows)
         try:
             with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
                 for _ in range(count):
-                    self._verify(rows)
+                    self._engine.probe(self._sequence, tree, draft=False)
                 torch.cuda.synchronize()
             events = [each for each in profile.events() if each.device_type.name == "CUDA"]
         except RuntimeError as error:
@@ -236,17 +212,7 @@ class _Bench:
             if not event.name.startswith(copies)
         ]
 
-    def _verify(self, rows: int) -> None:
-        steps = self._engine.steps
-        self._load(rows)
-        steps.walk(steps.look(rows), self._sampler)
-
-    def _propose(self) -> None:
-        engine, rank = self._engine, self._sampler.rank
-        engine.drafter.propose(self._anchor, len(self._text), engine.max_rows, rank)
-
-    def _load(self, rows: int) -> None:
-        """A comb: a spine of 15 with leaves, all of it text that was seen."""
-        tokens = [self._anchor, *(self._text[place % len(self._text)] for place in range(rows - 1))]
-        parents = [-1, *(row - 1 if row < 16 else row % 15 for row in range(1, rows))]
-        self._engine.steps.load(DraftTree.of(tokens, parents), 1)
+    def _comb(self, rows: int) -> Tree:
+        """Return a spine of 15 nodes with leaves, all of them tokens of the text."""
+        tokens = [self._text[-1], *(self._text[index % len(self._text)] for index in range(rows - 1))]
+        return Tree.of(tokens, [-1, *(row - 1 if row < 16 else row % 15 for row in range(1, rows))])

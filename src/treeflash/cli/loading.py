@@ -15,6 +15,7 @@ from treeflash.hub.catalog import Card
 from treeflash.hub.resolve import Meaning, meaning, resolve
 
 if TYPE_CHECKING:
+    from treeflash.session.loading import load_session
     from treeflash.session.session import Session
 
 EMBEDDED = "treeflash-40m"  # the card of the pair inside the package
@@ -87,10 +88,10 @@ class _Warnings(logging.Handler):
 
 def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
     with screen.waiting("Starting PyTorch"), held():
-        from treeflash.session.session import Session
+        pass
     logging.getLogger("treeflash").handlers = [_Warnings(screen)]
     with LoadingBar(path.name, screen) as bar:
-        session = Session.load(path, config, progress=bar.reading, warming=bar.warming)
+        session = load_session(path, config, progress=bar.reading, warming=bar.warming)
     tell(session, path, screen)
     return session
 

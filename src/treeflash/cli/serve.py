@@ -192,14 +192,14 @@ def _run(
 
 
 def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[str, Any]) -> "Loader":
-    from treeflash.session.session import Session
+    from treeflash.session.loading import load_session
 
     def load(progress: Any) -> Any:
         def told(done: int, total: int) -> None:
             progress(done, total)
             bar.reading(done, total)
 
-        loaded["session"] = Session.load(target.path, engine, progress=told, warming=bar.warming)
+        loaded["session"] = load_session(target.path, engine, progress=told, warming=bar.warming)
         return loaded["session"]
 
     return load

@@ -1,94 +1,35 @@
-"""The loop: prefill a prompt, then propose, verify, walk, commit. Knows no text, no threads, no I/O."""
+"""Engine: adds requests, runs one step at a time, returns events. No text, no threads, no I/O.
+
+One idea: the scheduler picks the work, the runner runs it, the sampler decides, the sequence commits.
+"""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Generator, Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from treeflash.engine.cut import cut_text, guessed_rows
-from treeflash.engine.events import Progress
-from treeflash.engine.prefill import compile_chunk, read_chunk, rows_wanted
-from treeflash.engine.runner import Looked, StepParts
-from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
-from treeflash.engine.stats import RequestStats
+from treeflash.engine.events import Done, Event, Progress, Tokens, VerifiedTree
+from treeflash.engine.runner import EagerRunner, Forward, GraphRunner, Masks, StepTimes
+from treeflash.engine.sampler import token_logprobs
+from treeflash.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler
+from treeflash.engine.sequence import Launched, Phase, Request, Sequence
+from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
-from treeflash.kernels.kv_cache.format import KVFormat
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import kv_pair, total_memory
 from treeflash.memory.estimate import chunk_size
 from treeflash.models.decoder import Decoder, check_taps
-from treeflash.models.step import MAX_ROWS, Step, padded_rows
+from treeflash.models.step import Step
 from treeflash.prefix_cache.boundaries import Kind, cuts, worth_keeping
-from treeflash.prefix_cache.cache import PrefixCache
-from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank, TreeGuide
-from treeflash.spec.tree import DraftTree
-from treeflash.state.sequences import SequenceStates
+from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
+from treeflash.spec.drafter import Drafter, NoDrafter, StepOutcome
+from treeflash.spec.tree import Tree
+from treeflash.state.sequences import CacheConfig, SequenceStates
 from treeflash.state.snapshots import SavedStates
 
-FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    prompt: list[int]
-    max_tokens: int = 256
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_ids: frozenset[int] = frozenset()
-    # Sees each batch of committed tokens; a number ends the request with that many of them delivered.
-    cut: Callable[[list[int]], int | None] = lambda tokens: None
-    may_cut: bool = True  # whether it ever gives a number
-    cancelled: Callable[[], bool] = lambda: False  # asked at every prefill chunk and every step
-    guide: TreeGuide | None = None  # which tokens may follow
-    draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
-    trees: bool = False  # report every step's tree
-    # Behind how many of the prompt's tokens turns begin; None: nothing of this request is worth keeping.
-    boundaries: Mapping[int, Kind] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Newly committed tokens, in order; end tokens are not among them."""
-
-    ids: list[int]
-    logprobs: list[TokenLogprob] | None = None  # one for each, when asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """One step's tree, and which of its rows were kept."""
-
-    tokens: list[int]
-    parents: list[int]
-    accepted: list[int]
-    draft_s: float
-    step_s: float  # the draft included
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    reason: FinishReason
-    stats: RequestStats
-
-
-Event = Progress | Tokens | Tree | Done
-
-
-@dataclass(frozen=True, slots=True)
-class _Verified:
-    """A tree that the target has looked at and walked: the whole path is kept so far."""
-
-    anchor: int
-    size: int  # rows of the tree
-    looked: Looked
-    rows: list[int]  # accepted, the root first
-    tokens: list[int]  # decided: those of the accepted rows below the root, and the target's own next
-    draft_s: float  # until its tree was there
-    verify_s: float  # from then on
-    behind: Looked | None  # a pass over the next tree, which can only be the next token
+__all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens", "VerifiedTree"]
 
 
 class Engine:
@@ -100,301 +41,369 @@ class Engine:
         prefill_chunk: int | None = None,
         drafter: Drafter | None = None,
         max_rows: int = 1,
-        kv: tuple[KVFormat, KVFormat] | None = None,
-        window: int | None = None,
-        prefix_cache: int = 0,
-        prefix_files: SnapshotFiles | None = None,
-        padded: bool | None = None,
+        cache: CacheConfig | None = None,
+        prefix_cache: PrefixCacheConfig | None = None,
+        runner: Literal["auto", "eager", "graph"] = "auto",
     ):
-        """`prefix_cache`: bytes of host memory for states of earlier requests; `prefix_files`: of other runs.
-
-        `padded`: steps of a few sizes over tensors that stay where they are, as CUDA graphs need them; None:
-        on a GPU.
-        """
+        """`max_rows` of a tree, the root included; `runner` auto: graph on a GPU, eager on a CPU."""
         assert 1 <= max_rows <= MAX_ROWS
-        padded = target.device.type == "cuda" if padded is None else padded
         self.target = target
         self.max_ctx = max_ctx
-        self._chunk = prefill_chunk or chunk_size(target.device.type, total_memory(target.device))
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk or chunk_size(target.device.type, total_memory(target.device))
         self.drafter = drafter or NoDrafter()
         check_taps(target.spec, self.drafter.taps)
-        self.max_rows = max_rows
+        graphs = target.device.type == "cuda" if runner == "auto" else runner == "graph"
+        kind = GraphRunner if graphs else EagerRunner
         self.states = SequenceStates(
             target.spec,
             max_ctx=max_ctx,
-            max_rows=padded_rows(max_rows) if padded else max_rows,
+            max_rows=kind.step_rows(max_rows),
             device=target.device,
-            kv=kv or kv_pair(target.spec, target.device),
-            window=window,
+            cache=cache or CacheConfig(*kv_pair(target.spec, target.device)),
             input_dtype=target.dtype,
-            whole=padded,
+            static=kind.asynchronous,
         )
-        self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
-        self.prefixes = PrefixCache(SavedStates(self.states), budget=prefix_cache, files=prefix_files)
+        self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
+        self.prefixes = PrefixCache(SavedStates(self.states), prefix_cache or PrefixCacheConfig())
+        self._scheduler = Scheduler()
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Makes CUDA graphs of the steps, between requests; whether it could be done."""
+        """Capture the steps as CUDA graphs, between requests; return whether that was possible."""
         slot = self.states.open()
-        self.drafter.open()
+        self.drafter.begin()
         try:
-            # Pages of its own: those that the slot had before may hold what is remembered of a prompt.
-            self._reserve(slot, min(3 * MAX_ROWS, self.max_ctx + self.steps.size(self.max_rows)))
-            captured = self.steps.capture(progress)
-            compile_chunk(self.target, self.states, slot)
+            # Pages of its own: those that the slot had before may hold a cached prefix.
+            self._reserve(slot, min(3 * MAX_ROWS, self.max_ctx + self.runner.step_rows(self.max_rows)))
+            captured = self.runner.capture(progress)
+            self._warm_up_prefill(slot)
             return captured
         finally:
             self.states.close(slot)
 
-    def generate(self, request: Request) -> Generator[Event]:
-        """Progress while the prompt is read, Tokens as they are committed, and Done at the end.
-
-        Closing the iterator early, or an error, frees the sequence's memory like any other end.
-        """
+    def add(self, request: Request) -> Sequence:
+        """Queue a request; raises if it cannot run."""
         self._check(request)
         sampling = request.sampling.seeded()
         stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
         stats.approximate = self.states.approximate
-        sampler = Sampler(
+        sequence = Sequence(
+            request,
             sampling,
-            request.prompt,
-            self.target.spec.vocab_size,
-            self.target.device,
-            fixed=self.steps.draws,
-            masked=request.guide is not None,
+            stats,
+            launch_ahead=self._launch_ahead(request),
+            # The last token needs no room in the KV cache: nothing is computed from it.
+            limit=min(request.max_tokens, self.max_ctx - len(request.prompt) + 1),
+            tokens=list(request.prompt),
         )
-        slot = self.states.open()
-        self.drafter.open()
-        self.steps.begin(sorted(request.stop_ids))
+        self._scheduler.add(sequence)
+        return sequence
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Sequence, Event]]:
+        """Run one step: admit a sequence, process a prompt chunk, or verify a tree; return what happened.
+
+        Finished sequences are released at the beginning.
+        """
+        running = self._scheduler.running
+        if running is not None and running.finished:
+            self.release(running)
+        match self._scheduler.next():
+            case Admit(sequence):
+                return _tagged(sequence, self._admit(sequence))
+            case PrefillChunk(sequence) as chunk:
+                return _tagged(sequence, self._prefill(chunk))
+            case Decode(sequence):
+                return _tagged(sequence, self._decode(sequence))
+        return []
+
+    def cancel(self, sequence: Sequence) -> Done:
+        """End a sequence where it is."""
+        sequence.finish("cancelled")
+        return self._done(sequence)
+
+    @torch.inference_mode()
+    def stop(self, sequence: Sequence, *, keep: int) -> Done:
+        """End a sequence after the first `keep` of the tokens that the last step returned.
+
+        Its state is then that of plain decoding up to there. Needs `Request.may_stop`, unless all are kept.
+        """
+        revoked = sequence.new_tokens - keep
+        rows = min(sequence.committed_rows, keep)
+        if revoked:
+            del sequence.tokens[-revoked:]
+            sequence.stats.generated_tokens -= revoked
+        if sequence.committed_rows > rows:
+            sequence.stats.step_revoked(committed=sequence.committed_rows, kept=rows)
+            self._rollback(sequence, sequence.committed_rows - rows)
+        sequence.new_tokens, sequence.committed_rows = keep, rows
+        sequence.finish("stop")
+        return self._done(sequence)
+
+    @torch.inference_mode()
+    def release(self, sequence: Sequence) -> None:
+        """Free a sequence's slot and pages; the state of a finished one goes to the prefix cache.
+
+        May be called at any time, any number of times.
+        """
+        self._scheduler.remove(sequence)
+        slot, sequence.slot = sequence.slot, -1
+        if slot < 0:
+            sequence.phase = Phase.FINISHED
+            return
+        if sequence.finished and sequence.processed == len(sequence.request.prompt):
+            self._cache_prefix(sequence.request, sequence.tokens[: self.states.lengths[slot]], "answer", slot)
+        sequence.phase, sequence.launched = Phase.FINISHED, None
+        self.states.close(slot)
+        self.prefixes.write()
+
+    def generate(self, request: Request) -> Generator[Event]:
+        """Run one request to its end: Progress during prefill, Tokens as they are committed, Done.
+
+        Closing the generator, or an error, frees the sequence's memory.
+        """
+        sequence = self.add(request)
         try:
-            yield from self._run(request, sampler, stats, slot)
+            while not sequence.finished:
+                for owner, event in self.step():
+                    if owner is sequence:
+                        yield event
         finally:
-            self.states.close(slot)
-            self.prefixes.write()
+            self.release(sequence)
+
+    @torch.inference_mode()
+    def probe(self, sequence: Sequence, tree: Tree, *, draft: bool = True) -> StepTimes:
+        """Run one decode step that verifies `tree` and commits its root alone, and return its times.
+
+        For benchmarks of a step's size. The draft runs as usual unless `draft` is off; its tree is discarded.
+        """
+        assert sequence.phase is Phase.DECODE and sequence.launched is None
+        if draft:
+            self._draft(sequence, self._row_limit(sequence))
+        forward = self._verify(sequence, tree, limit=1)
+        self.runner.accept(forward)
+        path, sampled, times = self.runner.read_back()
+        self.states.lengths[sequence.slot] += len(path)
+        sequence.tokens += sampled
+        return times
 
     def _check(self, request: Request) -> None:
         vocabulary = self.target.spec.vocab_size
         if not request.prompt:
-            raise UsageError("the prompt has no tokens", "give some text with --prompt or on standard input")
+            raise UsageError("the prompt has no tokens", "give some text", param="prompt")
         if request.max_tokens < 1:
-            raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1")
+            raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
         if len(request.prompt) > self.max_ctx:
             raise PromptTooLong(len(request.prompt), self.max_ctx)
         outside = [token for token in request.prompt if not 0 <= token < vocabulary]
         if outside:
             raise UsageError(
-                f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {vocabulary - 1}"
+                f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {vocabulary - 1}",
+                param="prompt",
             )
+        request.sampling.check_vocabulary(vocabulary)
 
-    @torch.inference_mode()
-    def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
-        hidden, done = None, 0
-        ends = cuts(len(request.prompt), request.boundaries or {}, self._chunk)
-        stats.cached_tokens = self._resume(request, slot, ends)
-        for last, count in self._prefill(request, slot, ends):
-            hidden, done = last, count
-            yield Progress(done, len(request.prompt), stats.cached_tokens)
-        if hidden is None or done < len(request.prompt) or request.cancelled():
-            yield Done("cancelled", stats)
-            return
-        # The last token needs no room in the cache: nothing is computed from it.
-        limit = min(request.max_tokens, self.max_ctx - len(request.prompt) + 1)
+    def _launch_ahead(self, request: Request) -> Literal["nothing", "draft", "forward"]:
+        """Return what of a next step may be launched before the caller has seen this one's tokens."""
+        # A constraint reads proposals on the host; the others read buffers that the next step overwrites.
+        reads = request.constraint is not None or request.sampling.logprobs is not None or request.trees
+        if reads or not self.runner.asynchronous:
+            return "nothing"
+        return "draft" if request.may_stop else "forward"
+
+    # -- Prefill
+
+    def _admit(self, sequence: Sequence) -> list[Event]:
+        """Open a slot and restore the longest cached prefix."""
+        request = sequence.request
+        slot = sequence.slot = self.states.open()
+        self.drafter.begin()
+        self.runner.begin(sorted(request.stop_ids))
+        masked = request.constraint is not None
+        self.runner.sampler.begin(sequence.sampling, request.prompt, masked=masked)
+        sequence.chunk_ends = cuts(len(request.prompt), request.boundaries or {}, self.prefill_chunk)
+        found = self.prefixes.resume(slot, request.prompt, sequence.chunk_ends)
+        if found is not None:
+            self.drafter.restore(request.prompt[: found.length], found.draft)
+            sequence.processed = sequence.stats.cached_tokens = found.length
+        sequence.phase = Phase.PREFILL
+        return [self._progress(sequence)]
+
+    def _prefill(self, chunk: PrefillChunk) -> list[Event]:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        kept = worth_keeping(sequence.chunk_ends, request.boundaries or {})
+        hidden = self._forward_chunk(chunk, {*kept, len(request.prompt)})
+        sequence.processed = chunk.stop
+        if chunk.stop in kept:
+            self._cache_prefix(request, request.prompt[: chunk.stop], kept[chunk.stop], sequence.slot)
+        if chunk.stop < len(request.prompt):
+            return [self._progress(sequence)]
+        sequence.phase = Phase.DECODE
+        return [self._progress(sequence), *self._first_token(sequence, hidden)]
+
+    def _forward_chunk(self, chunk: PrefillChunk, ends: Iterable[int]) -> Tensor:
+        """Return the last row's hidden state [1, width]; all else of a chunk is large and freed here."""
+        sequence, device = chunk.sequence, self.target.device
+        tokens = sequence.request.prompt[chunk.start : chunk.stop]
+        self._reserve(sequence.slot, len(tokens))
+        slots = torch.tensor([sequence.slot], device=device)
+        lengths = self.states.buffers.lengths[slots]
+        step = Step.chunk(slots, torch.tensor([tokens], device=device), lengths)
+        rows = feature_rows(chunk.start, chunk.stop, ends, self.drafter.context_length)
+        output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=rows)
+        self.states.advance(step)
+        self.drafter.append(tokens, output.features[0])
+        return output.hidden[:, -1].clone()
+
+    def _first_token(self, sequence: Sequence, hidden: Tensor) -> list[Event]:
+        """Sample the token after the prompt, from the last row's hidden state [1, width]."""
+        request, device = sequence.request, self.target.device
         logits = self.target.logits(hidden)
         if not bool(logits.isfinite().all()):
             raise ModelFileError(
-                "the model's logits behind this prompt are not finite numbers: its weights are damaged",
-                "fetch the file again, or try --device cpu",
+                "the model's logits after this prompt are not finite numbers: its weights are damaged",
+                "download the file again, or set `device` to cpu",
             )
-        fresh: list[int] = self._first(logits, request, sampler)
-        verified: _Verified | None = None
-        text = list(request.prompt)
-        undecided: list[int] = []  # the anchor, which the sampler meets again as the root of the next tree
-        while True:
-            ahead: DraftTree | None = None
-            looked: Looked | None = None
-            if verified is not None and self.steps.draws is not None:
-                self._settle(verified, len(fresh), None)
-                room = limit - stats.generated_tokens - len(fresh)
-                if room > 0 and self._may_go_on(request, fresh):
-                    # The device goes on while the host looks at the text; if it ends here, for nothing.
-                    alone = verified.behind is not None
-                    ahead = self._propose(slot, fresh[-1], request, sampler, alone=alone)
-                    if not request.may_cut:  # rows that a pass has been made behind cannot be taken back
-                        looked = verified.behind or self._look(slot, ahead, room)
-            cut = cut_text(fresh, request, limit - stats.generated_tokens)
-            assert looked is None or cut.reason is None, f"{cut.reason} at {cut.rows} of {len(fresh)} rows"
-            if cut.tokens:
-                stats.token_came()
-            if verified is not None:
-                self._commit(slot, verified, cut.rows, stats)
-            stats.generated_tokens += len(cut.tokens)
-            text += cut.tokens
-            if verified is not None and request.trees:
-                yield self._shown(verified, cut.rows)
-            if cut.tokens:
-                logprobs = None
-                if sampler.params.logprobs is not None:
-                    rows = logits if verified is None else verified.looked.logits[verified.rows]
-                    logprobs = sampler.logprobs(rows[: len(cut.tokens)], cut.tokens)
-                yield Tokens(cut.tokens, logprobs)
-            reason = cut.reason or ("cancelled" if request.cancelled() else None)
-            if reason is not None:
-                stats.notes = self.drafter.notes()
-                self._remember(request, text[: self.states.lengths[slot]], "answer", slot)
-                yield Done(reason, stats)
-                return
-            undecided += fresh
-            sampler.accept(undecided[:-1])
-            undecided = undecided[-1:]
-            tree = self._propose(slot, undecided[0], request, sampler) if ahead is None else ahead
-            room = limit - stats.generated_tokens
-            looked = self._look(slot, tree, room) if looked is None else looked
-            verified = self._decide(slot, undecided[0], tree, looked, room, request, sampler)
-            fresh = verified.tokens
+        if request.constraint is not None:
+            self.runner.sampler.set_masks(request.constraint.masks([request.prompt[-1]], [-1]))
+        position = torch.tensor([len(request.prompt)], device=device)
+        no_rows = torch.zeros(1, dtype=torch.int64, device=device)
+        sampled = self.runner.sampler.sample(logits, position, no_rows, no_rows).tolist()
+        return self._token_events(sequence, sequence.deliver(sampled).tokens, logits, [0])
 
-    def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
-        """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.resume(slot, request.prompt, ends)
-        if found is None:
-            return 0
-        self.drafter.restore(request.prompt[: found.length], found.draft)
-        return found.length
+    def _warm_up_prefill(self, slot: int) -> None:
+        """Run a small chunk and discard it, so that the first prompt does not wait for compilation."""
+        rows = min(2 * MAX_ROWS, self.max_ctx)
+        self.states.reserve(slot, rows)
+        slots = torch.tensor([slot], device=self.target.device)
+        step = Step.chunk(slots, torch.zeros_like(slots).expand(1, rows), self.states.buffers.lengths[slots])
+        self.target.forward(step, self.states.buffers)
 
-    def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
+    # -- Decode
+
+    def _decode(self, sequence: Sequence) -> list[Event]:
+        """Draft, verify, sample, accept, commit; one read-back."""
+        launched = sequence.launched or Launched(self._draft(sequence, self._row_limit(sequence)), None)
+        sequence.launched = None
+        tree = launched.tree
+        forward = launched.forward or self._verify(sequence, tree, limit=sequence.room)
+        self.runner.accept(forward, self._masks(sequence, tree))
+        next_forward = self._verify_ahead(sequence, tree)
+        path, sampled, times = self.runner.read_back()
+        self.states.lengths[sequence.slot] += len(path)
+        outcome = StepOutcome(tree.size, path, sampled, times.draft_s, times.verify_s)
+        delivered = self._commit(sequence, outcome)
+        events: list[Event] = []
+        if sequence.request.trees:
+            step_s = times.draft_s + times.verify_s
+            verified = VerifiedTree(*tree.lists(), path, sampled, times.draft_s, step_s)
+            events.append(verified.cut(sequence.committed_rows))
+        events += self._token_events(sequence, delivered, forward.logits, path)
+        if not sequence.finished and sequence.launch_ahead != "nothing":
+            sequence.launched = self._launch(sequence, next_forward)
+        return events
+
+    def _draft(self, sequence: Sequence, limit: int) -> Tree:
+        position, constraint = self.states.lengths[sequence.slot], sequence.request.constraint
+        return self.runner.draft(lambda: self.drafter.propose(sequence.anchor, position, limit, constraint))
+
+    def _row_limit(self, sequence: Sequence) -> int:
+        budget = sequence.request.draft_budget
+        rows = self.max_rows if budget is None else min(self.max_rows, budget + 1)
+        return min(rows, self.max_ctx - self.states.lengths[sequence.slot])
+
+    def _masks(self, sequence: Sequence, tree: Tree) -> Masks:
+        constraint = sequence.request.constraint
+        return constraint.masks(*tree.lists()) if constraint is not None else ()
+
+    def _verify(self, sequence: Sequence, tree: Tree, *, limit: int) -> Forward:
+        self._reserve(sequence.slot, self.runner.step_rows(tree.size))
+        return self.runner.verify(tree, limit=limit)
+
+    def _verify_ahead(self, sequence: Sequence, tree: Tree) -> Forward | None:
+        """Launch the next forward before the read-back, where the next tree can only be its root.
+
+        Wasted if this step's token is the last one.
+        """
+        if sequence.launch_ahead != "forward" or tree.size > 1 or sequence.room < 2:
+            return None
+        if sequence.request.draft_budget != 0 and self.max_rows > 1 and not self.drafter.plan_root():
+            return None
+        self._reserve(sequence.slot, 1 + self.runner.step_rows(1))
+        return self.runner.verify_sampled()
+
+    def _launch(self, sequence: Sequence, forward: Forward | None) -> Launched:
+        """Enqueue the next step's draft and, unless the caller may stop here, its forward."""
+        tree = self._draft(sequence, 1 if forward is not None else self._row_limit(sequence))
+        if forward is None and sequence.launch_ahead == "forward":
+            forward = self._verify(sequence, tree, limit=sequence.room)
+        return Launched(tree, forward)
+
+    def _commit(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
+        """Deliver the step's tokens and leave the state of plain decoding; return those delivered."""
+        start, stats = time.perf_counter(), sequence.stats
+        delivered = sequence.deliver(outcome.tokens)
+        sequence.committed_rows = delivered.rows
+        record = StepRecord(outcome.rows, len(outcome.tokens), outcome.draft_s + outcome.verify_s)
+        stats.step_done(record, committed=delivered.rows)
+        self.drafter.observe(outcome)
+        self._rollback(sequence, len(outcome.path) - delivered.rows)
+        stats.draft_s += outcome.draft_s
+        stats.verify_s += outcome.verify_s
+        stats.commit_s += time.perf_counter() - start
+        return delivered.tokens
+
+    def _rollback(self, sequence: Sequence, rows: int) -> None:
+        """Remove the last rows of the last commit: plain decoding would not have processed them."""
+        if rows:
+            in_flight = sequence.launched is not None and sequence.launched.forward is not None
+            assert not in_flight, f"{rows} rows to roll back, but the next forward is in flight"
+            self.states.rollback(sequence.slot, rows)
+            self.drafter.rollback(rows)
+
+    # -- Both
+
+    def _token_events(
+        self, sequence: Sequence, tokens: list[int], logits: Tensor, path: list[int]
+    ) -> list[Event]:
+        """Return events of the delivered tokens, sampled after the rows `path` of the logits [T, V]."""
+        events: list[Event] = []
+        if tokens:
+            logprobs, alternatives = None, sequence.sampling.logprobs
+            if alternatives is not None:
+                logprobs = token_logprobs(logits[path[: len(tokens)]], tokens, alternatives)
+            events.append(Tokens(tokens, logprobs))
+        if sequence.finished:
+            events.append(self._done(sequence))
+        return events
+
+    def _progress(self, sequence: Sequence) -> Progress:
+        return Progress(sequence.processed, len(sequence.request.prompt), sequence.stats.cached_tokens)
+
+    def _done(self, sequence: Sequence) -> Done:
+        assert sequence.reason is not None
+        sequence.stats.notes = self.drafter.warnings()
+        return Done(sequence.reason, sequence.stats)
+
+    def _cache_prefix(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
         if request.boundaries is not None and tokens and self.prefixes.keeps:
             self.prefixes.put(slot, tokens, kind, self.drafter.save)
 
     def _reserve(self, slot: int, rows: int) -> None:
-        """Room for the rows, if need be for the price of what is remembered of other requests."""
+        """Allocate pages for the rows, if need be at the expense of cached prefixes."""
         self.prefixes.make_room(slot, rows)
         self.states.reserve(slot, rows)
 
-    def _prefill(self, request: Request, slot: int, ends: list[int]) -> Iterator[tuple[Tensor | None, int]]:
-        """At the start and after each chunk: the last row's hidden state [1, width] and the tokens done."""
-        device, start = self.target.device, self.states.lengths[slot]
-        prompt = torch.tensor([request.prompt], device=device)
-        slots = torch.tensor([slot], device=device)
-        kept = worth_keeping(ends, request.boundaries or {})
-        yield None, start
-        for stop in (end for end in ends if end > start):
-            if request.cancelled():
-                return
-            tokens = prompt[:, start:stop]
-            self._reserve(slot, tokens.shape[1])
-            step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
-            wanted = rows_wanted(start, stop, {*kept, ends[-1]}, self.drafter.reach)
-            last = read_chunk(
-                self.target, self.states, self.drafter, step, request.prompt[start:stop], wanted
-            )
-            if stop in kept:
-                self._remember(request, request.prompt[:stop], kept[stop], slot)
-            yield last, stop
-            start = stop
 
-    def _first(self, logits: Tensor, request: Request, sampler: Sampler) -> list[int]:
-        """The token that prefill gives: logits [1, vocabulary] of the prompt's last row."""
-        device, last = self.target.device, request.prompt[-1]
-        nothing = torch.zeros(1, dtype=torch.int64, device=device)
-        at = torch.tensor([len(request.prompt)], device=device)
-        masks = request.guide.masks([last], [-1]) if request.guide else []
-        if sampler.fixed is None:
-            return sampler.draw(logits, at, nothing, nothing[None].bool(), masks).tolist()
-        sampler.fixed.allow(masks)
-        return sampler.fixed.draw(logits, at, nothing, nothing).tolist()
+def feature_rows(start: int, stop: int, ends: Iterable[int], context: int) -> int:
+    """Return how many of a chunk's last positions a draft with `context` positions still needs features of.
 
-    def _look(self, slot: int, tree: DraftTree, room: int) -> Looked:
-        """The target's pass over a tree, of which at most `room` rows may stay."""
-        self._reserve(slot, self.steps.size(len(tree)))
-        self.steps.load(tree, room)
-        return self.steps.look(len(tree))
+    ends: positions where its state is used or saved, the prompt's end among them.
+    """
+    needed = min(end for end in ends if end >= stop) - context
+    return min(stop - start, max(0, stop - needed))
 
-    def _look_behind(self, slot: int, tree: DraftTree, room: int, request: Request) -> Looked | None:
-        """The next pass before a walk is read, where one token comes of it; for nothing if it is last."""
-        alone = self.steps.draws is not None and len(tree) == 1
-        if not alone or room < 2 or request.may_cut or not self._may_go_on(request, []):
-            return None
-        if self._most_rows(request) > 1 and not self.drafter.rests():
-            return None
-        self._reserve(slot, 1 + self.steps.size(1))
-        return self.steps.look_behind()
 
-    def _decide(
-        self,
-        slot: int,
-        anchor: int,
-        tree: DraftTree,
-        looked: Looked,
-        room: int,
-        request: Request,
-        sampler: Sampler,
-    ) -> _Verified:
-        """Draws and walks: the tokens behind the anchor that this step decides; keeps their rows."""
-        steps, guide = self.steps, request.guide
-        # Whatever the masks take is spent while a device is busy with the pass.
-        masks = guide.masks(tree.tokens.tolist(), tree.parents.tolist()) if guide else None
-        walked, clock = steps.walk(looked, sampler, masks), steps.clock
-        behind = self._look_behind(slot, tree, room, request)
-        clock.wait()  # the only wait for the device
-        decided = walked.flat.tolist()
-        count = decided[0]
-        self.states.lengths[slot] += count
-        draft_s, verify_s = clock.seconds(0, 1), clock.seconds(2, 3) + clock.seconds(4, 5)
-        rows, tokens = decided[4 : 4 + count], decided[4 + MAX_ROWS : 4 + MAX_ROWS + count]
-        return _Verified(anchor, len(tree), looked, rows, tokens, draft_s, verify_s, behind)
-
-    def _may_go_on(self, request: Request, fresh: list[int]) -> bool:
-        """Whether the next step can begin before the text is looked at."""
-        if request.guide is not None or request.sampling.logprobs is not None or request.trees:
-            return False  # the first decides over proposals, the others read what a step writes over
-        return request.stop_ids.isdisjoint(fresh)
-
-    def _most_rows(self, request: Request) -> int:
-        return self.max_rows if request.draft_budget is None else min(self.max_rows, request.draft_budget + 1)
-
-    def _propose(
-        self, slot: int, anchor: int, request: Request, sampler: Sampler, *, alone: bool = False
-    ) -> DraftTree:
-        position, guide, clock = self.states.lengths[slot], request.guide, self.steps.clock
-        clock.mark(0)
-        limit = 1 if alone else min(self._most_rows(request), self.max_ctx - position)
-        rank: Rank = sampler.rank
-        if guide is not None and sampler.fixed is None:
-            rank = partial(sampler.rank, first=guide.masks([anchor], [-1])[0])
-        tree = self.drafter.propose(anchor, position, limit, rank, guide)
-        clock.mark(1)
-        return tree
-
-    def _commit(self, slot: int, verified: _Verified, count: int, stats: RequestStats) -> None:
-        """Leaves of the kept rows the first `count`: what plain decoding would have processed by now."""
-        start = time.perf_counter()
-        excess = len(verified.rows) - count
-        stats.step_done(rows=verified.size, committed=count)
-        stats.draft_s += verified.draft_s
-        stats.verify_s += verified.verify_s
-        if excess:
-            self.states.trim(slot, excess)
-        if self.steps.draws is None:
-            self._settle(verified, count, verified.looked.features[verified.rows[:count]])
-        elif excess:
-            self.drafter.trim(excess)
-        stats.commit_s += time.perf_counter() - start
-
-    def _settle(self, verified: _Verified, count: int, features: Tensor | None) -> None:
-        """Tells the drafter what came of its tree, of which `count` rows stay."""
-        if count:
-            self.drafter.append([verified.anchor, *verified.tokens][:count], features)
-        self.drafter.learn(
-            Outcome(
-                verified=verified.size,
-                rows=verified.rows,
-                tokens=verified.tokens,
-                draft_seconds=verified.draft_s,
-                step_seconds=verified.verify_s,
-            )
-        )
-
-    def _shown(self, verified: _Verified, count: int) -> Tree:
-        """The step's tree, with the first `count` of the accepted rows."""
-        tokens, parents = self.steps.shown(verified.size)
-        accepted = guessed_rows(tokens, parents, verified.rows[:count], verified.tokens[:count])
-        return Tree(tokens, parents, accepted, verified.draft_s, verified.draft_s + verified.verify_s)
+def _tagged(sequence: Sequence, events: list[Event]) -> list[tuple[Sequence, Event]]:
+    return [(sequence, event) for event in events]

@@ -1,238 +1,305 @@
-"""A step in parts over tensors that stay where they are: verify, then draw, walk and keep. Knows no requests.
+"""StepRunner: verifies trees and commits accepted paths over static buffers, eagerly or as CUDA graphs.
 
-Padded, a step has one of a few sizes: rows beyond the tree hang below nothing, no walk reaches them, and
-every size can be captured as CUDA graphs. Otherwise it has exactly the tree's rows, which suits a CPU.
+A step is three functions: draft and tree (the drafter's), forward, then sample, accept and commit.
+`EagerRunner` runs them with exactly the tree's rows, which suits a CPU. `GraphRunner` pads a step to one of
+a few sizes, so that each size can be captured as CUDA graphs; padding rows have no parent, and acceptance
+never reaches them.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treeflash.engine.sampler import FixedDraws, Sampler
+from treeflash.engine.sampler import Sampler
 from treeflash.kernels.slot_mapping import padded_tree
-from treeflash.kernels.tree import ROWS, Walked, walk_tree
+from treeflash.kernels.tree import MAX_ROWS, Acceptance, accept_path
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import SIZES, Step, padded_rows
-from treeflash.spec.draft import Drafter
-from treeflash.spec.tree import DraftTree
-from treeflash.state.graphs import Part
+from treeflash.spec.drafter import Drafter
+from treeflash.spec.tree import Tree
+from treeflash.state.graphs import CapturedFunction
 from treeflash.state.sequences import SequenceStates
 
 log = logging.getLogger(__name__)
 
-_STOPS = 64  # tokens that end a walk; what more there are is cut off behind it
+_STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
+Masks = Sequence[np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """A tree that the target has looked at; nothing of it is committed."""
+class Forward:
+    """The target's forward pass over a tree; nothing of it is committed."""
 
     step: Step
     features: Tensor  # [T, taps * width]
     logits: Tensor  # [T, vocabulary]
 
 
-class Clock:
-    """Seconds between the parts of a step, as the device sees them; asked when the last mark is passed.
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step, on the device's clock where there is one."""
 
-    A step marks: 0 and 1 around the proposal, 2 and 3 around the pass, 4 and 5 around what decides.
-    """
+    draft_s: float
+    forward_s: float
+    accept_s: float  # sampling, acceptance and commit
+    whole_s: float  # from the start of the draft to the end of the commit
+
+    @property
+    def verify_s(self) -> float:
+        return self.forward_s + self.accept_s
+
+
+class Mark(IntEnum):
+    DRAFT = 0
+    DRAFTED = 1
+    FORWARD = 2
+    FORWARDED = 3
+    ACCEPT = 4
+    ACCEPTED = 5
+
+
+class StepClock:
+    """Timestamps of one step: CUDA events on a GPU, else the host's clock."""
 
     def __init__(self, device: torch.device):
-        marks = 6
-        self._times = [0.0] * marks
+        self._times = [0.0] * len(Mark)
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(marks)]
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in Mark]
 
-    def mark(self, number: int) -> None:
+    def mark(self, mark: Mark) -> None:
         if self._events:
-            self._events[number].record()
+            self._events[mark].record()
         else:
-            self._times[number] = time.perf_counter()
+            self._times[mark] = time.perf_counter()
 
-    def wait(self) -> None:
-        """Until the device has passed the last mark; what was enqueued behind it may still run."""
+    def synchronize(self) -> None:
+        """Wait until the device has passed the last mark; work enqueued after it may still run."""
         if self._events:
-            self._events[-1].synchronize()
+            self._events[Mark.ACCEPTED].synchronize()
 
-    def seconds(self, first: int, last: int) -> float:
+    def seconds(self, first: Mark, last: Mark) -> float:
         if self._events:
             return self._events[first].elapsed_time(self._events[last]) / 1000
         return self._times[last] - self._times[first]
 
+    def times(self) -> StepTimes:
+        return StepTimes(
+            draft_s=self.seconds(Mark.DRAFT, Mark.DRAFTED),
+            forward_s=self.seconds(Mark.FORWARD, Mark.FORWARDED),
+            accept_s=self.seconds(Mark.ACCEPT, Mark.ACCEPTED),
+            whole_s=self.seconds(Mark.DRAFT, Mark.ACCEPTED),
+        )
 
-class StepParts:
-    """One sequence's steps, in slot 0."""
 
-    def __init__(
-        self, target: Decoder, states: SequenceStates, drafter: Drafter, *, max_rows: int, padded: bool
-    ):
+class StepRunner:
+    """Steps of the sequence in slot 0; `EagerRunner` and `GraphRunner` are its two forms."""
+
+    # Whether launches return before the device is done, so that launching ahead hides the host's time.
+    # Where they are, buffers must never move.
+    asynchronous: bool
+    sizes: Sequence[int] = ()  # rows of a padded step; none: steps have exactly the tree's rows
+    captured = False
+
+    def __init__(self, target: Decoder, states: SequenceStates, drafter: Drafter):
         device = target.device
         self._target, self._states, self._drafter = target, states, drafter
+        self.sampler = Sampler(MAX_ROWS, target.spec.vocab_size, device)
         self._slots = torch.zeros(1, dtype=torch.int64, device=device)
-        self._tree = torch.zeros(4, ROWS, dtype=torch.int64, device=device)
-        self._limits = torch.ones(2, dtype=torch.int64, device=device)  # rows of the tree, rows of its walk
+        self._tree = torch.zeros(4, MAX_ROWS, dtype=torch.int64, device=device)
+        self._limits = torch.ones(2, dtype=torch.int64, device=device)  # rows of the tree, accepted at most
         self._stops = torch.full((_STOPS,), -1, dtype=torch.int64, device=device)
-        on_device = device.type == "cuda"
-        self._staged = torch.zeros(4, ROWS, dtype=torch.int64, pin_memory=on_device)
-        self._staged_limits = torch.zeros(2, dtype=torch.int64, pin_memory=on_device)
-        self._decided = torch.zeros(4 + 3 * ROWS, dtype=torch.int64, pin_memory=on_device)
-        self.clock = Clock(device)  # of the step that is being enqueued
-        self._spare_clock = Clock(device)  # the next step may begin before this one's marks are read
-        self.draws: FixedDraws | None = None
-        self.draft_parts: list[Part] = []
-        self.sizes: list[int] = []
-        self._looks: dict[int, Part[Looked]] = {}
-        self._walks: dict[int, Part[Walked]] = {}
-        if padded:
-            self.draws = FixedDraws(ROWS, target.spec.vocab_size, device)
-            self.draft_parts = drafter.fix(self.draws.rank)
-            self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
-        for size in self.sizes:
-            self._looks[size] = Part(lambda size=size: self._look(size))
-            self._walks[size] = Part(lambda size=size: self._walk(self._looked(size)))
-        self._last: dict[int, Looked] = {}
-        self._walked: Walked | None = None
+        pinned = device.type == "cuda"
+        self._staged_tree = torch.zeros(4, MAX_ROWS, dtype=torch.int64, pin_memory=pinned)
+        self._staged_limits = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
+        self._host_acceptance = torch.zeros(Acceptance.SIZE, dtype=torch.int64, pin_memory=pinned)
+        self._clock = StepClock(device)  # of the step that is being enqueued
+        self._next_clock = StepClock(device)  # of the next one, which may start before this one is read back
+        self._accepted_clock = self._clock
+        self._acceptance = Acceptance(self._host_acceptance)
 
-    @property
-    def captured(self) -> bool:
-        return bool(self.sizes) and all(part.captured for part in self._parts())
-
-    def size(self, rows: int) -> int:
-        """Rows that a step with so many in its tree has."""
-        return padded_rows(rows) if self.sizes else rows
+    @staticmethod
+    def step_rows(rows: int) -> int:
+        """Return the rows that a step for a tree of `rows` rows has."""
+        return rows
 
     def begin(self, stop_ids: Sequence[int]) -> None:
-        """A request begins, whose walks end at these tokens."""
+        """Start a request whose accepted paths end at these tokens."""
         stops = list(stop_ids)[:_STOPS]
         self._stops.copy_(torch.tensor(stops + [-1] * (_STOPS - len(stops))))
 
-    def load(self, tree: DraftTree, room: int) -> None:
-        """The tree of the coming step, of which at most `room` rows may be accepted."""
-        if tree.packed is not None:
+    def draft(self, propose: Callable[[], Tree]) -> Tree:
+        """Run the drafter's proposal as the timed first part of the step."""
+        self._clock.mark(Mark.DRAFT)
+        tree = propose()
+        self._clock.mark(Mark.DRAFTED)
+        return tree
+
+    def verify(self, tree: Tree, *, limit: int) -> Forward:
+        """Launch the target's forward pass over a tree, of which at most `limit` rows will be accepted."""
+        if tree.packed.device == self._tree.device:
             self._tree.copy_(tree.packed)
         else:
-            tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-            depths, ancestors = [0], [1]
-            for row, parent in enumerate(parents[1:], 1):
-                depths.append(depths[parent] + 1)
-                ancestors.append(ancestors[parent] | 1 << row)
-            signed = [bits - 2**64 if bits >= 2**63 else bits for bits in ancestors]
-            self._staged[:, : len(tree)] = torch.tensor([tokens, parents, signed, depths])
-            self._tree.copy_(self._staged, non_blocking=True)
-        self._staged_limits.copy_(torch.tensor([len(tree), room]))
+            self._staged_tree.copy_(tree.packed)
+            self._tree.copy_(self._staged_tree, non_blocking=True)
+        self._staged_limits.copy_(torch.tensor([tree.size, limit]))
         self._limits.copy_(self._staged_limits, non_blocking=True)
+        return self._timed_forward(self.step_rows(tree.size))
 
-    def look(self, rows: int) -> Looked:
-        """The target's pass over the loaded tree of so many rows."""
-        size = self.size(rows)
-        self.clock.mark(2)
-        looked = self._looks[size]() if self.sizes else self._look(size)
-        self.clock.mark(3)
-        if self.sizes:
-            self._last[size] = looked
-        return looked
+    def verify_sampled(self) -> Forward:
+        """Launch the forward pass over the token that the last `accept` sampled, before it is read back.
 
-    def look_behind(self) -> Looked:
-        """The pass over the token that the walk of a lone root gives, before the host knows it.
-
-        The rest of the loaded tree, and the limits of its walk, are those of the next one, too.
+        For a tree that is only its root: the rest of the buffers and the limits are those of the next step
+        too.
         """
-        assert self._walked is not None
-        self.clock, self._spare_clock = self._spare_clock, self.clock
-        self._tree[0, :1].copy_(self._walked.next_token)
-        return self.look(1)
+        self._clock, self._next_clock = self._next_clock, self._clock
+        self._tree[0, :1].copy_(self._acceptance.next_token)
+        return self._timed_forward(self.step_rows(1))
 
-    def walk(self, looked: Looked, sampler: Sampler, masks: Sequence | None = None) -> Walked:
-        """Draws behind every row, walks, and keeps the path; to be read when the clock has been waited for.
+    def accept(self, forward: Forward, masks: Masks = ()) -> None:
+        """Launch sampling after every row, acceptance and the commit of the accepted path.
 
-        masks: what may follow each row, where the request has such limits.
+        masks: which tokens may follow each row, under a constraint.
         """
-        self.clock.mark(4)
-        if self.draws is None:
-            walked = self._walk(looked, sampler, masks or ())
-        else:
-            if masks:
-                self.draws.allow(masks)
-            walked = self._walks[looked.step.rows]()
-        self._walked = walked
-        if walked.flat.is_cuda:
-            self._decided.copy_(walked.flat, non_blocking=True)
-            walked = Walked(self._decided)
-        self.clock.mark(5)
-        return walked
+        self._clock.mark(Mark.ACCEPT)
+        if masks:
+            self.sampler.set_masks(masks)
+        self._acceptance = self._run_accept(forward)
+        self._host_acceptance.copy_(self._acceptance.flat, non_blocking=True)
+        self._clock.mark(Mark.ACCEPTED)
+        self._accepted_clock = self._clock
 
-    def shown(self, rows: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the loaded tree."""
-        tokens, parents = self._tree[:2, :rows].tolist()
-        return tokens, parents
+    def read_back(self) -> tuple[list[int], list[int], StepTimes]:
+        """Return the accepted rows, the tokens they decided and the times; the step's only synchronisation."""
+        self._accepted_clock.synchronize()
+        rows, tokens = Acceptance(self._host_acceptance).path()
+        return rows, tokens, self._accepted_clock.times()
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Makes graphs of all parts, the largest first. If that fails, a warning, and steps as they are.
+        """Capture the steps as CUDA graphs; return whether that was possible. Overwrites the slot's state."""
+        return False
 
-        Leaves rubbish in the slot: it has to be opened anew.
-        """
-        pool, total = torch.cuda.graph_pool_handle(), len(self.sizes) + len(self.draft_parts)
-        self._limits.fill_(1)
-        try:
-            for done, part in enumerate(self.draft_parts, 1):
-                part.capture(pool)
-                if progress is not None:
-                    progress(done, total)
-            for done, size in enumerate(reversed(self.sizes), 1 + len(self.draft_parts)):
-                self._looks[size].capture(pool)
-                # A walk's graph reads the tensors that the look's graph writes.
-                self._last[size] = self._looks[size]()
-                self._walks[size].capture(pool)
-                if progress is not None:
-                    progress(done, total)
-            torch.cuda.synchronize()
-        except (RuntimeError, AssertionError) as error:
-            for part in self._parts():
-                part.release()
-            self._last = {}
-            reason = str(error).partition("\n")[0]
-            shown = log.isEnabledFor(logging.DEBUG)
-            log.warning("steps run without CUDA graphs, more slowly: %s", reason, exc_info=shown)
-            return False
-        return True
+    def _timed_forward(self, size: int) -> Forward:
+        self._clock.mark(Mark.FORWARD)
+        forward = self._run_forward(size)
+        self._clock.mark(Mark.FORWARDED)
+        return forward
 
-    def _parts(self) -> list[Part]:
-        steps = [part for size in reversed(self.sizes) for part in (self._looks[size], self._walks[size])]
-        return [*self.draft_parts, *steps]
+    def _run_forward(self, size: int) -> Forward:
+        return self._forward(size)
 
-    def _looked(self, size: int) -> Looked:
-        looked = self._last.get(size)
-        assert looked is not None, f"no tree of {size} rows has been looked at"
-        return looked
+    def _run_accept(self, forward: Forward) -> Acceptance:
+        return self._accept(forward)
 
-    def _look(self, size: int) -> Looked:
+    def _commit_draft(self, features: Tensor, acceptance: Acceptance) -> None:
+        raise NotImplementedError
+
+    def _forward(self, size: int) -> Forward:
         lengths = self._states.buffers.lengths
         rows = padded_tree(self._tree, self._limits[:1], self._slots, lengths, size=size)
         tokens, parents, ancestors, positions = rows.unsqueeze(1).unbind()
         step = Step(self._slots, tokens, positions, parents, ancestors)
         features, logits = self._target.look(step, self._states.buffers, taps=self._drafter.taps)
-        return Looked(step, features[0], logits[0])
+        return Forward(step, features[0], logits[0])
 
-    def _walk(self, looked: Looked, sampler: Sampler | None = None, masks: Sequence = ()) -> Walked:
-        step = looked.step
+    def _accept(self, forward: Forward) -> Acceptance:
+        step = forward.step
         assert step.parents is not None and step.ancestors is not None
         tokens, parents, ancestors = step.tokens[0], step.parents[0], step.ancestors[0]
-        after = step.positions[0] + 1
-        if self.draws is not None:
-            chosen, written = self.draws.draw(looked.logits, after, tokens, ancestors), self.draws.written
-        else:
-            assert sampler is not None
-            chosen, written = sampler.draw(looked.logits, after, tokens, step.visible()[0], masks), None
-        walked = walk_tree(
-            tokens, parents, ancestors, chosen, stops=self._stops, room=self._limits[1:], written=written
+        sampled = self.sampler.sample(forward.logits, step.positions[0] + 1, tokens, ancestors)
+        acceptance = accept_path(
+            tokens,
+            parents,
+            ancestors,
+            sampled,
+            stops=self._stops,
+            limit=self._limits[1:],
+            counts=self.sampler.counts,
         )
-        self._states.keep(step, walked.last)
-        if self.draws is not None:
-            self._drafter.keep(looked.features[walked.source[: step.rows]], walked.count)
-        return walked
+        self._states.commit_on_device(step, acceptance.last_row)
+        self._commit_draft(forward.features, acceptance)
+        return acceptance
+
+
+class EagerRunner(StepRunner):
+    """Runs every step as it is called, with exactly the tree's rows."""
+
+    asynchronous = False
+
+    def __init__(self, target: Decoder, states: SequenceStates, drafter: Drafter, *, max_rows: int):
+        super().__init__(target, states, drafter)
+        drafter.bind(self.sampler.rank)
+
+    def _commit_draft(self, features: Tensor, acceptance: Acceptance) -> None:
+        self._drafter.commit_eager(features[acceptance.rows[: int(acceptance.count)]])
+
+
+class GraphRunner(StepRunner):
+    """Pads steps to a few sizes and replays them as CUDA graphs once they are captured."""
+
+    asynchronous = True
+
+    def __init__(self, target: Decoder, states: SequenceStates, drafter: Drafter, *, max_rows: int):
+        super().__init__(target, states, drafter)
+        self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
+        self._draft_functions = drafter.bind(self.sampler.rank)
+        self._forwards = {size: CapturedFunction(partial(self._forward, size)) for size in self.sizes}
+        self._accepts = {size: CapturedFunction(partial(self._accept_last, size)) for size in self.sizes}
+        self._last: dict[int, Forward] = {}  # by size; an accept graph reads what the forward graph writes
+
+    @staticmethod
+    def step_rows(rows: int) -> int:
+        return padded_rows(rows)
+
+    @property
+    def captured(self) -> bool:
+        return all(function.captured for function in self._functions())
+
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
+        """Capture all functions, the largest size first. If that fails, warn and run them eagerly."""
+        pool, total = torch.cuda.graph_pool_handle(), len(self.sizes) + len(self._draft_functions)
+        report = progress or (lambda done, total: None)
+        self._limits.fill_(1)
+        try:
+            for done, function in enumerate(self._draft_functions, 1):
+                function.capture(pool)
+                report(done, total)
+            for done, size in enumerate(reversed(self.sizes), 1 + len(self._draft_functions)):
+                self._forwards[size].capture(pool)
+                self._last[size] = self._forwards[size]()
+                self._accepts[size].capture(pool)
+                report(done, total)
+            torch.cuda.synchronize()
+        except (RuntimeError, AssertionError) as error:
+            for function in self._functions():
+                function.release()
+            self._last = {}
+            reason = str(error).partition("\n")[0]
+            details = log.isEnabledFor(logging.DEBUG)
+            log.warning("steps run without CUDA graphs, more slowly: %s", reason, exc_info=details)
+            return False
+        return True
+
+    def _functions(self) -> list[CapturedFunction]:
+        steps = [function for size in self.sizes for function in (self._forwards[size], self._accepts[size])]
+        return [*self._draft_functions, *steps]
+
+    def _run_forward(self, size: int) -> Forward:
+        self._last[size] = forward = self._forwards[size]()
+        return forward
+
+    def _run_accept(self, forward: Forward) -> Acceptance:
+        return self._accepts[forward.step.rows]()
+
+    def _accept_last(self, size: int) -> Acceptance:
+        return self._accept(self._last[size])
+
+    def _commit_draft(self, features: Tensor, acceptance: Acceptance) -> None:
+        self._drafter.commit(features[acceptance.source[: len(features)]], acceptance.count)

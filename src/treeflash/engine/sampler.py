@@ -1,4 +1,4 @@
-"""What a request asks of the draw, and the draw itself with what the request has seen so far."""
+"""Sampling parameters of a request, and the sampler of the running sequence on every device."""
 
 import math
 import secrets
@@ -11,31 +11,22 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import (
-    DrawState,
-    draw,
-    draw_rows,
-    gumbel,
-    make_workspace,
-    penalised,
-    rank,
-    rank_rows,
-)
+from treeflash.kernels.sampling import SamplingState, make_workspace, rank_rows, sample_rows
 
-_LEAST = -1e30  # of a logit that may be drawn
+_LEAST = -1e30  # the least logit that may still be sampled
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    temperature: float = 0.0  # 0: the likeliest token
+    temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # on tokens of the prompt and the answer; 1: none
-    presence_penalty: float = 0.0  # on tokens of the answer
-    frequency_penalty: float = 0.0  # the same for each time they occur
+    repetition_penalty: float = 1.0  # on tokens of prompt and output; 1: none
+    presence_penalty: float = 0.0  # on tokens of the output
+    frequency_penalty: float = 0.0  # on tokens of the output, once per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to a token's logit
-    logprobs: int | None = None  # how many alternatives to report beside each token's own; None: nothing
+    logprobs: int | None = None  # alternatives to report beside each token's own; None: no log probabilities
     seed: int | None = None  # None: a fresh one, shown in the statistics
 
     def __post_init__(self) -> None:
@@ -56,6 +47,7 @@ class SamplingParams:
             raise UsageError(f"{name} is {getattr(self, name)}, needed {needed}")
 
     def seeded(self) -> Self:
+        """Return the same parameters with a seed."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     @property
@@ -67,44 +59,45 @@ class SamplingParams:
             "min_p": self.min_p,
         }
 
-    @property
-    def penalties(self) -> bool:
-        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise if `logit_bias` names a token that the model does not have."""
+        outside = [token for token in self.logit_bias if not 0 <= token < vocabulary]
+        if outside:
+            raise UsageError(
+                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of the target's own distribution, before temperature, filters and penalties."""
+    """Log probability in the target's own distribution, before temperature, filters and penalties."""
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
 
 
-class FixedDraws:
-    """The draws of whatever request is under way, over tensors that stay where they are.
-
-    The same tokens as a `Sampler`'s own. But for a request's start nothing comes from the host or goes there.
-    """
+class Sampler:
+    """Samples for the running sequence over static buffers, so that a CUDA graph can hold the calls."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
-        self._device = device
-        self._state = DrawState.empty(rows, vocabulary, device)
+        self._device, self._vocabulary = device, vocabulary
+        self._state = SamplingState.empty(rows, vocabulary, device)
         self._workspace = make_workspace(rows, vocabulary, device)
-        on_device = device.type == "cuda"
-        self._allowed = torch.empty(self._state.allowed.shape, dtype=torch.int32, pin_memory=on_device)
+        words = self._state.allowed.shape
+        self._staged_masks = torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @property
-    def written(self) -> Tensor:
-        """[V] float32: how often each token stands in the answer; walks count what they accept."""
-        return self._state.written
+    def counts(self) -> Tensor:
+        """[V] float32: occurrences of each generated token; accepting a path adds to it."""
+        return self._state.counts
 
     def begin(self, params: SamplingParams, prompt: list[int], *, masked: bool) -> None:
+        """Start a request; `masked`: a constraint gives masks for its rows."""
         assert params.seed is not None
-        biases = list(params.logit_bias.values())
-        # As in a `Sampler`: a bias of -inf may not weigh as much as a mask.
-        floor = _LEAST if masked else -torch.inf
-        self._state.ask(
+        params.check_vocabulary(self._vocabulary)
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self._device)
+        self._state.begin(
             **params.filters,
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
@@ -112,152 +105,40 @@ class FixedDraws:
             seed=params.seed,
             prompt=torch.tensor(prompt, dtype=torch.int64, device=self._device),
             biased=torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self._device),
-            bias=torch.tensor(biases, dtype=torch.float32, device=self._device).clamp(min=floor),
+            # A bias of -inf must not weigh as much as a mask: some token has to be sampled.
+            bias=bias.clamp(min=_LEAST if masked else -torch.inf),
             masked=masked,
         )
 
-    def allow(self, masks: Sequence[np.ndarray | None]) -> None:
-        """What may follow the first rows, a mask a row; None: anything."""
+    def set_masks(self, masks: Sequence[np.ndarray | None]) -> None:
+        """Set which tokens may follow the first rows: [V / 32] int32, a bit a token; None: any token."""
         for row, mask in enumerate(masks):
-            self._allowed[row] = -1 if mask is None else torch.tensor(mask)
+            self._staged_masks[row] = -1 if mask is None else torch.tensor(mask)
         count = len(masks)
-        self._state.allowed[:count].copy_(self._allowed[:count], non_blocking=True)
+        self._state.allowed[:count].copy_(self._staged_masks[:count], non_blocking=True)
 
-    def draw(self, logits: Tensor, positions: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
-        """A token [R] behind each row of a tree: logits [R, V], positions [R] where the tokens will stand."""
-        return draw_rows(logits.contiguous(), positions, tokens, ancestors, self._state, self._workspace)
+    def sample(self, logits: Tensor, positions: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
+        """Sample a token [R] after each row of a tree: logits [R, V], positions [R] of the new tokens.
+
+        tokens [T] of the tree's rows; ancestors [R]: bit j set, row j is this row or above it.
+        """
+        return sample_rows(logits.contiguous(), positions, tokens, ancestors, self._state, self._workspace)
 
     def rank(self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """As a sampler's, without masks: what they forbid falls when the tree is looked at."""
+        """Rank a draft's rows [K, V] as the request samples: the `count` best ids and log probabilities.
+
+        Adds the noise that verification will add: what it lifts is what will be sampled. Masks are not
+        applied: what they forbid is rejected when the tree is verified.
+        """
         return rank_rows(logits.contiguous(), positions, anchor, count, self._state, self._workspace)
 
 
-class Sampler:
-    """One request's draws."""
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt: list[int],
-        vocabulary: int,
-        device: torch.device,
-        *,
-        fixed: FixedDraws | None = None,
-        masked: bool = False,
-    ):
-        """`fixed`: draws there, of rows that will have masks or will not."""
-        assert params.seed is not None
-        self.fixed = fixed
-        self.params, self._seed = params, params.seed
-        self._vocabulary, self._device = vocabulary, device
-        self._noise: dict[int, Tensor] = {}
-        if params.penalties:
-            self._prompt = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-            self._prompt[torch.tensor(prompt, device=device)] = True
-            self._counts = torch.zeros(vocabulary, device=device)
-        outside = [token for token in params.logit_bias if not 0 <= token < vocabulary]
-        if outside:
-            raise UsageError(
-                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}"
-            )
-        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        self._bias = torch.tensor(list(params.logit_bias.values()), device=device)
-        if fixed is not None:
-            fixed.begin(params, prompt, masked=masked)
-
-    def draw(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        tokens: Tensor,
-        visible: Tensor,
-        masks: Sequence[np.ndarray | None] = (),
-    ) -> Tensor:
-        """A token [R] behind each row: logits [R, V], positions [R] where the tokens will stand.
-
-        tokens [T] and visible [R, T]: undecided text above each row, itself included. masks: for each row a
-        bit a token that may be drawn [V / 32] int32, or None; no masks at all: every token may.
-        """
-        params = self.params
-        logits = self._masked(self._adjusted(logits, tokens, visible), masks)
-        noise = None
-        if params.temperature > 0 and params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
-            noise = self._noise_at(positions.tolist())
-        return draw(logits, positions, seed=self._seed, noise=noise, **params.filters)
-
-    def rank(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        anchor: Tensor,
-        count: int,
-        *,
-        first: np.ndarray | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """A draft's rows [K, V] as the request will draw: the `count` best ids and their log probabilities.
-
-        With the noise that verification will add, since it is known: what it lifts is what will be drawn.
-        `first`: the mask of the first row; those of the others depend on what comes.
-        """
-        params = self.params
-        logits = self._adjusted(logits, anchor, torch.ones(len(logits), 1, device=self._device))
-        logits = self._masked(logits, [first])
-        return rank(logits, positions, count=count, seed=self._seed, **params.filters)
-
-    def accept(self, tokens: list[int]) -> None:
-        """Tokens of the answer that are decided and no longer part of a tree."""
-        if self.fixed is None and self.params.penalties and tokens:
-            ids = torch.tensor(tokens, device=self._device)
-            self._counts.scatter_add_(0, ids, torch.ones(len(tokens), device=self._device))
-
-    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[TokenLogprob]:
-        """Of `tokens` behind rows of the target's logits [R, V]."""
-        assert self.params.logprobs is not None
-        table = logits.float().log_softmax(-1)
-        own = table.gather(1, torch.tensor(tokens, device=self._device)[:, None])[:, 0].tolist()
-        top = table.topk(min(self.params.logprobs, table.shape[1]), -1)
-        pairs = zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
-        return [
-            TokenLogprob(token, value, list(zip(ids, values, strict=True)))
-            for token, value, ids, values in pairs
-        ]
-
-    def _adjusted(self, logits: Tensor, tokens: Tensor, visible: Tensor) -> Tensor:
-        params = self.params
-        if params.penalties:
-            logits = penalised(
-                logits,
-                self._prompt,
-                self._counts,
-                tokens,
-                visible,
-                repetition=params.repetition_penalty,
-                presence=params.presence_penalty,
-                frequency=params.frequency_penalty,
-            )
-        if len(self._biased):
-            logits = logits.index_add(1, self._biased, self._bias.expand(len(logits), -1))
-        return logits
-
-    def _masked(self, logits: Tensor, masks: Sequence[np.ndarray | None]) -> Tensor:
-        """logits [R, V] with -inf for what the masks of its first rows forbid."""
-        rows = [row for row, mask in enumerate(masks) if mask is not None]
-        if not rows:
-            return logits
-        words = torch.from_numpy(np.stack([mask for mask in masks if mask is not None])).to(self._device)
-        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
-        allowed = bits.flatten(1)[:, : self._vocabulary].bool()
-        index = torch.tensor(rows, device=self._device)
-        # A bias of -inf may not weigh as much as the mask: some token has to be drawn.
-        limited = logits[index].clamp(min=_LEAST).masked_fill(~allowed, -torch.inf)
-        return logits.index_copy(0, index, limited)
-
-    def _noise_at(self, positions: list[int]) -> Tensor:
-        """[R, V]; every position's is made once, though trees look at it several times."""
-        missing = sorted(set(positions) - self._noise.keys())
-        if missing:
-            ids = torch.arange(self._vocabulary, device=self._device)
-            fresh = gumbel(self._seed, ids, torch.tensor(missing, device=self._device)[:, None])
-            self._noise = {at: row for at, row in self._noise.items() if at >= min(positions)}
-            self._noise.update(zip(missing, fresh, strict=True))
-        return torch.stack([self._noise[at] for at in positions])
+def token_logprobs(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
+    """Return the log probabilities of `tokens` under rows of the target's logits [R, V]."""
+    table = logits.float().log_softmax(-1)
+    own = table.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = table.topk(min(alternatives, table.shape[1]), -1)
+    pairs = zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprob(token, value, list(zip(ids, values, strict=True))) for token, value, ids, values in pairs
+    ]

@@ -1,50 +1,73 @@
-"""What one request cost: the only definition of tok/s, time to first token and acceptance length."""
+"""What one request cost: the only definition of throughput, TTFT and acceptance length."""
 
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One decode step."""
+
+    rows: int  # of the tree
+    tokens: int  # sampled
+    seconds: float  # draft, forward, acceptance and commit
+
+
 @dataclass(slots=True)
 class RequestStats:
-    """Filled by the engine as it goes; times in seconds."""
+    """Filled by the engine while the request runs; times in seconds."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
     steps: int = 0
-    step_tokens: int = (
-        0  # tokens committed by steps; the first token comes from prefill and is not among them
-    )
-    plain_steps: int = 0  # of the root alone: nothing was proposed, or nothing promised to pay
-    verified_rows: int = 0  # of all steps together, roots included
-    accepted_by_position: list[int] = field(default_factory=list)  # steps that accepted at least so many
+    step_tokens: int = 0  # committed by steps; the first token comes from prefill and is not among them
+    plain_steps: int = 0  # with a tree that was only its root
+    verified_rows: int = 0  # of all steps, roots included
+    accepted_by_position: list[int] = field(
+        default_factory=list
+    )  # [i]: steps that accepted more than i nodes
+    step_log: list[StepRecord] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
     seed: int = 0
-    approximate: tuple[str, ...] = ()  # what may make the text another than that of an exact cache
-    notes: list[str] = field(default_factory=list)  # what the user should know, in words
+    approximate: tuple[str, ...] = ()  # lossy settings, which may change the text
+    notes: list[str] = field(default_factory=list)  # what the user should know, in sentences
     _start: float = field(default_factory=time.perf_counter)
     _first: float | None = None
     _last: float | None = None
+    _last_step: float | None = None
 
-    def token_came(self) -> None:
+    def token_arrived(self) -> None:
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
 
-    def step_done(self, *, rows: int, committed: int) -> None:
-        """`committed` of the step's rows, the root among them."""
+    def step_done(self, step: StepRecord, *, committed: int) -> None:
+        """`committed`: rows of the step, the root included."""
+        self._last_step = time.perf_counter()
+        self.step_log.append(step)
         self.steps += 1
-        self.plain_steps += rows == 1
-        self.verified_rows += rows
+        self.plain_steps += step.rows == 1
+        self.verified_rows += step.rows
         self.step_tokens += committed
-        accepted = max(0, committed - 1)
-        self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
-        for place in range(accepted):
-            self.accepted_by_position[place] += 1
+        self._accepted(max(0, committed - 1), 1)
+
+    def step_revoked(self, *, committed: int, kept: int) -> None:
+        """Take back the last of the `committed` rows of the last step."""
+        self.step_tokens -= committed - kept
+        self._accepted(max(0, committed - 1), -1)
+        self._accepted(max(0, kept - 1), 1)
+        while self.accepted_by_position and not self.accepted_by_position[-1]:
+            self.accepted_by_position.pop()
+
+    def _accepted(self, nodes: int, steps: int) -> None:
+        self.accepted_by_position += [0] * (nodes - len(self.accepted_by_position))
+        for index in range(nodes):
+            self.accepted_by_position[index] += steps
 
     @property
     def rows_per_step(self) -> float:
@@ -52,12 +75,12 @@ class RequestStats:
 
     @property
     def ttft_s(self) -> float:
-        """From the request to its first token."""
+        """Time to first token."""
         return (self._first - self._start) if self._first is not None else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed a step; exactly 1 for plain decoding."""
+        """Tokens committed per step; exactly 1 for plain decoding."""
         return self.step_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -66,6 +89,13 @@ class RequestStats:
         if self._first is None or self._last is None or self._last <= self._first:
             return 0.0
         return (self.generated_tokens - 1) / (self._last - self._first)
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the end of the last step."""
+        if self._first is None or self._last_step is None:
+            return 0.0
+        return max(0.0, self._last_step - self._first)
 
     @property
     def prefill_tok_s(self) -> float:

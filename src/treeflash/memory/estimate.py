@@ -16,8 +16,8 @@ from treeflash.gguf.types import QuantType
 from treeflash.kernels.kv_cache.format import KVFormat
 from treeflash.kernels.quant_matmul import BUCKETS
 from treeflash.kernels.sampling import make_workspace
-from treeflash.kernels.sampling.state import DrawState
-from treeflash.kernels.tree import ROWS
+from treeflash.kernels.sampling.state import SamplingState
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE, DFlashDraft, open_draft
 from treeflash.models.draft_spec import DraftSpec
@@ -127,7 +127,8 @@ def measure(
     if on_gpu:
         parts |= {
             "sampling": held_bytes(
-                DrawState.empty(ROWS, spec.vocab_size, META), make_workspace(ROWS, spec.vocab_size, META)
+                SamplingState.empty(MAX_ROWS, spec.vocab_size, META),
+                make_workspace(MAX_ROWS, spec.vocab_size, META),
             ),
             "steps": _steps(spec, rows, draft_spec),
             "products": _PRODUCTS,

@@ -1,7 +1,7 @@
-"""The rows of one forward pass and the buffers they read and write; plain tensors, no model and no policy.
+"""The rows of one forward pass and the buffers it reads and writes, as plain tensors.
 
-A step holds the same number of rows for each of its sequence slots. A *tree* step's rows hang below the
-slot's committed text by their parents and change nothing until a commit; a *chunk* is prompt text, each row
+A step holds the same number of rows for each of its sequence slots. The rows of a *tree* continue the
+committed tokens along their parents and change nothing until a commit; a *chunk* is prompt text, each row
 following the one before it, committed at once.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.quant_matmul import BUCKETS
+from treeflash.kernels.tree import MAX_ROWS
 
-MAX_ROWS = 64  # ancestors of a row are the bits of one 64-bit word
 # Rows of padded steps. A root has its own size: matmuls cost what 8 rows cost, all else less.
 SIZES = (1, *BUCKETS)
 
@@ -42,13 +42,13 @@ class Step:
 
     @classmethod
     def chunk(cls, slots: Tensor, tokens: Tensor, lengths: Tensor) -> Self:
-        """Prompt text behind `lengths` [B] committed tokens."""
+        """Return a chunk of prompt text after `lengths` [B] committed tokens."""
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return cls(slots, tokens, positions, None, None)
 
     @classmethod
     def tree(cls, slots: Tensor, tokens: Tensor, parents: Tensor, lengths: Tensor) -> Self:
-        """Rows whose parents come before them; -1 hangs a row below `lengths` [B] committed tokens."""
+        """Return a tree; parents come before their children, -1 is the last of `lengths` [B] committed tokens."""
         rows = tokens.shape[1]
         assert 1 <= rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
         seen = visibility(parents)
@@ -58,20 +58,20 @@ class Step:
         return cls(slots, tokens, positions, parents, ancestors)
 
     def visible(self) -> Tensor:
-        """[B, T, T] bool: row i may look at row j."""
+        """Return [B, T, T] bool: row i attends to row j."""
         assert self.ancestors is not None
         shifts = torch.arange(self.rows, device=self.tokens.device)
         return ((self.ancestors[:, :, None] >> shifts) & 1).bool()
 
 
 def visibility(parents: Tensor) -> Tensor:
-    """[B, T] parents to [B, T, T] bool, true where column j is row i or an ancestor of it."""
+    """Return [B, T, T] bool of parents [B, T]: true where column j is row i or an ancestor of it."""
     rows = parents.shape[1]
     seen = torch.eye(rows, device=parents.device).expand(parents.shape[0], rows, rows)
     if rows > 1:
         columns = torch.arange(rows, device=parents.device)
         seen = seen + (parents[:, :, None] == columns)
-        # Squaring doubles how far up a row sees: 64 rows need six squarings.
+        # Squaring doubles the reach: 64 rows need six squarings.
         for _ in range((rows - 1).bit_length()):
             seen = (seen @ seen).clamp(max=1)
     return seen > 0
@@ -85,7 +85,7 @@ class AttentionBuffers:
 
 @dataclass(frozen=True, slots=True)
 class DeltaBuffers:
-    """The committed state of a Gated DeltaNet layer, and what the last tree's rows left behind."""
+    """The committed state of a Gated DeltaNet layer, and what the rows of the last tree stored."""
 
     state: Tensor  # [slots, value heads, d, d] float32, row = key index
     window: Tensor  # [slots, conv width - 1, channels]: the newest inputs of the convolution, oldest first
@@ -95,9 +95,9 @@ class DeltaBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Accepted rows of the last tree by which the delta layers have yet to advance their states, per slot."""
+    """Accepted rows of the last tree over which the delta layers have yet to advance, per slot."""
 
-    path: Tensor  # [slots, rows] int64: the accepted rows in their order, then anything
+    path: Tensor  # [slots, rows] int64: the accepted rows in order, then padding
     count: Tensor  # [slots] int64: how many of them
 
 
@@ -107,4 +107,4 @@ class Buffers:
     page_table: Tensor  # [slots, pages a slot] int64
     lengths: Tensor  # [slots] int64 committed tokens
     pending: Pending
-    window: int | None = None  # how far back a tree's rows look; None: over everything
+    window: int | None = None  # how far back a tree's rows attend; None: the whole context

@@ -32,10 +32,15 @@ class PrefixUsage:
     disk_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixCacheConfig:
+    budget: int = 0  # bytes of host memory for snapshots; 0: no prefix cache
+    files: SnapshotFiles | None = None  # snapshots on disk, which outlive the process
+
+
 class PrefixCache:
-    def __init__(self, saves: SavedStates, *, budget: int, files: SnapshotFiles | None = None):
-        """`budget`: bytes outside the pool; 0: nothing is remembered."""
-        self.saves, self._budget, self._files = saves, budget, files
+    def __init__(self, saves: SavedStates, config: PrefixCacheConfig):
+        self.saves, self._budget, self._files = saves, config.budget, config.files
         self._snapshots: list[Snapshot] = []
         self._fresh: list[Snapshot] = []  # put since files were last written
         self._time = 0

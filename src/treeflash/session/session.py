@@ -1,60 +1,25 @@
 """A loaded model that turns text into text: messages or a raw prompt in, pieces of text out.
 
-Stop strings end the text exactly before their first character, wherever token borders fall.
+The engine returns tokens; the session detokenises them, applies stop strings and parses reasoning and tool
+calls. A stop string ends the text exactly before its first character, wherever token boundaries are.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import torch
-
-from treeflash.config import EngineConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens, Tree
+from treeflash.engine.engine import Engine
+from treeflash.engine.events import Done, Event, Progress, Tokens, VerifiedTree
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
-from treeflash.errors import BadGGUF, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.hub.catalog import Card, recognise
-from treeflash.kernels.quant_matmul import prepare
-from treeflash.memory.device import available_memory, device_name, hold_to, pick_device
-from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
-from treeflash.memory.planner import MemoryPlan, plan_memory
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import MAX_ROWS, SIZES
-from treeflash.models.weights import Progress as LoadProgress
-from treeflash.prefix_cache.files import SnapshotFiles, identity
+from treeflash.engine.sequence import Request, Sequence
+from treeflash.hub.catalog import Card
+from treeflash.memory.planner import MemoryPlan
+from treeflash.session.answer import Answer
 from treeflash.session.prompts import Prompts
-from treeflash.session.requests import (
-    Finished,
-    Progress,
-    Reasoning,
-    SessionEvent,
-    Text,
-    TextRequest,
-    TreeStep,
-)
-from treeflash.spec.controller import BUCKETS, Costs
-from treeflash.spec.cost_file import CostFile
-from treeflash.spec.draft import BlockDraft, Drafter, NoDrafter
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
+from treeflash.session.requests import Finished, Reasoning, SessionEvent, Text, TextRequest, TreeStep
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
 __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
-
-# Our name of a setting, and the file's below general.sampling.
-_FILE_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 
 
 class Session:
@@ -78,224 +43,118 @@ class Session:
         self._save_costs = save_costs
         self._prompts = Prompts(tokenizer, template)
 
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        config: EngineConfig | None = None,
-        *,
-        progress: LoadProgress | None = None,
-        warming: Callable[[int, int], None] | None = None,
-        graphs: bool = True,
-    ) -> "Session":
-        """`progress`: of reading; `warming`: of making CUDA graphs of the steps, unless told not to."""
-        config = config or EngineConfig()
-        device = pick_device(config.device)
-        if config.speculation is not None and not 1 <= config.speculation.budget < MAX_ROWS:
-            raise UsageError(f"--budget is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
-        with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file)
-            tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
-            template = ChatTemplate.from_metadata(file.metadata, source=str(path))
-            if tokenizer.vocab_size != spec.vocab_size:
-                raise BadGGUF(
-                    f"{path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
-                    f"needed {spec.vocab_size}, the rows of token_embd.weight"
-                )
-            plan = plan_memory(file, spec, config, device)
-            if device.type == "cuda":
-                hold_to(plan.room, device)
-            card = recognise(
-                [spec.name, path.stem],
-                architecture=spec.architecture,
-                width=spec.width,
-                layers=len(spec.layers),
-            )
-            recommended = file_sampling(file.metadata)
-            target = Decoder.load(
-                file,
-                device=device,
-                dtype=compute_dtype(device.type),
-                expand=plan.expanded,
-                host_embedding=plan.host_embedding,
-                progress=progress,
-            )
-            computing = device_name(device) if device.type == "cuda" else f"CPU {compute_dtype(device.type)}"
-            files = _prefix_files(config, file, plan, computing)
-        prepare(target.layouts, device)
-        kept = "/".join(format.name for format in plan.kv)
-        cost_file = CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {kept}")
-        costs = cost_file.load()
-        _free_scraps(device)
-        drafter = _drafter(config, target, plan, costs)
-        _free_scraps(device)
-        engine = Engine(
-            target,
-            max_ctx=plan.max_ctx,
-            prefill_chunk=plan.prefill_chunk,
-            drafter=drafter,
-            max_rows=config.max_rows,
-            prefix_cache=_prefix_cache(config),
-            prefix_files=files,
-            kv=plan.kv,
-            window=config.window,
-        )
-        if device.type == "cuda" and graphs:
-            engine.capture(warming)
-            _free_scraps(device)
-        return cls(
-            engine,
-            tokenizer,
-            template,
-            plan,
-            card=card,
-            file_sampling=recommended,
-            save_costs=lambda: cost_file.save(costs),
-        )
-
     @property
     def max_ctx(self) -> int:
         return self.engine.max_ctx
 
-    @property
-    def default_sampling(self) -> SamplingParams:
-        """What the model's makers recommend: its card, else its file; greedy where neither says anything."""
-        return self.sampling_for(None)
-
     def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """The same for a request that thinks or does not; None: as the model does by default."""
+        """Return the recommended sampling: the model card's, else the file's; greedy if neither says anything.
+
+        thinking: whether the request thinks; None: as the model does by default.
+        """
         if self.card is None:
             return self._file_sampling
         thinks = self.card.thinking if thinking is None else thinking
         return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
 
     def encode(self, request: TextRequest) -> list[int]:
-        """The prompt's token ids; raises where the template refuses the messages."""
+        """Return the prompt's token ids; raises if the template refuses the messages."""
         return self._prompts.encode(request).ids
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
+        """Run a request to its end. Closing the iterator, or an error, frees its memory."""
         prompt = self._prompts.encode(request)
-        answer = self._prompts.answer(request, prompt)
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] | None = None if request.sampling.logprobs is None else []
-        fresh: list[TokenLogprob] | None = None if logprobs is None else []
+        output = self._prompts.answer(request, prompt)
         room = self.max_ctx - len(prompt.ids) + 1
-        events = self.engine.generate(
+        sequence = self.engine.add(
             Request(
                 prompt=prompt.ids,
                 max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
                 sampling=request.sampling,
                 stop_ids=self.tokenizer.stop_ids,
-                cut=answer.write,
-                may_cut=answer.may_end,
-                cancelled=request.cancelled,
-                guide=self._prompts.guide(request, prompt),
+                may_stop=output.may_end,
+                constraint=self._prompts.guide(request, prompt),
                 draft_budget=request.draft_budget,
                 trees=request.trees,
                 boundaries=prompt.boundaries,
             )
         )
-        with contextlib.closing(events):
-            for event in events:
-                match event:
-                    case Progress():
-                        yield event
-                    case Tokens(new, measured):
-                        tokens += new
-                        if logprobs is not None:
-                            logprobs += measured or []
-                            fresh = (fresh or []) + (measured or [])
-                        for piece in answer.take(fresh):
-                            yield piece
-                            fresh = None if isinstance(piece, Text | Reasoning) else fresh
-                    case Tree():
-                        yield self._shown(event)
-                    case Done(reason, stats):
-                        answer.finish(whole=reason == "stop")
-                        yield from answer.take(fresh)
-                        self._save_costs()
-                        stats.reasoning_tokens = min(answer.reasoning_tokens, len(tokens))
-                        called = reason == "stop" and answer.called
-                        yield Finished(
-                            reason="tool_calls" if called else reason,
-                            stop_string=answer.stop_string,
-                            tokens=tokens,
-                            stats=stats,
-                            logprobs=logprobs,
-                        )
+        generation = _Generation(self.engine, sequence, output, self._show)
+        try:
+            while not sequence.finished:
+                if request.cancelled():
+                    yield from generation.events([self.engine.cancel(sequence)])
+                else:
+                    step = self.engine.step()
+                    yield from generation.events([event for owner, event in step if owner is sequence])
+        finally:
+            self.engine.release(sequence)
+            self._save_costs()
 
-    def _shown(self, tree: Tree) -> TreeStep:
+    def _show(self, tree: VerifiedTree) -> TreeStep:
         texts = [self.tokenizer.token_bytes(token).decode(errors="replace") for token in tree.tokens]
         return TreeStep(texts, tree.parents, tree.accepted, 1000 * tree.draft_s, 1000 * tree.step_s)
 
 
-def _free_scraps(device: torch.device) -> None:
-    """What torch keeps for later of memory that was used while loading would not be there for the cache."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+class _Generation:
+    """One request's engine events turned into session events."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: Sequence,
+        output: Answer,
+        show: Callable[[VerifiedTree], TreeStep],
+    ):
+        self._engine, self._sequence, self._output, self._show = engine, sequence, output, show
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None if sequence.sampling.logprobs is None else []
+        self._pending: list[TokenLogprob] | None = None  # since the last piece of text
 
-def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Costs) -> Drafter:
-    if config.speculation is None:
-        return NoDrafter()
-    block = None
-    if config.draft is not None:
-        kind = target.device.type
-        draft = DFlashDraft.load(
-            config.draft.path,
-            target.spec,
-            device=target.device,
-            dtype=compute_dtype(kind),
-            expand=plan.expanded,
-            quant=draft_quant(config.draft, kind),
-            causal=config.draft.causal,
+    def events(self, step: list[Event]) -> Iterator[SessionEvent]:
+        """Turn the events of one engine step into text; a stop string ends the sequence inside it."""
+        for event in self._apply_stops(step):
+            match event:
+                case Progress():
+                    yield event
+                case VerifiedTree():
+                    yield self._show(event)
+                case Tokens(ids, logprobs):
+                    self._tokens += ids
+                    if self._logprobs is not None:
+                        self._logprobs += logprobs or []
+                        self._pending = (self._pending or []) + (logprobs or [])
+                    yield from self._text()
+                case Done():
+                    self._output.finish(whole=event.reason == "stop")
+                    yield from self._text()
+                    yield self._finished(event)
+
+    def _apply_stops(self, step: list[Event]) -> list[Event]:
+        """Return the step's events, cut where a stop string or the last allowed tool call ends the text."""
+        tokens = next((event for event in step if isinstance(event, Tokens)), None)
+        keep = self._output.write(tokens.ids) if tokens is not None else None
+        if tokens is None or keep is None:
+            return step
+        logprobs = None if tokens.logprobs is None else tokens.logprobs[:keep]
+        before = [event.cut(keep) if isinstance(event, VerifiedTree) else event for event in step]
+        before = [event for event in before if not isinstance(event, Tokens | Done)]
+        return [*before, Tokens(tokens.ids[:keep], logprobs), self._engine.stop(self._sequence, keep=keep)]
+
+    def _text(self) -> Iterator[SessionEvent]:
+        for piece in self._output.take(self._pending):
+            yield piece
+            if isinstance(piece, Text | Reasoning):
+                self._pending = None
+
+    def _finished(self, done: Done) -> Finished:
+        stats = done.stats
+        stats.reasoning_tokens = min(self._output.reasoning_tokens, len(self._tokens))
+        called = done.reason == "stop" and self._output.called
+        return Finished(
+            reason="tool_calls" if called else done.reason,
+            stop_string=self._output.stop_string,
+            tokens=self._tokens,
+            stats=stats,
+            logprobs=self._logprobs,
         )
-        context = config.draft.context
-        buffers = draft_buffers(
-            draft.spec,
-            max_ctx=plan.max_ctx,
-            context=context,
-            device=target.device,
-            dtype=ring_dtype(kind),
-        )
-        block = BlockDraft(draft, target, buffers)
-        prepare(draft.layouts, target.device)
-    # Padded steps cost what the next larger size does.
-    sizes = SIZES if target.device.type == "cuda" else BUCKETS
-    return Speculator(block, config.speculation, costs, device=target.device, sizes=sizes)
-
-
-def _prefix_cache(config: EngineConfig) -> int:
-    if config.prefix_cache is not None:
-        return config.prefix_cache
-    return min(available_memory(torch.device("cpu")) // 4, 8 << 30)
-
-
-def _prefix_files(
-    config: EngineConfig, file: GGUFFile, plan: MemoryPlan, computing: str
-) -> SnapshotFiles | None:
-    if config.prefix_cache_dir is None or config.prefix_cache == 0:
-        return None
-    draft = config.draft if config.speculation else None
-    made_of = identity(
-        [*file.paths, *([draft.path] if draft else ())],
-        computing=computing,
-        kv=[format.name for format in plan.kv],
-        window=config.window,
-        chunk=plan.prefill_chunk,
-        draft=draft and [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)],
-    )
-    return SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
-
-
-def file_sampling(metadata: Mapping[str, Any]) -> SamplingParams:
-    """What a file's own metadata recommends; a value that makes no sense there is left out."""
-    found: dict[str, Any] = {}
-    for field, key in _FILE_SAMPLING.items():
-        value = metadata.get(f"general.sampling.{key}")
-        with contextlib.suppress(UsageError, TypeError, ValueError):
-            if value is not None:
-                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
-                SamplingParams(**wanted)
-                found |= wanted
-    return SamplingParams(**found)

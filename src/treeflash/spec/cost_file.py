@@ -6,26 +6,26 @@ import os
 from pathlib import Path
 from typing import Any
 
-from treeflash.spec.controller import Costs
+from treeflash.spec.policy import StepCosts
 
 
 class CostFile:
-    """Costs by device and model. What cannot be read or written is simply measured again."""
+    """Costs by device and model. What cannot be read or written is measured again."""
 
     def __init__(self, path: Path | None, key: str):
         self._path, self._key = path, key
 
-    def load(self) -> Costs:
+    def load(self) -> StepCosts:
         entry: Any = self._read().get(self._key)
         try:
             steps = {int(rows): float(seconds) for rows, seconds in entry["step"].items()}
             draft = float(entry["draft"])
         except (TypeError, KeyError, ValueError, AttributeError):
-            return Costs()
+            return StepCosts()
         sound = all(1 <= rows <= 64 and seconds > 0 for rows, seconds in steps.items()) and draft >= 0
-        return Costs(steps, draft) if sound else Costs()
+        return StepCosts(steps, draft) if sound else StepCosts()
 
-    def save(self, costs: Costs) -> None:
+    def save(self, costs: StepCosts) -> None:
         if self._path is None:
             return
         book = self._read()

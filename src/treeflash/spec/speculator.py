@@ -1,107 +1,90 @@
-"""The drafter users get: a DFlash draft and copies from the text, as one tree of a size that pays."""
+"""The drafter users get: a DFlash draft and prompt lookup in one tree, of a size that pays."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treeflash.config import SpecConfig
-from treeflash.models.step import MAX_ROWS
-from treeflash.spec.calibration import Calibration
-from treeflash.spec.controller import BUCKETS, Controller, Costs, Plan
-from treeflash.spec.draft import BlockDraft, Outcome, Rank, TreeGuide
-from treeflash.spec.draft_part import DraftPart
-from treeflash.spec.lookup import ContextLookup
-from treeflash.spec.proposal import Proposal, ScoredTree, build_tree
-from treeflash.spec.tree import DraftTree
-from treeflash.spec.verify import walk
+from treeflash.kernels.tree import MAX_ROWS
+from treeflash.kernels.tree.reference import accept_path
+from treeflash.spec.dflash import DraftCall, DraftModel, DraftReport, NoDraftModel
+from treeflash.spec.drafter import Constraint, Rank, StepOutcome
+from treeflash.spec.policy import EAGER_SIZES, Calibration, Plan, RowPolicy, StepCosts
+from treeflash.spec.prompt_lookup import PromptLookup
+from treeflash.spec.tree import Tree
 from treeflash.state.draft_ring import SavedRings
-from treeflash.state.graphs import Part
+from treeflash.state.graphs import CapturedFunction
 
-_CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely looks further
-_SPINE = math.log(0.02)  # the likeliest path is in the tree as long as it survives this often
-_LOOKUP_DEPTH = 15  # without a draft to set it
-_FORCED = math.log(0.97)  # text without a choice may still be cut into other tokens
-_GUIDED = 3  # times as many nodes are looked at
+_CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
+_SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
+_FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
+_CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A proposal, the tree it makes, and the tokens that came since."""
+class _Called:
+    """A draft call, and the tokens that followed it."""
 
-    proposal: Proposal  # as claimed, not corrected
-    scored: ScoredTree
-    came: list[int]
-    waited: int = 0  # plain steps between the last tree and the question
-
-    def weights(self) -> list[float]:
-        return self.scored.weights.exp().tolist()
+    report: DraftReport
+    waited: int  # plain steps between the last tree and the call
+    followed: list[int]
 
     def path(self) -> list[int]:
-        """The rows that came true, the root first."""
-        tokens, parents = self.scored.tokens.tolist(), self.scored.parents.tolist()
-        chosen, rows = [-1] * len(tokens), [0]
-        for token in self.came:
-            chosen[rows[-1]] = token
-            further = walk(tokens, parents, chosen).rows
-            if len(further) == len(rows):
+        """Return the rows that the text followed, the root first."""
+        tokens, parents = self.report.tokens, self.report.parents
+        sampled, rows = [-1] * len(tokens), [0]
+        for token in self.followed:
+            sampled[rows[-1]] = token
+            longer = accept_path(tokens, parents, sampled)
+            if len(longer) == len(rows):
                 break
-            rows = further
+            rows = longer
         return rows
 
 
 class Speculator:
+    _call: DraftCall  # set by `bind`
+
     def __init__(
         self,
-        draft: BlockDraft | None,
+        draft: DraftModel | None,
         config: SpecConfig,
-        costs: Costs,
+        costs: StepCosts,
         *,
         device: torch.device | str = "cpu",
-        sizes: Sequence[int] = BUCKETS,
+        sizes: Sequence[int] = EAGER_SIZES,
     ):
-        """`sizes`: of steps, those that differ in what they cost."""
-        self._draft, self._config, self._device = draft, config, device
-        self._depth = draft.spec.block_size - 1 if draft else _LOOKUP_DEPTH
+        """`draft` None: prompt lookup alone; `sizes`: the sizes of steps that differ in cost."""
+        self._draft: DraftModel = draft or NoDraftModel()
+        self._has_draft = draft is not None
+        self._config, self._device = config, device
         self._calibration = Calibration(device)
-        self._controller = Controller(
+        self._policy = RowPolicy(
             costs,
             max_rows=config.budget + 1,
             drafts=draft is not None,
-            fixed=not config.adaptive,
+            adaptive=config.adaptive,
             sizes=sizes,
         )
-        self._lookup = ContextLookup()
-        self._processed = 0
-        self._asked: _Asked | None = None  # for the step under way
-        self._part: DraftPart | None = None  # the draft over fixed tensors, where it is asked that way
-        self._started: Plan | None = None  # it was, for the step under way
-        self._unread: tuple[Tensor, Outcome, Plan] | None = None  # its last report, and what came of it
-        self._watched: _Asked | None = None  # never verified, compared with what comes
+        self._lookup = PromptLookup()
+        self._plan = Plan(1, False)  # of the current step
+        self._pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
+        self._unread: tuple[Tensor, Plan, StepOutcome] | None = None  # the last report, not learnt from yet
+        self._watched: _Called | None = None  # a call that was not verified, compared with what follows
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self._draft.spec.taps if self._draft else ()
+        return self._draft.taps
 
     @property
-    def reach(self) -> int:
-        return self._draft.reach if self._draft else 0
+    def context_length(self) -> int:
+        return self._draft.context_length
 
-    def open(self) -> None:
-        self._lookup = ContextLookup()
-        self._processed = 0
-        self._asked = self._watched = self._unread = None
-        self._started = None
-        self._controller.begin()
-        if self._draft:
-            self._draft.open()
-
-    def fix(self, rank: Rank) -> list[Part]:
-        if self._draft is None:
-            return []
-        self._part = DraftPart(
+    def bind(self, rank: Rank) -> list[CapturedFunction]:
+        self._call = DraftCall(
             self._draft,
             self._calibration,
             rank,
@@ -110,168 +93,130 @@ class Speculator:
             spine=_SPINE,
             device=self._device,
         )
-        return [self._part.part]
+        return [self._call.function] if self._has_draft else []
 
-    def keep(self, features: Tensor, count: Tensor) -> None:
-        if self._draft:
-            self._draft.keep(features, count)
+    def begin(self) -> None:
+        self._lookup = PromptLookup()
+        self._plan = Plan(1, False)
+        self._pruned = self._watched = self._unread = None
+        self._policy.begin()
+        self._draft.begin()
 
-    def trim(self, count: int) -> None:
-        if self._draft:
-            self._draft.trim(count)
+    def append(self, tokens: list[int], features: Tensor) -> None:
+        self._lookup.append(tokens)
+        self._draft.append(features, skipped=len(tokens) - len(features))
+        self._draft.flush()
 
-    def append(self, tokens: list[int], features: Tensor | None) -> None:
-        self._processed += len(tokens)
-        # The anchor was handed over when it was decided, one step before it was processed.
-        new = self._processed - len(self._lookup)
-        self._lookup.append(tokens[len(tokens) - new :])
-        if self._draft and features is not None:
-            self._draft.append(features, skipped=len(tokens) - len(features))
+    def commit(self, features: Tensor, count: Tensor) -> None:
+        self._draft.commit(features, count)
+
+    def commit_eager(self, features: Tensor) -> None:
+        self._draft.append(features)
+
+    def rollback(self, count: int) -> None:
+        self._draft.rollback(count)
 
     def save(self) -> SavedRings | None:
-        return self._draft.save() if self._draft else None
+        return self._draft.save()
 
     def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
-        self.open()
+        self.begin()
         self._lookup.append(list(tokens))
-        self._processed = len(tokens)
-        if self._draft and saved is not None:
+        if saved is not None:
             self._draft.restore(saved)
 
-    def propose(
-        self, anchor: int, position: int, limit: int, rank: Rank, guide: TreeGuide | None = None
-    ) -> DraftTree:
+    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
         if len(self._lookup) == position:
             self._lookup.append([anchor])
-        self._asked = self._started = None
-        if self._part is not None and self._draft is not None:
-            self._draft.flush()
+        self._plan, self._pruned = Plan(1, False), None
         if limit == 1:
-            return DraftTree.root(anchor)
-        copied, score = self._copy(anchor, guide)
-        if guide is not None:
-            self._catch_up()
-        plan = self._controller.plan(copied=len(copied), sure=math.exp(score))
-        if plan.copy:
-            tokens = [anchor, *copied][: min(plan.rows, limit)]
-            return DraftTree.of(tokens, list(range(-1, len(tokens) - 1)))
-        if plan.ask and self._part is not None and guide is None:
-            self._part(anchor, self._chain(copied), score)
-            self._started = plan
-            self._catch_up()  # while the device is busy
-            rows = min(plan.rows, limit)
-            if rows > 1:
-                tree = self._part.tree
-                return DraftTree(tree[0, :rows], tree[1, :rows], tree)
-        elif plan.ask:
-            self._asked = asked = self._ask(anchor, rank, copied, score, guide)
-            asked.waited = plan.waited
-            rows = min(plan.rows, limit, len(asked.scored.tokens))
-            if rows > 1:
-                return DraftTree(asked.scored.tokens[:rows], asked.scored.parents[:rows])
-        return DraftTree.root(anchor)
+            return Tree.root(anchor)
+        copied, score = self._copied(anchor, constraint)
+        if constraint is not None:
+            self._learn_unread()
+        self._plan = plan = self._policy.plan(copied=len(copied), probability=math.exp(score))
+        rows = min(plan.rows, limit)
+        if plan.lookup:
+            return Tree.chain([anchor, *copied][:rows])
+        if not plan.draft:
+            return Tree.root(anchor)
+        chain = [] if self._config.chain else copied
+        if constraint is not None:
+            return self._propose_constrained(anchor, chain, score, rows, constraint)
+        self._call(anchor, chain, score)
+        self._learn_unread()  # while the device is busy
+        return self._call.tree(rows) if rows > 1 else Tree.root(anchor)
 
-    def rests(self) -> bool:
-        copied, score = self._from_text()
-        return self._controller.rest(copied=len(copied), sure=math.exp(score))
+    def plan_root(self) -> bool:
+        copied, score = self._looked_up()
+        return self._policy.plan_root(copied=len(copied), probability=math.exp(score))
 
-    def learn(self, outcome: Outcome) -> None:
-        self._catch_up()
-        asked, costs = self._asked, self._controller.costs
-        costs.learn_step(outcome.verified, outcome.step_seconds)
-        if asked is not None or self._started is not None:
-            costs.learn_draft(outcome.draft_seconds)
-        if self._started is not None and self._part is not None:
-            self._unread, self._started = (self._part.report(), outcome, self._started), None
+    def observe(self, outcome: StepOutcome) -> None:
+        self._learn_unread()
+        self._lookup.append(outcome.tokens)
+        costs, plan = self._policy.costs, self._plan
+        costs.observe_step(outcome.rows, outcome.verify_s)
+        if plan.draft:
+            costs.observe_draft(outcome.draft_s)
+        if self._pruned is not None:
+            self._learn(_Called(self._pruned, plan.waited, []), outcome)
+        elif plan.draft:
+            # Read later, so that the next draft call need not wait for it.
+            self._unread = (self._call.report(), plan, outcome)
         else:
-            self._judge(asked, outcome)
+            self._learn(None, outcome)
 
-    def _catch_up(self) -> None:
-        """Learns from the report that was put off."""
-        if self._unread is not None and self._part is not None:
-            (report, outcome, plan), self._unread = self._unread, None
-            self._judge(_Asked(*self._part.read(report), [], plan.waited), outcome)
+    def warnings(self) -> list[str]:
+        warning = self._policy.warning() if self._has_draft else None
+        return [warning] if warning else []
 
-    def _judge(self, asked: _Asked | None, outcome: Outcome) -> None:
-        if asked is not None:
-            if outcome.verified > 1:
-                self._calibration.learn(asked.proposal, outcome.tokens)
-                self._controller.learn(
-                    asked.weights(), outcome.rows, verified=outcome.verified, waited=asked.waited
-                )
-            elif self._watched is None:
-                self._watched = asked
-        self._watch(outcome.tokens)
+    def _propose_constrained(
+        self, anchor: int, chain: list[int], score: float, rows: int, constraint: Constraint
+    ) -> Tree:
+        """Build a larger tree, read it to the host and keep the rows that the constraint allows."""
+        nodes = min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
+        self._call(anchor, chain, score, nodes=nodes)
+        report = self._call.finished_report()
+        kept = constraint.kept(report.tokens, report.parents)[: self._config.budget + 1]
+        self._pruned = report = report.only(kept)
+        return Tree.of(report.tokens[:rows], report.parents[:rows])
 
-    def notes(self) -> list[str]:
-        complaint = self._controller.complaint() if self._draft else None
-        return [complaint] if complaint else []
-
-    def _watch(self, tokens: list[int]) -> None:
-        """Follows an unverified proposal until the text leaves it."""
-        if self._watched is None:
-            return
-        watched = self._watched
-        watched.came += tokens
-        path = watched.path()
-        if len(path) <= len(watched.came) or len(watched.came) >= self._depth:
-            self._calibration.learn(watched.proposal, watched.came[: len(path)])
-            self._controller.learn(
-                watched.weights(), path, verified=len(watched.scored.tokens), waited=watched.waited
-            )
-            self._watched = None
-
-    def _copy(self, anchor: int, guide: TreeGuide | None) -> tuple[list[int], float]:
-        """The likeliest continuation that needs no draft, and the log probability of each of its tokens."""
-        copied, score = self._from_text()
-        if guide is None:
+    def _copied(self, anchor: int, constraint: Constraint | None) -> tuple[list[int], float]:
+        """Return the likeliest continuation that needs no draft, and the log probability of each token."""
+        copied, score = self._looked_up()
+        if constraint is None:
             return copied, score
-        forced = guide.forced(self._depth)
+        forced = constraint.forced(self._draft.depth)
         if forced:
             return forced, _FORCED
         chain = [anchor, *copied]
-        return copied[: len(guide.kept(chain, range(-1, len(copied)))) - 1], score
+        return copied[: len(constraint.kept(chain, range(-1, len(copied)))) - 1], score
 
-    def _from_text(self) -> tuple[list[int], float]:
-        """A copy of what followed the same tokens before."""
-        return self._lookup.propose(self._depth) if self._config.lookup else ([], 0.0)
+    def _looked_up(self) -> tuple[list[int], float]:
+        return self._lookup.propose(self._draft.depth) if self._config.lookup else ([], 0.0)
 
-    def _ask(
-        self, anchor: int, rank: Rank, copied: list[int], score: float, guide: TreeGuide | None
-    ) -> _Asked:
-        """The draft's candidates, corrected by how such claims have fared, and the copy, as one tree."""
-        assert self._draft is not None
-        # Of a tree with a guide some branches will fall, so that there should be more of them.
-        nodes = self._config.budget if guide is None else min(_GUIDED * self._config.budget, MAX_ROWS - 1)
-        if self._part is not None:
-            self._part(anchor, self._chain(copied), score, nodes=nodes)
-            if torch.device(self._device).type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            return self._pruned(*self._part.read(self._part.report()), guide)
-        claimed = self._draft.propose(anchor, rank, 1 if self._config.chain else _CANDIDATES)
-        proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
-        if copied and not self._config.chain:
-            ended = [-1] * (proposal.depth - len(copied))
-            chain = torch.tensor([copied + ended], device=self._device)
-            proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
-        root = torch.tensor([anchor], device=self._device)
-        return self._pruned(claimed, build_tree(root, proposal, nodes=nodes, spine=_SPINE).trimmed(), guide)
+    def _learn_unread(self) -> None:
+        if self._unread is not None:
+            (report, plan, outcome), self._unread = self._unread, None
+            self._learn(_Called(self._call.read(report), plan.waited, []), outcome)
 
-    def _chain(self, copied: list[int]) -> list[int]:
-        """What of a copy may stand beside the draft's own."""
-        return [] if self._config.chain else copied
+    def _learn(self, called: _Called | None, outcome: StepOutcome) -> None:
+        if called is not None and outcome.rows > 1:
+            report = called.report
+            self._calibration.observe(report.proposal, outcome.tokens)
+            self._policy.observe(report.weights, outcome.path, verified=outcome.rows, waited=called.waited)
+        elif called is not None and self._watched is None:
+            self._watched = called
+        self._follow_watched(outcome.tokens)
 
-    def _pruned(self, claimed: Proposal, scored: ScoredTree, guide: TreeGuide | None) -> _Asked:
-        if guide is not None:
-            kept = guide.kept(scored.tokens.tolist(), scored.parents.tolist())
-            scored = _only(scored, kept[: self._config.budget + 1])
-        return _Asked(claimed, scored, [])
-
-
-def _only(scored: ScoredTree, rows: list[int]) -> ScoredTree:
-    """A part of a tree that holds every row's parent."""
-    parents, place = scored.parents.tolist(), {row: index for index, row in enumerate(rows)}
-    device = scored.tokens.device
-    index = torch.tensor(rows, device=device)
-    renamed = torch.tensor([place.get(parents[row], -1) for row in rows], device=device)
-    return ScoredTree(scored.tokens[index], renamed, scored.weights[index])
+    def _follow_watched(self, tokens: list[int]) -> None:
+        """Compare a call that was not verified with the text until the text leaves its tree."""
+        if self._watched is None:
+            return
+        called, report = self._watched, self._watched.report
+        called.followed += tokens
+        path = called.path()
+        if len(path) <= len(called.followed) or len(called.followed) >= self._draft.depth:
+            self._calibration.observe(report.proposal, called.followed[: len(path)])
+            self._policy.observe(report.weights, path, verified=len(report.tokens), waited=called.waited)
+            self._watched = None

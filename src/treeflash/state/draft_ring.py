@@ -1,4 +1,4 @@
-"""The draft's own keys and values: a ring a layer, as long as the layer can look back."""
+"""The draft's KV ring: one ring buffer a layer, as long as the layer's attention reaches."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from treeflash.models.dflash import DraftBuffers
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.state.snapshots import aside
 
-# Full-attention layers look back no further than this unless asked: acceptance gains nothing from more.
+# Full-attention layers reach no further than this unless asked: acceptance gains nothing from more.
 DEFAULT_CONTEXT = 16384
 
 
@@ -55,9 +55,7 @@ def draft_buffers(
 ) -> DraftBuffers:
     """`context` limits the full layers; sliding layers hold their window."""
     if context is not None and context < 1:
-        raise UsageError(
-            f"the draft's context is {context}, needed at least 1 position", "give --draft-ctx N"
-        )
+        raise UsageError(f"the draft's context is {context}, needed at least 1 position", "set `draft_ctx`")
     full = min(max_ctx, DEFAULT_CONTEXT if context is None else context)
 
     def ring(kind: str) -> torch.Tensor:

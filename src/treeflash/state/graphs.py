@@ -1,4 +1,4 @@
-"""Work over tensors that stay where they are, run as it is or as a CUDA graph; knows not what it is."""
+"""A function over static buffers, run eagerly or replayed as a CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -8,11 +8,11 @@ import torch
 Result = TypeVar("Result")
 
 
-class Part(Generic[Result]):
-    """What `work` computes. Captured, its result is always the same tensors, with new contents."""
+class CapturedFunction(Generic[Result]):
+    """Runs `function` eagerly until it is captured; then its result is always the same tensors."""
 
-    def __init__(self, work: Callable[[], Result]):
-        self._work = work
+    def __init__(self, function: Callable[[], Result]):
+        self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Result | None = None
 
@@ -22,23 +22,24 @@ class Part(Generic[Result]):
 
     def __call__(self) -> Result:
         if self._graph is None:
-            return self._work()
+            return self._function()
         self._graph.replay()
         assert self._result is not None
         return self._result
 
     def capture(self, pool: Any) -> None:
-        """Graphs of one pool share their scratch memory, so they must follow one another.
+        """Capture the function as a CUDA graph.
 
-        The work is done once before: a captured launch must find its kernels loaded.
+        Graphs of one pool share scratch memory, so they must run one after the other. The function runs once
+        before: a captured launch must find its kernels loaded.
         """
-        self._work()
+        self._function()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            result = self._work()
+            result = self._function()
         self._graph, self._result = graph, result
 
     def release(self) -> None:
-        """Runs as it is from now on."""
+        """Drop the graph and run eagerly again."""
         self._graph = self._result = None

@@ -1,13 +1,13 @@
-"""Every mutable tensor of the conversations in flight: paged keys and values, recurrent states, lengths.
+"""Every mutable tensor of the running sequences: paged KV cache, recurrent and convolution state, lengths.
 
-A slot holds one conversation. A tree step leaves its rows behind the committed ones; `commit` keeps an
-accepted path and forgets the rest. Nothing committed is ever overwritten, so there is nothing to roll back.
-Does not know what tokens mean.
+A slot holds one sequence. A tree step writes its rows after the committed ones; `commit` keeps the accepted
+path and drops the rest. Committed state is never overwritten by a tree, so a rejected branch needs no
+rollback.
 """
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from treeflash.state.pages import PageAllocator
 PAGE = 64  # tokens
 
 
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How the KV cache is stored, and how far back a tree's rows attend."""
+
+    k: KVFormat = FORMATS["f32"]
+    v: KVFormat = FORMATS["f32"]
+    window: int | None = None  # tokens; None: the whole context
+
+
 class SequenceStates:
     def __init__(
         self,
@@ -31,18 +40,17 @@ class SequenceStates:
         slots: int = 1,
         max_rows: int = 1,
         device: torch.device | str = "cpu",
-        kv: tuple[KVFormat, KVFormat] = (FORMATS["f32"], FORMATS["f32"]),
-        window: int | None = None,
+        cache: CacheConfig | None = None,
         input_dtype: torch.dtype = torch.float32,
-        whole: bool = False,
+        static: bool = False,
     ):
-        """`kv`: how keys and how values are kept; `window`: how far back a tree's rows look, in tokens.
+        """`input_dtype`: of the stored convolution inputs; the compute type loses nothing.
 
-        A window that holds the whole context is none.
-        `input_dtype`: of the convolutions' inputs; the type they are computed in loses nothing.
-        `whole`: all pages are there from the start, and no tensor ever moves.
+        `static`: all pages are allocated at once, and no buffer ever moves, as CUDA graphs need it.
         """
-        window = None if window is not None and window >= max_ctx else window
+        cache = cache or CacheConfig()
+        # A window that holds the whole context is none.
+        window = None if cache.window is not None and cache.window >= max_ctx else cache.window
         self._spec = spec
         self._device = torch.device(device)
         self._input_dtype = input_dtype
@@ -51,7 +59,7 @@ class SequenceStates:
         self.lengths = [0] * slots  # the host's copy of buffers.lengths
         self._free_slots = list(range(slots))
         self.pages = PageAllocator(slots)
-        self._keys, self._values = (self._pool(format, 0) for format in kv)
+        self._keys, self._values = (self._pool(format, 0) for format in (cache.k, cache.v))
         self.buffers = Buffers(
             layers=tuple(
                 self._attention(0) if kind == "attention" else self._delta(slots) for kind in spec.layers
@@ -64,12 +72,12 @@ class SequenceStates:
             ),
             window=window,
         )
-        self.approximate = approximations(*kv, window)  # what of it is, in words
-        if whole:
+        self.approximate = approximations(cache.k, cache.v, window)  # what of it is lossy, in words
+        if static:
             self._grow(self.buffers.page_table.numel())
 
     def open(self) -> int:
-        """A free slot, empty."""
+        """Return a free slot, cleared."""
         if not self._free_slots:
             raise ResourceError(f"all {len(self.lengths)} sequence slots are in use")
         slot = self._free_slots.pop(0)
@@ -87,7 +95,7 @@ class SequenceStates:
         self._free_slots.append(slot)
 
     def begin(self, slot: int, pages: list[int], length: int) -> None:
-        """Lets a slot that was just opened begin with `length` tokens whose full pages others hold, too."""
+        """Start a fresh slot with `length` tokens in pages that it shares."""
         self.pages.adopt(slot, pages)
         self.buffers.page_table[slot, : len(pages)] = torch.tensor(
             pages, dtype=torch.int64, device=self._device
@@ -97,12 +105,12 @@ class SequenceStates:
         self.reserve(slot, 0)
 
     def shortage(self, slot: int, rows: int) -> int:
-        """Pages that saved states have to let go of before `reserve` can succeed."""
+        """Return how many pages saved states must release before `reserve` can succeed."""
         missing = self.pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
         return max(0, self.pages.capacity + missing - self.buffers.page_table.numel())
 
     def reserve(self, slot: int, rows: int) -> None:
-        """Makes room for `rows` rows behind the slot's committed tokens."""
+        """Allocate pages for `rows` rows after the slot's committed tokens."""
         pages = -(-(self.lengths[slot] + rows) // PAGE)
         self._provide(self.pages.missing(slot, pages))
         start = len(self.pages.owned[slot])
@@ -111,34 +119,34 @@ class SequenceStates:
             self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
 
     def grant(self, count: int) -> list[int]:
-        """Pages of the pool that the caller holds."""
+        """Return pages of the pool that the caller owns."""
         self._provide(count - self.pages.free)
         return self.pages.grant(count)
 
     def _provide(self, missing: int) -> None:
-        """Makes the pool larger by `missing` pages, at least."""
+        """Grow the pool by at least `missing` pages."""
         if missing > 0:
             most = self.buffers.page_table.numel()
             self._grow(min(max(self.pages.capacity + missing, 3 * self.pages.capacity // 2), most))
 
     def advance(self, step: Step) -> None:
-        """After a chunk: its rows are committed text."""
+        """Commit all rows of a prompt chunk."""
         assert step.is_chunk
         self.buffers.lengths[step.slots] += step.rows
         for slot in step.slots.tolist():
             self.lengths[slot] += step.rows
 
     def commit(self, step: Step, last: Tensor) -> None:
-        """After a tree: keeps row `last` [B] of each slot and its ancestors; -1 keeps nothing."""
-        counts = self.keep(step, last)
+        """Commit row `last` [B] of each slot's tree and its ancestors; -1 commits nothing."""
+        counts = self.commit_on_device(step, last)
         for slot, count in zip(step.slots.tolist(), counts.tolist(), strict=True):
             self.lengths[slot] += count
 
-    def keep(self, step: Step, last: Tensor) -> Tensor:
-        """A commit that asks the device nothing: `lengths` is left to who reads the counts [B] it returns.
+    def commit_on_device(self, step: Step, last: Tensor) -> Tensor:
+        """Commit without a host/device synchronisation; return the committed rows [B].
 
-        Keys and values move into place now; the recurrent states follow at the start of the next forward
-        pass.
+        The caller adds them to `lengths`. The KV rows of the path are compacted now; the recurrent states
+        advance over it at the start of the next forward pass.
         """
         assert step.ancestors is not None
         slots, buffers = step.slots, self.buffers
@@ -148,8 +156,8 @@ class SequenceStates:
             move_rows(self.planes, kept, slots, buffers.page_table)
         return kept.counts
 
-    def trim(self, slot: int, count: int) -> None:
-        """Takes back the last `count` rows of the last commit: the recurrent states have not followed yet."""
+    def rollback(self, slot: int, count: int) -> None:
+        """Remove the last `count` rows of the last commit, before the recurrent states advance over them."""
         assert 0 <= count <= self.lengths[slot]
         self.lengths[slot] -= count
         self.buffers.lengths[slot] -= count
@@ -172,7 +180,7 @@ class SequenceStates:
 
     @property
     def planes(self) -> tuple[Tensor, ...]:
-        """Every tensor of the pool: [attention layers, pages, ...]."""
+        """Every tensor of the KV pool: [attention layers, pages, ...]."""
         return (*self._keys.planes, *self._values.planes)
 
     def _pool(self, format: KVFormat, pages: int) -> HeadPool:
@@ -210,5 +218,5 @@ class SequenceStates:
         except (RuntimeError, MemoryError) as error:
             raise ResourceError(
                 f"no memory for {size / 2**30:.2f} GiB of sequence state on {self._device}",
-                "lower --max-ctx or close other programs",
+                "lower `max_ctx` or close other programs",
             ) from error

@@ -18,12 +18,12 @@ from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import TreeFlashError
+from treeflash.kernels.tree.reference import accept_path
 from treeflash.models.dflash import DFlashDraft
-from treeflash.spec.controller import Costs
-from treeflash.spec.draft import BlockDraft
-from treeflash.spec.proposal import Proposal, build_tree
+from treeflash.spec.dflash import DFlashModel
+from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
-from treeflash.spec.verify import walk
+from treeflash.spec.tree import Proposal, build_tree
 from treeflash.state.draft_ring import draft_buffers
 from treeflash.train.draft_data import Batch, TokenData, make_batch
 from treeflash.train.draft_export import WEIGHTS
@@ -83,13 +83,13 @@ def _walked(hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
         top = logits.topk(min(_CANDIDATES, logits.shape[1]), -1)
         scores = top.values - logits.logsumexp(-1, keepdim=True)
         anchor = batch.tokens[text, batch.anchors[text, block]][None]
-        tree = build_tree(anchor, Proposal.rows(top.indices, scores), nodes=BUDGET, spine=_SPINE)
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        tree, _ = build_tree(anchor, Proposal.of(top.indices, scores), nodes=BUDGET, spine=_SPINE)
+        tokens, parents = tree.lists()
         depths = [0] * len(tokens)
         for row in range(1, len(tokens)):
             depths[row] = depths[parents[row]] + 1
         text_goes_on = [*batch.labels[text, block].tolist(), -1]
-        counts.append(len(walk(tokens, parents, [text_goes_on[depth] for depth in depths]).rows))
+        counts.append(len(accept_path(tokens, parents, [text_goes_on[depth] for depth in depths])))
     return counts
 
 
@@ -116,9 +116,9 @@ def measure(
     max_ctx = max(map(len, prompts)) + max_tokens
     buffers = draft_buffers(loaded.spec, max_ctx=max_ctx, device=target.device)
     speculator = Speculator(
-        BlockDraft(loaded, decoder, buffers),
+        DFlashModel(loaded, decoder, buffers),
         SpecConfig(budget=BUDGET, lookup=False, adaptive=False),
-        Costs(),
+        StepCosts(),
         device=target.device,
     )
     engine = Engine(decoder, max_ctx=max_ctx, drafter=speculator, max_rows=BUDGET + 1)

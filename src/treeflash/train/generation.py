@@ -9,11 +9,11 @@ import torch
 
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import draw
+from treeflash.kernels.sampling import sample
 from treeflash.memory.device import kv_pair
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
-from treeflash.state.sequences import PAGE, SequenceStates
+from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 
 # Noise is keyed by position; sequences are kept apart by giving each a range of positions of its own.
 _POSITIONS = 1 << 32
@@ -61,7 +61,7 @@ def _run(
         max_ctx=longest + max_tokens,
         slots=slots,
         device=target.device,
-        kv=kv_pair(target.spec, target.device),
+        cache=CacheConfig(*kv_pair(target.spec, target.device)),
         input_dtype=target.dtype,
     )
     waiting = [_Sequence(index, prompt) for index, prompt in enumerate(prompts)]
@@ -137,6 +137,6 @@ def _advance(
     places = [sequence.index * _POSITIONS + states.lengths[slot] for slot, sequence in active.items()]
     positions = torch.tensor(places, device=target.device)
     assert sampling.seed is not None
-    tokens = draw(target.logits(hidden), positions, seed=sampling.seed, **sampling.filters)
+    tokens = sample(target.logits(hidden), positions, seed=sampling.seed, **sampling.filters)
     for sequence, token in zip(active.values(), tokens.tolist(), strict=True):
         sequence.answer.append(token)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treeflash.kernels.sampling import filters, search
 from treeflash.kernels.sampling import triton_kernels as kernel
-from treeflash.kernels.sampling.state import MASKED, DrawState
+from treeflash.kernels.sampling.state import MASKED, SamplingState
 
 _SPLITS = 256  # programs that share a row, at most
 # Of a launch, four and eight for each multiprocessor of the largest card: more take longer to return at once.
@@ -50,21 +50,21 @@ class Workspace:
         self.record = make(rows, filters.WORDS.value)
         self.listed, self.found, self.kept = make(rows, shortlist), make(rows, capacity), make(rows, pool)
         self.tokens = make(rows)
-        # What stands above a draft's rows: the anchor.
+        # The only ancestor of a draft's rows: the anchor.
         self.roots = torch.ones(rows, dtype=torch.int64, device=device)
         # Of each kernel's programs: zero before and after every launch.
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
 
 
-def draw_rows(
+def sample_rows(
     logits: Tensor,
     positions: Tensor,
     tokens: Tensor,
     ancestors: Tensor,
-    state: DrawState,
+    state: SamplingState,
     workspace: Workspace,
 ) -> Tensor:
-    """As the package's function of this name."""
+    """Launch the kernels of the package's function of this name."""
     launch, work = _Launch(logits, state, workspace), workspace
     launch.adjust(tokens, ancestors, work.tokens, masks=True, count=0)
     launch.settle(positions, work.tokens, logits, count=0)
@@ -94,10 +94,10 @@ def rank_rows(
     positions: Tensor,
     anchor: Tensor,
     count: int,
-    state: DrawState,
+    state: SamplingState,
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
-    """As the package's function of this name."""
+    """Launch the kernels of the package's function of this name."""
     launch, work = _Launch(logits, state, workspace), workspace
     ids = torch.empty(launch.rows, count, dtype=torch.int64, device=logits.device)
     scores = torch.empty(launch.rows, count, device=logits.device)
@@ -124,7 +124,7 @@ def rank_rows(
 class _Launch:
     """Shapes that the kernels of one call share."""
 
-    def __init__(self, logits: Tensor, state: DrawState, workspace: Workspace):
+    def __init__(self, logits: Tensor, state: SamplingState, workspace: Workspace):
         self.rows, self.vocabulary = logits.shape
         assert self.rows <= workspace.rows, f"{self.rows} rows, room for {workspace.rows}"
         assert self.vocabulary == workspace.vocabulary, (
@@ -159,7 +159,7 @@ class _Launch:
             state.numbers,
             state.integers,
             state.prompt,
-            state.written,
+            state.counts,
             state.bias,
             state.allowed,
             tokens,
@@ -176,7 +176,7 @@ class _Launch:
         )
 
     def settle(self, positions: Tensor, chosen: Tensor, scores: Tensor, *, count: int) -> None:
-        """Draws (count 0) or ranks on the short list; finds the last token kept of rows that stay open."""
+        """Sample (count 0) or rank on the short list; finds the last token kept of rows that stay open."""
         state, work = self.state, self.work
         kernel.shortlist_kernel[self.search_grid](
             self.logits,

@@ -1,8 +1,8 @@
-"""Drawing tokens: filters, and Gumbel noise that depends on (seed, position, token) alone, in plain torch.
+"""Sampling tokens: filters, and Gumbel noise that depends on (seed, position, token) alone, in plain torch.
 
 The noise is Philox4x32-10 with the seed as key and (token, position, position >> 32, 0) as counter, first
-output word. A token is argmax(log p + noise), an exact draw from p, the same however the text was cut into
-steps.
+output word. A token is argmax(log p + noise), an exact sample from p, the same however the text is divided
+into steps.
 """
 
 import math
@@ -49,7 +49,7 @@ def philox(seed: int, token: Tensor, position: Tensor) -> Tensor:
 def gumbel(seed: int, token: Tensor, position: Tensor) -> Tensor:
     """Standard Gumbel noise, float32."""
     uniform = ((philox(seed, token, position).double() + 0.5) * 2.0**-32).float()
-    # The largest draws round to one, whose logarithm would be infinite.
+    # The largest uniforms round to one, whose logarithm would be infinite.
     return -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()
 
 
@@ -58,7 +58,7 @@ def fixed_exp(scores: Tensor) -> Tensor:
 
     Sums of whole numbers do not depend on their order, so that every machine cuts at the same token.
     """
-    # The only rounding: one float32 product.
+    # The only rounding: one float32 multiplication.
     below = (scores * -_OCTAVES).clamp(max=2.0**30).long()
     octave = (below + 0xFFFFF) >> 20
     fraction = ((octave << 20) - below) << 12
@@ -119,7 +119,7 @@ def float32(number: float) -> float:
     return float(numpy.float32(number))
 
 
-def draw(
+def sample(
     logits: Tensor,
     positions: Tensor,
     *,
@@ -130,9 +130,9 @@ def draw(
     min_p: float,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """One token [R] for each row of logits [R, V]; positions [R] are where the tokens will stand.
+    """One token [R] for each row of logits [R, V]; positions [R] of the tokens.
 
-    `noise` [R, V], where it is at hand, is what `gumbel` gives for these positions and the whole vocabulary.
+    `noise` [R, V], if computed before, is `gumbel` of these positions over the whole vocabulary.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -156,9 +156,9 @@ def rank(
     top_p: float,
     min_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """A draft's rows [K, V] as they will be drawn: at most `count` best ids, best first, log probabilities.
+    """Rank a draft's rows [K, V]: at most `count` best ids, best first, with log probabilities.
 
-    With the noise that verification will add, since it is known: what it lifts is what will be drawn.
+    Adds the noise that verification will add: what it lifts is what will be sampled.
     """
     if temperature == 0:
         ids = best(logits, min(count, logits.shape[1]))

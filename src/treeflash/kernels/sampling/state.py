@@ -1,4 +1,4 @@
-"""What a request asks of its draws, as tensors that kernels read at every launch; the plain draw."""
+"""A request's sampling parameters and token counts as tensors, and sampling with them in plain torch."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treeflash.kernels.sampling.penalties import penalised
-from treeflash.kernels.sampling.reference import draw, rank
+from treeflash.kernels.sampling.reference import gumbel, rank, sample
 
 PENALISED, BIASED, MASKED = 1, 2, 4
 _TEMPERATURE, _TOP_P, _LEAST, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
@@ -16,19 +16,19 @@ _TOP_K, _SEED, _FLAGS = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class DrawState:
-    """What a request asks of its draws and what it has written; kernels read it anew at every launch."""
+class SamplingState:
+    """A request's sampling parameters and what it has generated; kernels read it at every launch."""
 
     numbers: Tensor  # [6] float32: temperature, top-p, log of min-p, repetition, presence, frequency
     integers: Tensor  # [3] int64: top-k, seed, flags
     prompt: Tensor  # [V] bool
-    written: Tensor  # [V] float32: how often each token stands in the answer, the tree's rows aside
+    counts: Tensor  # [V] float32: occurrences of each generated token, without the rows of the current tree
     bias: Tensor  # [V] float32
     allowed: Tensor  # [rows, V / 32] int32: a grammar's bits for each row, the lowest bit first
 
     @classmethod
-    def empty(cls, rows: int, vocabulary: int, device: torch.device | str) -> "DrawState":
-        """Greedy, nothing written."""
+    def empty(cls, rows: int, vocabulary: int, device: torch.device | str) -> "SamplingState":
+        """Return the state of a greedy request that has generated nothing."""
         state = cls(
             torch.zeros(6, device=device),
             torch.zeros(3, dtype=torch.int64, device=device),
@@ -37,10 +37,10 @@ class DrawState:
             torch.zeros(vocabulary, device=device),
             torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device),
         )
-        state.ask()
+        state.begin()
         return state
 
-    def ask(
+    def begin(
         self,
         *,
         temperature: float = 0.0,
@@ -56,15 +56,15 @@ class DrawState:
         bias: Tensor | None = None,
         masked: bool = False,
     ) -> None:
-        """A new request: its numbers, the prompt's tokens [n], what to add to some logits."""
-        # Smaller temperatures are denormal, which some devices take for zero.
+        """Start a request: its parameters, the prompt's tokens [n], and a bias for some tokens."""
+        # Smaller temperatures are denormal, which some devices flush to zero.
         cool = max(temperature, 1e-30) if temperature > 0 else 0.0
         least = math.log(min_p) if min_p > 0 else -math.inf
         numbers = torch.tensor([cool, top_p, least, repetition, presence, frequency])
         penalties = repetition != 1 or presence != 0 or frequency != 0
         flags = PENALISED * penalties + MASKED * masked
         self.prompt.zero_()
-        self.written.zero_()
+        self.counts.zero_()
         self.bias.zero_()
         if prompt is not None and penalties:
             self.prompt[prompt] = True
@@ -77,7 +77,7 @@ class DrawState:
         self.integers.copy_(torch.tensor([top_k, signed, flags]))
 
     def settings(self) -> dict:
-        """The numbers on the host, as `draw` takes them."""
+        """Return the parameters on the host, as `sample` takes them."""
         numbers, integers = self.numbers.tolist(), self.integers.tolist()
         return {
             "temperature": numbers[_TEMPERATURE],
@@ -88,17 +88,51 @@ class DrawState:
         }
 
 
-def draw_rows(
-    logits: Tensor, positions: Tensor, tokens: Tensor, ancestors: Tensor, state: DrawState
+class NoiseCache:
+    """Gumbel noise of the last positions [V each]: consecutive trees sample the same positions again."""
+
+    def __init__(self) -> None:
+        self._seed = -1
+        self._rows: dict[int, Tensor] = {}
+
+    def at(self, seed: int, positions: Tensor, vocabulary: int) -> Tensor:
+        """Return the noise [R, V] of the positions [R]."""
+        wanted = positions.tolist()
+        if seed != self._seed:
+            self._seed, self._rows = seed, {}
+        missing = sorted(set(wanted) - self._rows.keys())
+        if missing:
+            ids = torch.arange(vocabulary, device=positions.device)
+            fresh = gumbel(seed, ids, torch.tensor(missing, device=positions.device)[:, None])
+            self._rows = {at: row for at, row in self._rows.items() if at >= min(wanted)}
+            self._rows.update(zip(missing, fresh, strict=True))
+        return torch.stack([self._rows[at] for at in wanted])
+
+
+def sample_rows(
+    logits: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    ancestors: Tensor,
+    state: SamplingState,
+    cache: NoiseCache | None = None,
 ) -> Tensor:
-    """As the package's function of this name, on any device, with the numbers fetched to the host."""
-    return draw(adjusted(logits, tokens, ancestors, state), positions, **state.settings())
+    """The package's function of this name on any device, with the parameters read to the host."""
+    settings = state.settings()
+    noise = None
+    if cache is not None and settings["temperature"] > 0 and not _filters(settings):
+        noise = cache.at(settings["seed"], positions, logits.shape[1])
+    return sample(adjusted(logits, tokens, ancestors, state), positions, noise=noise, **settings)
+
+
+def _filters(settings: dict) -> bool:
+    return settings["top_k"] > 0 or settings["top_p"] < 1 or settings["min_p"] > 0
 
 
 def rank_rows(
-    logits: Tensor, positions: Tensor, anchor: Tensor, count: int, state: DrawState
+    logits: Tensor, positions: Tensor, anchor: Tensor, count: int, state: SamplingState
 ) -> tuple[Tensor, Tensor]:
-    """As the package's function of this name."""
+    """The package's function of this name on any device."""
     above = torch.ones(len(logits), dtype=torch.int64, device=logits.device)
     logits = adjusted(logits, anchor, above, state, masks=False)
     ids, scores = rank(logits, positions, count=count, **state.settings())
@@ -108,7 +142,7 @@ def rank_rows(
 
 
 def adjusted(
-    logits: Tensor, tokens: Tensor, ancestors: Tensor, state: DrawState, *, masks: bool = True
+    logits: Tensor, tokens: Tensor, ancestors: Tensor, state: SamplingState, *, masks: bool = True
 ) -> Tensor:
     numbers, flags = state.numbers.tolist(), int(state.integers[_FLAGS])
     if flags & PENALISED:
@@ -116,7 +150,7 @@ def adjusted(
         logits = penalised(
             logits,
             state.prompt,
-            state.written,
+            state.counts,
             tokens,
             visible,
             repetition=numbers[_REPETITION],
@@ -126,6 +160,9 @@ def adjusted(
     if flags & BIASED:
         logits = logits + state.bias
     if masks and flags & MASKED:
-        bits = (state.allowed[: len(logits), :, None] >> torch.arange(32, device=logits.device)) & 1
-        logits = logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+        allowed = state.allowed[: len(logits)]
+        rows = (allowed != -1).any(-1).nonzero()[:, 0]  # the others allow every token
+        bits = (allowed[rows, :, None] >> torch.arange(32, device=logits.device)) & 1
+        limited = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+        logits = logits.index_copy(0, rows, limited)
     return logits

@@ -1,7 +1,7 @@
-"""Triton kernels of the draw and of the ranking of a draft's rows. Knows no requests, only their numbers.
+"""Triton kernels that sample tokens and rank a draft's rows.
 
 adjust applies penalties and finds each row's best token; shortlist weighs the row and lists its best tokens,
-among which top-k and top-p nearly always cut, and draws or ranks there; noise draws where nothing is cut.
+among which top-k and top-p nearly always cut, and samples or ranks there; with no cut, noise samples.
 Rows that the short list does not settle go through the kernels of `search` in between. All sums are of whole
 numbers and every order is total, so the outcome depends neither on the number of programs nor on who comes
 first. What is not asked for returns at once: one recorded sequence serves every request.
@@ -62,7 +62,7 @@ def adjust_kernel(
     numbers,
     integers,
     prompt,
-    written,
+    counts,
     bias,
     allowed,
     tokens,
@@ -101,7 +101,7 @@ def adjust_kernel(
                 adjusted,
                 numbers,
                 prompt,
-                written,
+                counts,
                 bias,
                 allowed,
                 tokens,
@@ -145,7 +145,7 @@ def _adjust(
     adjusted,
     numbers,
     prompt,
-    written,
+    counts,
     bias,
     allowed,
     tokens,
@@ -164,15 +164,15 @@ def _adjust(
     inside = ids < vocabulary
     value = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
     if flags & _PENALISED:
-        seen = tl.load(written + ids, mask=inside, other=0.0)
+        seen = tl.load(counts + ids, mask=inside, other=0.0)
         other = tl.arange(0, _TREE)
         token = tl.load(tokens + other, mask=other < tree_rows, other=-1).to(tl.int32)
         above = tl.load(ancestors + row)
         mine = (((above >> other) & 1) != 0) & (token >= 0) & (token // CLASSES % tl.num_programs(1) == split)
         if tl.max(mine.to(tl.int32), 0) > 0:
             for index in range(0, tree_rows):
-                behind = ((above >> index) & 1) != 0
-                seen += ((ids == tl.load(tokens + index).to(tl.int32)) & behind).to(tl.float32)
+                on_path = ((above >> index) & 1) != 0
+                seen += ((ids == tl.load(tokens + index).to(tl.int32)) & on_path).to(tl.float32)
         repetition = tl.load(numbers + 3)
         shrunk = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
         met = (seen > 0) | (tl.load(prompt + ids, mask=inside, other=0) != 0)
@@ -230,7 +230,7 @@ def shortlist_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Weighs the row and lists its best tokens; the last program of the row draws or ranks among them.
+    """Weighs the row and lists its best tokens; the last program of the row samples or ranks among them.
 
     Where top-k or top-p may cut beyond the list, the row stays open and its histogram is emptied.
     """
@@ -310,7 +310,7 @@ def _settle(
     found = tl.max(weights, 0)
     left = tl.where(top_k > 0, tl.sum(tl.where(index < top_k, weight, 0), 0), total)
     limit = limit_of(left, share)
-    # What is not listed weighs nothing, or comes behind the cut.
+    # What is not listed weighs nothing, or is cut.
     settled = (found == total) | tl.where(top_k > 0, top_k <= number, found >= limit)
     settled = settled & (number <= LIST)
     kept = live & ((top_k == 0) | (index < top_k))
@@ -399,7 +399,7 @@ def noise_kernel(
         top = value_of(top_key)
         seed, position = tl.load(integers + 1), tl.load(positions + row)
         best = tl.full((), LOWEST, tl.int64)
-        # The best token is always kept, and its score is 0: who stays below its noise need not be looked at.
+        # The best token is always kept, and its score is 0: tokens below its noise need not be considered.
         floor = gumbel(seed, (0xFFFFF - (top_key & 0xFFFFF)).to(tl.int32), position)
         for block in range(split, tl.cdiv(vocabulary, BLOCK), splits):
             ids = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Trees of candidates: the best one of a size, and the path of a verified one that the target agrees with.
+"""Draft trees: the best tree of a size, and the path of a verified tree that the target accepts.
 
-A tree's rows come in order of worth, the root first, each behind its parent. Rows that are only padding hang
-below nothing (parent -1), see themselves alone and weigh -inf; no walk reaches them.
+Rows are in order of worth, the root first, each after its parent. Padding rows have no parent (-1), see only
+themselves and have weight -inf; acceptance never reaches them.
 """
 
 from collections.abc import Callable
@@ -13,27 +13,19 @@ from torch import Tensor
 from treeflash.kernels.tree import reference
 from treeflash.kernels.tree.reference import Correction
 
-__all__ = ["Correction", "TreeRows", "Walked", "build_tree", "walk_tree"]
+__all__ = ["MAX_ROWS", "Acceptance", "Correction", "accept_path", "best_tree", "pack_tree"]
 
-ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """[rows] each."""
-
-    tokens: Tensor  # int64, the anchor first
-    parents: Tensor  # int64, -1 for the root and padding
-    weights: Tensor  # float32, log probability of the whole path to a row; 0 for the root
-    ancestors: Tensor  # int64, bit j set: row j is this row or above it
-    positions: Tensor  # int64, absolute
+MAX_ROWS = 64  # of a tree: the ancestors of a row are the bits of one 64-bit word
+_HEADER = 4  # count, next token, last row, its ancestor bits
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
-    """What a walk decided, as views of one tensor: one copy brings all of it to the host."""
+class Acceptance:
+    """The accepted path of a verified tree, as named views of one tensor: one copy brings all to the host."""
 
-    flat: Tensor  # int64
+    flat: Tensor  # [SIZE] int64
+
+    SIZE = _HEADER + 3 * MAX_ROWS
 
     @property
     def count(self) -> Tensor:
@@ -42,113 +34,117 @@ class Walked:
 
     @property
     def next_token(self) -> Tensor:
-        """[1] what the target says behind the last of them."""
+        """[1] the token that the target sampled after the last accepted row."""
         return self.flat[1:2]
 
     @property
-    def last(self) -> Tensor:
+    def last_row(self) -> Tensor:
         """[1] the last accepted row."""
         return self.flat[2:3]
 
     @property
-    def bits(self) -> Tensor:
-        """[1] its ancestors, itself included: the path."""
+    def path_bits(self) -> Tensor:
+        """[1] the ancestor bits of the last accepted row: the path."""
         return self.flat[3:4]
 
     @property
     def rows(self) -> Tensor:
         """[64] accepted rows from the root down, then -1."""
-        return self.flat[4 : 4 + ROWS]
+        return self.flat[_HEADER : _HEADER + MAX_ROWS]
 
     @property
-    def decided(self) -> Tensor:
-        """[64] tokens of the accepted rows below the root, then the next one: `count` in all, then -1."""
-        return self.flat[4 + ROWS : 4 + 2 * ROWS]
+    def tokens(self) -> Tensor:
+        """[64] tokens of the accepted rows below the root, then the next token: `count` in all, then -1."""
+        return self.flat[_HEADER + MAX_ROWS : _HEADER + 2 * MAX_ROWS]
 
     @property
     def source(self) -> Tensor:
-        """[64] the accepted rows, then each row itself: what belongs in each place if only the path stays."""
-        return self.flat[4 + 2 * ROWS :]
+        """[64] for each row, the row that replaces it when the accepted path is compacted to the front."""
+        return self.flat[_HEADER + 2 * MAX_ROWS :]
+
+    def path(self) -> tuple[list[int], list[int]]:
+        """Return the accepted rows and the tokens they decided; on the host."""
+        count = int(self.flat[0])
+        return self.rows[:count].tolist(), self.tokens[:count].tolist()
 
 
-def build_tree(
+def pack_tree(tokens: list[int], parents: list[int], *, rows: int = MAX_ROWS) -> Tensor:
+    """Return [4, rows] int64: tokens, parents, ancestor bits and depths; rows beyond the tree are padding."""
+    depths, ancestors = [0], [1]
+    for row, parent in enumerate(parents[1:], 1):
+        depths.append(depths[parent] + 1)
+        ancestors.append(ancestors[parent] | 1 << row)
+    padding = rows - len(tokens)
+    signed = [bits - 2**64 if bits >= 2**63 else bits for bits in ancestors]
+    signed += [-(2**63) if row == 63 else 1 << row for row in range(len(tokens), rows)]
+    return torch.tensor(
+        [tokens + tokens[:1] * padding, parents + [-1] * padding, signed, depths + [0] * padding]
+    )
+
+
+def best_tree(
     anchor: Tensor,
-    position: Tensor,
     ids: Tensor,
     scores: Tensor,
     chains: Tensor,
     chain_scores: Tensor,
     *,
     nodes: int,
-    rows: int,
+    rows: int = MAX_ROWS,
     spine: float = 1.0,
     correction: Correction | None = None,
     edge: Callable[[int, Tensor], Tensor] | None = None,
-) -> TreeRows:
-    """The `nodes` likeliest prefixes below `anchor` [1], which stands at `position` [1], padded to `rows`.
+) -> tuple[Tensor, Tensor]:
+    """Return the `nodes` likeliest prefixes below `anchor` [1] as a packed tree [4, rows] and weights [rows].
 
     ids, scores [K, k]: candidates of each depth with log probabilities; chains, chain_scores [m, K]: whole
-    continuations, -1 ends one early. The path of best children is in while its weight is at least `spine`.
-    `edge(depth, parents)` adds to the scores behind parent tokens [W]: [W, k]; it is asked from the host.
+    continuations, ended by -1. The path of best children is included while its weight is at least `spine`. A
+    row's weight is the log probability of the path to it. `edge(depth, parents)` adds to the scores after
+    parent tokens [W]: [W, k]; it is evaluated on the host.
     """
     if ids.is_cuda and edge is None:
-        from treeflash.kernels.tree import triton_kernels as kernel
+        from treeflash.kernels.tree import triton_kernels
 
-        parts = (anchor, position, ids, scores, chains, chain_scores)
-        built = kernel.build(*parts, nodes=nodes, rows=rows, spine=spine, correction=correction)
-        return TreeRows(*built)
+        parts = (anchor, ids, scores, chains, chain_scores)
+        return triton_kernels.best_tree(*parts, nodes=nodes, rows=rows, spine=spine, correction=correction)
     corrected = correction.applied(scores) if correction else scores
     tokens, parents, weights = reference.best_first(
         int(anchor), ids, corrected, chains, chain_scores, nodes=nodes, spine=spine, edge=edge
     )
-    depths, ancestors = [0], [1]
-    for row, parent in enumerate(parents[1:], 1):
-        depths.append(depths[parent] + 1)
-        ancestors.append(ancestors[parent] | 1 << row)
-    for row in range(len(tokens), rows):
-        tokens.append(tokens[0])
-        parents.append(-1)
-        weights.append(-torch.inf)
-        depths.append(0)
-        ancestors.append(1 << row)
-    signed = [bits - 2**64 if bits >= 2**63 else bits for bits in ancestors]
-    integers = torch.tensor([tokens, parents, signed, depths], device=ids.device)
-    return TreeRows(
-        integers[0],
-        integers[1],
-        torch.tensor(weights, device=ids.device),
-        integers[2],
-        integers[3] + position,
-    )
+    padding = [-torch.inf] * (rows - len(tokens))
+    packed = pack_tree(tokens, parents, rows=rows)
+    return packed.to(ids.device), torch.tensor(weights + padding, device=ids.device)
 
 
-def walk_tree(
+def accept_path(
     tokens: Tensor,
     parents: Tensor,
     ancestors: Tensor,
-    chosen: Tensor,
+    sampled: Tensor,
     *,
     stops: Tensor,
-    room: Tensor,
-    written: Tensor | None = None,
-) -> Walked:
-    """Follows the target's own choices from the root; chosen [T] is the token it draws behind each row.
+    limit: Tensor,
+    counts: Tensor,
+) -> Acceptance:
+    """Accept the path on which the tree holds what the target sampled; sampled [T], a token after each row.
 
-    A choice among `stops` [S] ends the walk, and so do `room` [1] rows, at least one: then what is processed
-    is what plain decoding would have processed. `written` [V] counts the accepted rows' tokens.
+    A sampled token among `stops` [S] ends the path, and so do `limit` [1] rows, at least one: the accepted
+    rows are those that plain decoding would have processed. Their tokens are added to `counts` [V].
     """
     if tokens.is_cuda:
-        from treeflash.kernels.tree import triton_kernels as kernel
+        from treeflash.kernels.tree import triton_kernels
 
-        flat = kernel.walk(tokens, parents, ancestors, chosen, stops=stops, room=room, written=written)
-        return Walked(flat)
-    picks = chosen.tolist()
-    path = reference.walk(tokens.tolist(), parents.tolist(), picks, stops=stops.tolist(), room=int(room))
-    if written is not None:
-        accepted = tokens[path]
-        written.index_add_(0, accepted, torch.ones(len(path), device=written.device))
-    spare = [-1] * (ROWS - len(path))
-    drawn = [picks[row] for row in path]
-    source = path + list(range(len(path), ROWS))
-    header = [len(path), drawn[-1], path[-1], int(ancestors[path[-1]])]
-    return Walked(torch.tensor(header + path + spare + drawn + spare + source))
+        flat = triton_kernels.accept_path(
+            tokens, parents, ancestors, sampled, stops=stops, limit=limit, counts=counts
+        )
+        return Acceptance(flat)
+    picks = sampled.tolist()
+    path = reference.accept_path(
+        tokens.tolist(), parents.tolist(), picks, stops=stops.tolist(), limit=int(limit)
+    )
+    counts.index_add_(0, tokens[path], torch.ones(len(path), device=counts.device))
+    spare = [-1] * (MAX_ROWS - len(path))
+    decided = [picks[row] for row in path]
+    source = path + list(range(len(path), MAX_ROWS))
+    header = [len(path), decided[-1], path[-1], int(ancestors[path[-1]])]
+    return Acceptance(torch.tensor(header + path + spare + decided + spare + source))

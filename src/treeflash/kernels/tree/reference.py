@@ -1,4 +1,4 @@
-"""The best tree that candidates make, and the walk down a verified one, in plain Python."""
+"""The best tree of some candidates, and the accepted path of a verified tree, in plain Python."""
 
 import heapq
 import math
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What claimed log probabilities were worth: table[depth_bins[d], number of edges below the claim]."""
+    """Calibration of log probabilities: adds table[depth_bins[d], number of edges below the score]."""
 
     edges: Tensor  # [E] float32, rising
     table: Tensor  # [D, E + 1] float32, to be added
     depth_bins: Tensor  # [K] int64
 
     def applied(self, scores: Tensor) -> Tensor:
-        """scores [K, k], one row a depth; at most 0."""
+        """Return calibrated scores [K, k], one row a depth, at most 0."""
         claims = torch.bucketize(scores.contiguous(), self.edges)
         return (scores + self.table[self.depth_bins[: len(scores), None], claims]).clamp(max=0)
 
@@ -44,19 +44,19 @@ def best_first(
     spine: float,
     edge: Callable[[int, Tensor], Tensor] | None = None,
 ) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and weights of the root and up to `nodes` likeliest prefixes below it, best first.
+    """Return tokens, parents and weights of the root and up to `nodes` likeliest prefixes, best first.
 
     ids, scores [K, k]: candidates of each depth; chains, chain_scores [m, K]: whole continuations. The path
-    of best children is in as long as its weight is at least `spine`. Weights are float32 sums from the root
-    down. Of equal weights the shallower comes first, then the child of the earlier row, then the better
-    score, then the earlier column; a chain's token that is no candidate of its depth stands behind them.
+    of best children is included while its weight is at least `spine`. Weights are float32 sums from the root
+    down. Ties: the shallower first, then the child of the earlier row, the better score, the earlier
+    column; a chain's token that is no candidate of its depth has a column after them.
     """
     depths, width = ids.shape
     columns = [ids[d].tolist() + chains[:, d].tolist() for d in range(depths)]
     own_scores, own_chains = scores.tolist(), chain_scores.tolist()
 
     def children(node: _Node) -> list[float]:
-        """The score of every column behind a node; -inf: not there."""
+        """Return the score of every column below a node; -inf: no such child."""
         depth = node.depth
         own = own_scores[depth] + [-math.inf] * len(chains)
         if edge is not None:
@@ -116,22 +116,23 @@ def best_first(
     return [row.token for row in rows], [row.parent for row in rows], [row.weight for row in rows]
 
 
-def walk(
+def accept_path(
     tokens: list[int],
     parents: list[int],
-    chosen: list[int],
+    sampled: list[int],
     *,
     stops: Collection[int] = (),
-    room: int | None = None,
+    limit: int | None = None,
 ) -> list[int]:
-    """The rows, root first, that the target's own choices lead along; chosen[i] is drawn behind row i.
+    """Return the rows, root first, whose tokens the target sampled; sampled[i] is its token after row i.
 
-    A chosen token among `stops` ends the walk, and so do `room` rows.
+    The path depends on the samples alone, never on how the tree was built, so the text is that of plain
+    decoding. A sampled token among `stops` ends the path, and so do `limit` rows.
     """
     children = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     rows = [0]
-    while room is None or len(rows) < room:
-        token = chosen[rows[-1]]
+    while limit is None or len(rows) < limit:
+        token = sampled[rows[-1]]
         child = children.get((rows[-1], token))
         if child is None or token in stops:
             break

@@ -1,4 +1,4 @@
-"""Triton kernels that build a tree and walk it, each one program of one warp. Knows rows and tokens only."""
+"""Triton kernels that build a tree and accept its path, each one program of one warp."""
 
 import torch
 import triton
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from treeflash.kernels.tree.reference import Correction
 
-ROWS = 64  # of a tree at most: ancestors are the bits of one word
-_ROWS = tl.constexpr(ROWS)
+MAX_ROWS = 64  # as in the package, whose __init__ imports this module lazily
+_ROWS = tl.constexpr(MAX_ROWS)
 # One compiled kernel serves every shape.
 _SHAPES = ["depths", "width", "chain_count", "edge_count", "nodes", "rows", "stop_count"]
 
 
 @triton.jit
 def _order(value):
-    """32-bit whole numbers in the order of the values: a warp finds the largest in one instruction."""
+    """Return int32 keys that sort like the values: a warp reduces them in one instruction."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -45,9 +45,9 @@ def _prepare(
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Corrects the scores; finds the column in which each chain's token stands at each depth, -1 for none.
+    """Correct the scores and find the column that holds each chain's token at each depth, -1 for none.
 
-    Behind the last depth comes one where nothing follows.
+    One more depth follows the last; it has no candidates.
     """
     column, depth = tl.arange(0, WIDE)[None, :], tl.arange(0, DEEP)[:, None]
     candidate = (column < width) & (depth < depths)
@@ -61,9 +61,9 @@ def _prepare(
     tl.store(corrected + depth * WIDE + column, tl.minimum(score, 0.0))
     if chain_count > 0:
         token = tl.load(ids + depth * width + column, mask=candidate, other=-1)
-        behind = column - width
-        in_chain = (behind >= 0) & (behind < chain_count) & (depth < depths)
-        token = tl.where(in_chain, tl.load(chains + behind * depths + depth, mask=in_chain, other=-1), token)
+        nth = column - width
+        in_chain = (nth >= 0) & (nth < chain_count) & (depth < depths)
+        token = tl.where(in_chain, tl.load(chains + nth * depths + depth, mask=in_chain, other=-1), token)
         level = tl.arange(0, DEEP)
         for chain in range(0, chain_count):
             own = tl.load(chains + chain * depths + depth, mask=depth < depths, other=-1)
@@ -110,9 +110,8 @@ def _at(here, values):
 
 
 @triton.jit(do_not_specialize=_SHAPES[:-1])
-def build_kernel(
+def best_tree_kernel(
     anchor,
-    position,
     ids,
     scores,
     chains,
@@ -127,7 +126,7 @@ def build_kernel(
     out_parents,
     out_weights,
     out_ancestors,
-    out_positions,
+    out_depths,
     depths,
     width,
     chain_count,
@@ -139,10 +138,10 @@ def build_kernel(
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Takes the best child of any row, again and again.
+    """Add the best remaining child of any row until the tree is full.
 
-    Every row keeps its best child not yet taken: the order of its weight, and a number that decides between
-    equals, so that two reductions over the rows find the next.
+    Every row holds its best child not yet taken: the sort key of its weight and a tie-breaker, so that two
+    reductions over the rows find the next one.
     """
     _prepare(
         ids,
@@ -245,41 +244,39 @@ def build_kernel(
     tl.store(out_weights + row, weight.to(tl.float32, bitcast=True), mask=inside)
     ancestors = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     tl.store(out_ancestors + row, ancestors, mask=inside)
-    tl.store(out_positions + row, tl.load(position) + depth_of, mask=inside)
+    tl.store(out_depths + row, depth_of.to(tl.int64), mask=inside)
 
 
 @triton.jit(do_not_specialize=_SHAPES[-2:])
-def walk_kernel(
+def accept_path_kernel(
     tokens,
     parents,
     ancestors,
-    chosen,
+    sampled,
     stops,
-    room,
-    written,
+    limit,
+    counts,
     header,
     path,
-    decided,
+    out_tokens,
     source,
     rows,
     stop_count,
-    COUNTED: tl.constexpr,
 ):
     row = tl.arange(0, _ROWS)
     inside = row < rows
     token = tl.load(tokens + row, mask=inside, other=-1)
     parent = tl.load(parents + row, mask=inside, other=-2)
-    most = tl.load(room)
+    most = tl.load(limit)
     at, count, going = 0, 0, True
-    walked = tl.full([_ROWS], -1, tl.int64)
-    drawn = tl.full([_ROWS], -1, tl.int64)
+    accepted = tl.full([_ROWS], -1, tl.int64)
+    picked = tl.full([_ROWS], -1, tl.int64)
     while going:
-        walked = tl.where(row == count, at, walked)
+        accepted = tl.where(row == count, at, accepted)
         own = tl.load(tokens + at)
-        if COUNTED:
-            tl.atomic_add(written + own, 1.0, sem="relaxed")
-        pick = tl.load(chosen + at)
-        drawn = tl.where(row == count, pick, drawn)
+        tl.atomic_add(counts + own, 1.0, sem="relaxed")
+        pick = tl.load(sampled + at)
+        picked = tl.where(row == count, pick, picked)
         count += 1
         child = tl.max(tl.where((parent == at) & (token == pick) & (row > 0), row, -1), 0)
         going = (child >= 0) & (count < most)
@@ -292,14 +289,13 @@ def walk_kernel(
     tl.store(header, count)
     tl.store(header + 2, at)
     tl.store(header + 3, tl.load(ancestors + at))
-    tl.store(path + row, walked)
-    tl.store(decided + row, drawn)
-    tl.store(source + row, tl.where(row < count, walked, row))
+    tl.store(path + row, accepted)
+    tl.store(out_tokens + row, picked)
+    tl.store(source + row, tl.where(row < count, accepted, row))
 
 
-def build(
+def best_tree(
     anchor: Tensor,
-    position: Tensor,
     ids: Tensor,
     scores: Tensor,
     chains: Tensor,
@@ -309,12 +305,12 @@ def build(
     rows: int,
     spine: float,
     correction: Correction | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, parents, weights, ancestors and positions, [rows] each, as the package's `build_tree` says."""
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel of the package's `best_tree`."""
     (depths, width), count, device = ids.shape, len(chains), ids.device
-    assert 0 < nodes < rows <= ROWS, f"{nodes} nodes in {rows} rows, at most {ROWS}"
-    assert 0 < width + count <= ROWS and count < 31, f"{width} candidates, {count} chains"
-    assert 0 < depths < ROWS, f"{depths} deep"
+    assert 0 < nodes < rows <= MAX_ROWS, f"{nodes} nodes in {rows} rows, at most {MAX_ROWS}"
+    assert 0 < width + count <= MAX_ROWS and count < 31, f"{width} candidates, {count} chains"
+    assert 0 < depths < MAX_ROWS, f"{depths} deep"
     for part in (ids, scores, chains, chain_scores):
         assert part.is_contiguous(), f"strides {part.stride()}"
     # One column for each lane of a warp, at least.
@@ -322,14 +318,14 @@ def build(
     corrected = torch.empty(deep, wide, device=device)
     homes = torch.empty(deep, count, dtype=torch.int32, device=device)
     gains = torch.empty(deep, count, device=device)
-    tokens, parents, ancestors, positions = torch.empty(4, rows, dtype=torch.int64, device=device)
+    packed = torch.empty(4, rows, dtype=torch.int64, device=device)
+    tokens, parents, ancestors, depth_rows = packed
     weights = torch.empty(rows, device=device)
     edges, table, bins = (
         (correction.edges, correction.table, correction.depth_bins) if correction else (scores, scores, ids)
     )
-    build_kernel[(1,)](
+    best_tree_kernel[(1,)](
         anchor,
-        position,
         ids,
         scores,
         chains,
@@ -344,7 +340,7 @@ def build(
         parents,
         weights,
         ancestors,
-        positions,
+        depth_rows,
         depths,
         width,
         count,
@@ -358,39 +354,38 @@ def build(
         num_warps=1,
         enable_fp_fusion=False,
     )
-    return tokens, parents, weights, ancestors, positions
+    return packed, weights
 
 
-def walk(
+def accept_path(
     tokens: Tensor,
     parents: Tensor,
     ancestors: Tensor,
-    chosen: Tensor,
+    sampled: Tensor,
     *,
     stops: Tensor,
-    room: Tensor,
-    written: Tensor | None,
+    limit: Tensor,
+    counts: Tensor,
 ) -> Tensor:
-    """The fields of a `Walked`, one after the other."""
+    """Launch the kernel of the package's `accept_path`: the fields of an `Acceptance`."""
     rows = len(tokens)
-    assert rows <= ROWS, f"{rows} rows, at most {ROWS}"
-    flat = torch.empty(4 + 3 * ROWS, dtype=torch.int64, device=tokens.device)
-    header, path, decided, source = flat.split([4, ROWS, ROWS, ROWS])
-    walk_kernel[(1,)](
+    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
+    flat = torch.empty(4 + 3 * MAX_ROWS, dtype=torch.int64, device=tokens.device)
+    header, path, out_tokens, source = flat.split([4, MAX_ROWS, MAX_ROWS, MAX_ROWS])
+    accept_path_kernel[(1,)](
         tokens,
         parents,
         ancestors,
-        chosen,
+        sampled,
         stops,
-        room,
-        chosen if written is None else written,
+        limit,
+        counts,
         header,
         path,
-        decided,
+        out_tokens,
         source,
         rows,
         len(stops),
-        COUNTED=written is not None,
         num_warps=1,
     )
     return flat

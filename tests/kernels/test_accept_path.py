@@ -1,11 +1,11 @@
-"""The walk against a plain search for the longest matching path."""
+"""The accepted path against a plain search for the longest matching path."""
 
 import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.spec.verify import walk
+from treeflash.kernels.tree.reference import accept_path
 
 
 @st.composite
@@ -17,22 +17,21 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
         # Siblings carry different tokens, as every tree builder makes them.
         taken = {tokens[other] for other in range(row) if parents[other] == parents[row]}
         tokens.append(draw(st.sampled_from([token for token in range(rows + 1) if token not in taken])))
-    chosen = [draw(st.sampled_from(tokens)) for _ in range(rows)]
-    return tokens, parents, chosen
+    sampled = [draw(st.sampled_from(tokens)) for _ in range(rows)]
+    return tokens, parents, sampled
 
 
 @given(trees())
-def test_walk_is_the_longest_path_of_the_targets_choices(
+def test_the_path_is_the_longest_that_the_target_sampled(
     tree: tuple[list[int], list[int], list[int]],
 ) -> None:
-    tokens, parents, chosen = tree
-    result = walk(tokens, parents, chosen)
-    # Depth of every row whose whole path agrees with the choices above it.
+    tokens, parents, sampled = tree
+    path = accept_path(tokens, parents, sampled)
+    # Depth of every row whose whole path agrees with the samples above it.
     agreeing = {0: 1}
     for row in range(1, len(tokens)):
-        if parents[row] in agreeing and chosen[parents[row]] == tokens[row]:
+        if parents[row] in agreeing and sampled[parents[row]] == tokens[row]:
             agreeing[row] = agreeing[parents[row]] + 1
-    assert len(result.rows) == max(agreeing.values())
-    assert agreeing[result.rows[-1]] == len(result.rows)
-    assert all(parents[child] == parent for parent, child in itertools.pairwise(result.rows))
-    assert result.next_token == chosen[result.rows[-1]]
+    assert len(path) == max(agreeing.values())
+    assert agreeing[path[-1]] == len(path)
+    assert all(parents[child] == parent for parent, child in itertools.pairwise(path))

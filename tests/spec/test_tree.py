@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.spec.proposal import Proposal, ScoredTree, build_tree
+from tests.engine.oracles import trimmed
+from treeflash.spec.tree import Proposal, Tree, build_tree
 
 ANCHOR = 99
 
@@ -26,7 +27,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
     for row in chain_ids:
         row[draw(st.integers(1, depth)) :] = -1
     chain_scores = -torch.randint(0, 4, (chains, depth), generator=generator).float() / 2
-    return Proposal.rows(ids, scores).with_chains(chain_ids, chain_scores)
+    return Proposal.of(ids, scores).with_chains(chain_ids, chain_scores)
 
 
 def own_scores(proposal: Proposal, path: tuple[int, ...]) -> dict[int, float]:
@@ -58,8 +59,8 @@ def every_prefix(proposal: Proposal) -> dict[tuple[int, ...], float]:
     return found
 
 
-def paths_of(tree: ScoredTree) -> list[tuple[int, ...]]:
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    tokens, parents = tree.lists()
     paths: list[tuple[int, ...]] = [()]
     for row in range(1, len(tokens)):
         assert 0 <= parents[row] < row, "a parent comes before its child"
@@ -70,37 +71,36 @@ def paths_of(tree: ScoredTree) -> list[tuple[int, ...]]:
 @settings(max_examples=300, deadline=None)
 @given(proposals(), st.integers(1, 30))
 def test_the_tree_holds_the_likeliest_prefixes(proposal: Proposal, nodes: int) -> None:
-    tree = build_tree(torch.tensor([ANCHOR]), proposal, nodes=nodes)
-    trimmed = tree.trimmed()
-    paths, prefixes = paths_of(trimmed), every_prefix(proposal)
+    tree, all_weights = build_tree(torch.tensor([ANCHOR]), proposal, nodes=nodes)
+    found = trimmed(tree, all_weights)
+    paths, prefixes = paths_of(found), every_prefix(proposal)
     assert len(set(paths)) == len(paths) == min(nodes, len(prefixes))
-    weights = trimmed.weights[1:].tolist()
+    weights = all_weights[1 : found.size].tolist()
     assert weights == pytest.approx([prefixes[path] for path in paths], abs=1e-5)
     assert weights == pytest.approx(sorted(prefixes.values(), reverse=True)[: len(paths)], abs=1e-5)
-    # Every row but the kept ones is empty, and shapes do not depend on what the scores are.
-    assert tree.tokens[0] == ANCHOR and bool((tree.parents[len(trimmed.tokens) :] == -1).all())
+    # Every other row is padding, and shapes do not depend on the scores.
+    assert tree.tokens[0] == ANCHOR and bool((tree.packed[1, found.size :] == -1).all())
 
 
 @settings(max_examples=100, deadline=None)
 @given(proposals(), st.integers(2, 20))
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one(proposal: Proposal, nodes: int) -> None:
     anchor = torch.tensor([ANCHOR])
-    small = build_tree(anchor, proposal, nodes=nodes - 1).trimmed()
-    large = build_tree(anchor, proposal, nodes=nodes).trimmed()
-    assert large.weights[: len(small.weights)].tolist() == pytest.approx(small.weights.tolist())
-    paths_of(
-        ScoredTree(*(part[: len(small.tokens)] for part in (large.tokens, large.parents, large.weights)))
-    )
+    small, small_weights = build_tree(anchor, proposal, nodes=nodes - 1)
+    large, large_weights = build_tree(anchor, proposal, nodes=nodes)
+    size = trimmed(small, small_weights).size
+    assert large_weights[:size].tolist() == pytest.approx(small_weights[:size].tolist())
+    paths_of(Tree(large.packed, size))
 
 
 def test_the_spine_is_kept_while_it_survives() -> None:
     """Ten equal candidates a depth: without the spine a tree of six nodes would not go deep."""
     ids = torch.arange(10).expand(5, 10)
     scores = torch.full((5, 10), math.log(0.1)) + torch.arange(10) * -1e-3
-    anchor, proposal = torch.tensor([ANCHOR]), Proposal.rows(ids, scores)
-    shallow = paths_of(build_tree(anchor, proposal, nodes=6).trimmed())
-    deep = paths_of(build_tree(anchor, proposal, nodes=6, spine=math.log(0.02)).trimmed())
-    deeper = paths_of(build_tree(anchor, proposal, nodes=6, spine=math.log(0.5e-4)).trimmed())
+    anchor, proposal = torch.tensor([ANCHOR]), Proposal.of(ids, scores)
+    shallow = paths_of(trimmed(*build_tree(anchor, proposal, nodes=6)))
+    deep = paths_of(trimmed(*build_tree(anchor, proposal, nodes=6, spine=math.log(0.02))))
+    deeper = paths_of(trimmed(*build_tree(anchor, proposal, nodes=6, spine=math.log(0.5e-4))))
     assert max(map(len, shallow)) == 1
     # 0.1 survives 2%, 0.01 does not.
     assert max(map(len, deep)) == 1
@@ -109,20 +109,20 @@ def test_the_spine_is_kept_while_it_survives() -> None:
 
 def test_edges_reorder_the_children_of_each_parent() -> None:
     def edge(depth: int, parents: torch.Tensor) -> torch.Tensor:
-        # Behind an even token the second candidate is certain.
+        # After an even token the second candidate is certain.
         bonus = torch.tensor([[-3.0, 0.0, -3.0]])
         return torch.where((parents % 2 == 0)[:, None], bonus, -bonus - 3)
 
     ids = torch.tensor([[2, 3, 4]] * 3)
     scores = torch.tensor([[-0.2, -0.3, -2.5]] * 3)
-    plain = Proposal.rows(ids, scores)
+    plain = Proposal.of(ids, scores)
     proposal = Proposal(plain.ids, plain.scores, plain.chains, plain.chain_scores, edge)
     for nodes in (3, 8, 20):
-        tree = build_tree(torch.tensor([ANCHOR]), proposal, nodes=nodes).trimmed()
+        tree, weights = build_tree(torch.tensor([ANCHOR]), proposal, nodes=nodes)
         best = sorted(every_prefix(proposal).values(), reverse=True)[:nodes]
-        assert tree.weights[1:].tolist() == pytest.approx(best, abs=1e-5)
+        assert weights[1 : trimmed(tree, weights).size].tolist() == pytest.approx(best, abs=1e-5)
 
 
 def test_impossible_candidates_leave_the_root() -> None:
-    proposal = Proposal.rows(torch.tensor([[5]]), torch.tensor([[-torch.inf]]))
-    assert build_tree(torch.tensor([ANCHOR]), proposal, nodes=4).trimmed().tokens.tolist() == [ANCHOR]
+    proposal = Proposal.of(torch.tensor([[5]]), torch.tensor([[-torch.inf]]))
+    assert trimmed(*build_tree(torch.tensor([ANCHOR]), proposal, nodes=4)).tokens.tolist() == [ANCHOR]

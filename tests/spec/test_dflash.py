@@ -15,7 +15,7 @@ from treeflash.engine.sampler import Sampler, SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
-from treeflash.spec.draft import BlockDraft
+from treeflash.spec.dflash import DFlashModel
 
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 SHAPED = {"input_embedding_scale": 0.5, "output_multiplier": 3.0, "final_logit_softcapping": 2.0}
@@ -33,11 +33,11 @@ class Proposer:
         self.config = draft_config(self.target.spec, layer_types=SLIDING, sliding_window=13, **changes)
         self._tensors = arrays(save_draft(folder, self.config))
         draft = DFlashDraft.load(folder, self.target.spec)
-        self.block = BlockDraft(draft, self.target, poisoned(draft, context=30))
+        self.block = DFlashModel(draft, self.target, poisoned(draft, context=30))
         self.open()
 
     def open(self) -> None:
-        self.block.open()
+        self.block.begin()
         self._plain = PlainDraft(self.config, self._tensors, context=30)
         self._length = 0
 
@@ -51,13 +51,15 @@ class Proposer:
     def check(self, anchor: int, count: int = 6) -> None:
         asked: list[tuple[Tensor, Tensor]] = []
         spec = self.target.spec
-        sampler = Sampler(SamplingParams(seed=0), [], spec.vocab_size, torch.device("cpu"))
+        sampler = Sampler(64, spec.vocab_size, torch.device("cpu"))
+        sampler.begin(SamplingParams(seed=0), [], masked=False)
 
         def rank(logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
             asked.append((positions, anchor))
             return sampler.rank(logits, positions, anchor, count)
 
-        proposal = self.block.propose(anchor, rank, count)
+        self.block.flush()
+        proposal = self.block.candidates(torch.tensor([anchor]), rank, count)
         mask = {**self.config, **self.config.get("dflash_config", {})}["mask_token_id"]
         hidden = self._plain.block(self._embedding[[anchor] + [mask] * 15])[1:]
         logits = self._plain.logits(hidden, self._head)

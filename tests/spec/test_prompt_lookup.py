@@ -3,11 +3,11 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.spec.lookup import ContextLookup
+from treeflash.spec.prompt_lookup import PromptLookup
 
 
 def test_continues_from_the_longest_agreement() -> None:
-    lookup = ContextLookup()
+    lookup = PromptLookup()
     #                 one place that agrees on three tokens, one that agrees on five
     lookup.append([1, 2, 3, 70, 71, 9, 8, 1, 2, 3, 60, 61, 62, 5, 9, 8, 1, 2, 3])
     tokens, score = lookup.propose(4)
@@ -16,20 +16,20 @@ def test_continues_from_the_longest_agreement() -> None:
 
 
 def test_a_repetition_goes_on_repeating() -> None:
-    lookup = ContextLookup()
+    lookup = PromptLookup()
     lookup.append([1, 2, 3, 4, 1, 2, 3, 4, 1])
     assert lookup.propose(7)[0] == [2, 3, 4, 1, 2, 3, 4]
 
 
 def test_nothing_to_copy() -> None:
-    lookup = ContextLookup()
+    lookup = PromptLookup()
     assert lookup.propose(5) == ([], 0.0)
     lookup.append([1, 2, 3, 4, 5])
     assert lookup.propose(5) == ([], 0.0)
 
 
 def test_confidence_follows_the_outcomes() -> None:
-    right, wrong = ContextLookup(), ContextLookup()
+    right, wrong = PromptLookup(), PromptLookup()
     pattern = [1, 2, 3, 4, 5, 6, 7]
     for lookup in (right, wrong):
         lookup.append(pattern * 3)
@@ -47,7 +47,7 @@ def test_confidence_follows_the_outcomes() -> None:
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(1, 5), max_size=20))
 def test_what_is_proposed_stood_in_the_text(text: list[int], sizes: list[int]) -> None:
     """Any split of the text into batches gives the same index."""
-    lookup, whole = ContextLookup(), ContextLookup()
+    lookup, whole = PromptLookup(), PromptLookup()
     whole.append(text)
     rest = text
     for size in sizes:

@@ -1,4 +1,4 @@
-"""The controller alone, with texts that are a chance for each token, and with costs by formula."""
+"""The row policy alone, on texts with a probability for each token, and with costs by formula."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.spec.controller import Controller, Costs
+from treeflash.spec.policy import RowPolicy, StepCosts
 
 DEPTH = 15
 ROWS = 23
@@ -27,23 +27,23 @@ class Play:
 
     def __init__(self, cost: Callable[[int], float], draft: float, *, fixed: bool = False, rows: int = ROWS):
         self._cost, self._draft = cost, draft
-        self.controller = Controller(Costs(), max_rows=rows, drafts=True, fixed=fixed)
+        self.policy = RowPolicy(StepCosts(), max_rows=rows, drafts=True, adaptive=not fixed)
         self._choose = random.Random(7)
-        self.questions: list[int] = []  # the steps that asked
+        self.calls: list[int] = []  # the steps that asked
         self.steps = 0
 
     def speed(self, chances: Sequence[float], claim: float | None = None) -> float:
         """Over one text, in units of plain decoding; without a claim the draft's are honest on the whole."""
         claim = sum(chances) / len(chances) if claim is None else claim
-        self.controller.begin()
-        costs, position, time = self.controller.costs, 0, 0.0
+        self.policy.begin()
+        costs, position, time = self.policy.costs, 0, 0.0
         while position < len(chances):
-            plan = self.controller.plan()
+            plan = self.policy.plan()
             seconds, accepted = self._cost(plan.rows), 0
-            if plan.ask:
-                self.questions.append(self.steps)
+            if plan.draft:
+                self.calls.append(self.steps)
                 time += self._draft
-                costs.learn_draft(self._draft)
+                costs.observe_draft(self._draft)
                 right = 0
                 for chance in chances[position : position + DEPTH]:
                     if self._choose.random() >= chance:
@@ -53,8 +53,8 @@ class Play:
                 verified = plan.rows if plan.rows > 1 else DEPTH + 1
                 path = list(range(1 + min(right, verified - 1)))
                 weights = [claim**depth for depth in range(DEPTH + 1)]
-                self.controller.learn(weights, path, verified=verified, waited=plan.waited)
-            costs.learn_step(plan.rows, seconds)
+                self.policy.observe(weights, path, verified=verified, waited=plan.waited)
+            costs.observe_step(plan.rows, seconds)
             time += seconds
             position += 1 + accepted
             self.steps += 1
@@ -129,7 +129,7 @@ def test_a_useless_draft_that_becomes_good_is_found_by_the_next_question(draft: 
     play.speed([0.0] * 800)
     since = play.steps
     play.speed([0.95] * 400)
-    asked = [step - since for step in play.questions if step >= since]
+    asked = [step - since for step in play.calls if step >= since]
     assert asked[0] <= steps
     assert asked[1:6] == list(range(asked[1], asked[1] + 5)) and asked[1] <= asked[0] + 2
 
@@ -139,12 +139,12 @@ def test_a_tree_that_was_asked_for_is_verified_if_that_alone_pays() -> None:
     play = Play(gpu, 6.0)
     for _ in range(5):
         play.speed([0.8] * 200)
-    plans = [play.controller.plan() for _ in range(600)]
-    asked = [plan for plan in plans if plan.ask]
+    plans = [play.policy.plan() for _ in range(600)]
+    asked = [plan for plan in plans if plan.draft]
     assert asked and all(plan.rows > 1 for plan in asked)
     useless = Play(gpu, 0.3)
     useless.speed([0.0] * 600)
-    asked = [plan for plan in (useless.controller.plan() for _ in range(100)) if plan.ask]
+    asked = [plan for plan in (useless.policy.plan() for _ in range(100)) if plan.draft]
     assert asked and all(plan.rows == 1 for plan in asked)
 
 
@@ -152,20 +152,20 @@ def test_a_new_text_begins_with_what_the_draft_is_worth() -> None:
     play = Play(cpu, 1.6)
     for seed in range(12):
         play.speed(uneven(100, seed))
-    play.controller.begin()
-    assert any(play.controller.plan().ask for _ in range(5))
+    play.policy.begin()
+    assert any(play.policy.plan().draft for _ in range(5))
     useless = Play(cpu, 1.6)
     useless.speed([0.0] * 600)
-    useless.controller.begin()
-    assert not any(useless.controller.plan().ask for _ in range(5))
+    useless.policy.begin()
+    assert not any(useless.policy.plan().draft for _ in range(5))
 
 
 def test_a_question_without_a_tree_leaves_no_miss_behind() -> None:
     """The step was plain: the text goes on as it would have, and the next question is no nearer to a tree."""
     play = Play(gpu, 0.3)
     play.speed([0.0] * 600)
-    plans = [play.controller.plan() for _ in range(100)]
-    asked = [number for number, plan in enumerate(plans) if plan.ask]
+    plans = [play.policy.plan() for _ in range(100)]
+    asked = [number for number, plan in enumerate(plans) if plan.draft]
     assert len(asked) > 1 and all(plans[number].rows == 1 for number in asked)
     waits = [plans[number].waited - number for number in asked]
     assert waits == [waits[0]] * len(asked)
@@ -175,27 +175,27 @@ def test_steps_that_are_planned_ahead_ask_as_often() -> None:
     """A draft that never guesses right: the same questions whether plain steps are planned ahead or not."""
     asked = []
     for ahead in (False, True):
-        controller, rested = Controller(Costs({1: 1.0, 24: 1.3}, 0.2), max_rows=24, drafts=True), 0
-        controller.begin()
-        questions = []
+        policy, rested = RowPolicy(StepCosts({1: 1.0, 24: 1.3}, 0.2), max_rows=24, drafts=True), 0
+        policy.begin()
+        calls = []
         for step in range(400):
-            if ahead and step and controller.rest():
+            if ahead and step and policy.plan_root():
                 rested += 1
                 continue
-            plan = controller.plan()
-            if plan.ask:
-                questions.append(step)
-                controller.learn([1.0] + [0.5] * 23, [0], verified=24, waited=plan.waited)
-        asked.append(questions)
+            plan = policy.plan()
+            if plan.draft:
+                calls.append(step)
+                policy.observe([1.0] + [0.5] * 23, [0], verified=24, waited=plan.waited)
+        asked.append(calls)
         assert (rested > 300) == ahead
     assert asked[0] == asked[1] and 10 < len(asked[0]) < 60
 
 
 def test_no_rest_where_a_copy_pays() -> None:
-    controller = Controller(Costs({1: 1.0, 8: 1.1}), max_rows=8, drafts=False)
-    assert not controller.rest()  # a text's beginning is planned when it is there
-    controller.plan()
-    assert controller.rest()
-    assert controller.rest(copied=7, sure=0.01)
-    assert not controller.rest(copied=7, sure=0.9)
-    assert controller.steps == 3
+    policy = RowPolicy(StepCosts({1: 1.0, 8: 1.1}), max_rows=8, drafts=False)
+    assert not policy.plan_root()  # a text's beginning is planned when it is there
+    policy.plan()
+    assert policy.plan_root()
+    assert policy.plan_root(copied=7, probability=0.01)
+    assert not policy.plan_root(copied=7, probability=0.9)
+    assert policy.steps == 3

@@ -1,0 +1,196 @@
+"""Loading: from a GGUF file and its draft to a session, within the memory that there is."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treeflash.config import EngineConfig
+from treeflash.engine.engine import Engine
+from treeflash.engine.sampler import SamplingParams
+from treeflash.errors import BadGGUF, UsageError
+from treeflash.gguf.reader import GGUFFile
+from treeflash.hub.catalog import Card, recognise
+from treeflash.kernels.quant_matmul import prepare
+from treeflash.kernels.tree import MAX_ROWS
+from treeflash.memory.device import available_memory, device_name, hold_to, pick_device
+from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
+from treeflash.memory.planner import MemoryPlan, plan_memory
+from treeflash.models.decoder import Decoder
+from treeflash.models.dflash import DFlashDraft
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import SIZES
+from treeflash.models.weights import Progress as LoadProgress
+from treeflash.prefix_cache.cache import PrefixCacheConfig
+from treeflash.prefix_cache.files import SnapshotFiles, identity
+from treeflash.session.session import Session
+from treeflash.spec.cost_file import CostFile
+from treeflash.spec.dflash import DFlashModel
+from treeflash.spec.drafter import Drafter, NoDrafter
+from treeflash.spec.policy import EAGER_SIZES, StepCosts
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
+from treeflash.state.sequences import CacheConfig
+from treeflash.text.template import ChatTemplate
+from treeflash.text.tokenizer import Tokenizer
+
+# Our name of a sampling parameter, and the file's below general.sampling.
+_FILE_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def load_session(
+    path: Path,
+    config: EngineConfig | None = None,
+    *,
+    progress: LoadProgress | None = None,
+    warming: Callable[[int, int], None] | None = None,
+    graphs: bool = True,
+) -> Session:
+    """Load a model and its draft; `progress` of reading weights, `warming` of capturing CUDA graphs."""
+    config = config or EngineConfig()
+    device = pick_device(config.device)
+    if config.speculation is not None and not 1 <= config.speculation.budget < MAX_ROWS:
+        raise UsageError(
+            f"`budget` is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
+        )
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        tokenizer, template = _text_of(file, spec)
+        plan = plan_memory(file, spec, config, device)
+        if device.type == "cuda":
+            hold_to(plan.room, device)
+        card = _card_of(file, spec)
+        file_sampling = sampling_of(file.metadata)
+        target = Decoder.load(
+            file,
+            device=device,
+            dtype=compute_dtype(device.type),
+            expand=plan.expanded,
+            host_embedding=plan.host_embedding,
+            progress=progress,
+        )
+        prefix_cache = _prefix_cache(config, file, plan, device)
+    prepare(target.layouts, device)
+    cost_file = _cost_file(config, path, plan, device)
+    costs = cost_file.load()
+    _empty_cache(device)
+    drafter = _drafter(config, target, plan, costs)
+    _empty_cache(device)
+    engine = Engine(
+        target,
+        max_ctx=plan.max_ctx,
+        prefill_chunk=plan.prefill_chunk,
+        drafter=drafter,
+        max_rows=config.max_rows,
+        cache=CacheConfig(*plan.kv, window=config.window),
+        prefix_cache=prefix_cache,
+    )
+    if device.type == "cuda" and graphs:
+        engine.capture(warming)
+        _empty_cache(device)
+    return Session(
+        engine,
+        tokenizer,
+        template,
+        plan,
+        card=card,
+        file_sampling=file_sampling,
+        save_costs=lambda: cost_file.save(costs),
+    )
+
+
+def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
+    source = str(file.path)
+    tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
+    if tokenizer.vocab_size != spec.vocab_size:
+        raise BadGGUF(
+            f"{file.path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
+            f"needed {spec.vocab_size}, the rows of token_embd.weight"
+        )
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source)
+
+
+def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
+    names = [spec.name, file.path.stem]
+    return recognise(names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers))
+
+
+def _empty_cache(device: torch.device) -> None:
+    """Return memory that torch reserved while loading: the KV cache needs it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _cost_file(config: EngineConfig, path: Path, plan: MemoryPlan, device: torch.device) -> CostFile:
+    formats = "/".join(format.name for format in plan.kv)
+    return CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {formats}")
+
+
+def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: StepCosts) -> Drafter:
+    if config.speculation is None:
+        return NoDrafter()
+    kind, model = target.device.type, None
+    if config.draft is not None:
+        draft = DFlashDraft.load(
+            config.draft.path,
+            target.spec,
+            device=target.device,
+            dtype=compute_dtype(kind),
+            expand=plan.expanded,
+            quant=draft_quant(config.draft, kind),
+            causal=config.draft.causal,
+        )
+        buffers = draft_buffers(
+            draft.spec,
+            max_ctx=plan.max_ctx,
+            context=config.draft.context,
+            device=target.device,
+            dtype=ring_dtype(kind),
+        )
+        model = DFlashModel(draft, target, buffers)
+        prepare(draft.layouts, target.device)
+    # A padded step costs what the next larger size does.
+    sizes = SIZES if kind == "cuda" else EAGER_SIZES
+    return Speculator(model, config.speculation, costs, device=target.device, sizes=sizes)
+
+
+def _prefix_cache(
+    config: EngineConfig, file: GGUFFile, plan: MemoryPlan, device: torch.device
+) -> PrefixCacheConfig:
+    budget = config.prefix_cache
+    if budget is None:
+        budget = min(available_memory(torch.device("cpu")) // 4, 8 << 30)
+    if config.prefix_cache_dir is None or config.prefix_cache == 0:
+        return PrefixCacheConfig(budget)
+    draft = config.draft if config.speculation else None
+    made_of = identity(
+        [*file.paths, *([draft.path] if draft else ())],
+        computing=device_name(device) if device.type == "cuda" else f"CPU {compute_dtype(device.type)}",
+        kv=[format.name for format in plan.kv],
+        window=config.window,
+        chunk=plan.prefill_chunk,
+        draft=draft and [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)],
+    )
+    files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
+    return PrefixCacheConfig(budget, files)
+
+
+def sampling_of(metadata: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling that a file's metadata recommends, without values that make no sense."""
+    found: dict[str, Any] = {}
+    for field, key in _FILE_SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        with contextlib.suppress(UsageError, TypeError, ValueError):
+            if value is not None:
+                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
+                SamplingParams(**wanted)
+                found |= wanted
+    return SamplingParams(**found)

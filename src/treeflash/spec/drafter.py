@@ -1,0 +1,156 @@
+"""The drafter interface: who proposes the tree of the next step, and what it learns from the outcome."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from treeflash.spec.tree import Tree
+from treeflash.state.draft_ring import SavedRings
+from treeflash.state.graphs import CapturedFunction
+
+
+class Rank(Protocol):
+    """Ranks logits [K, V] for positions [K] as the request samples: best ids [K, count], log probabilities."""
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Constraint(Protocol):
+    """Which tokens may follow: a grammar, a limit on reasoning. Works on token ids on the host."""
+
+    def forced(self, limit: int) -> list[int]:
+        """Return tokens that must follow, or almost certainly will."""
+        ...
+
+    def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Return the rows of a tree that are allowed, in order."""
+        ...
+
+    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[np.ndarray | None]:
+        """Return what may follow each row of a tree, a bit a token; None: any token."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> int | None:
+        """Advance over sampled tokens; a number: that many of them complete the output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """One verified tree: what was accepted of it, and what it cost."""
+
+    rows: int  # of the tree
+    path: list[int]  # accepted rows, the root first
+    tokens: list[int]  # sampled: those of the accepted rows below the root, and the next one
+    draft_s: float
+    verify_s: float  # forward, sampling, acceptance and commit
+
+
+class Drafter(Protocol):
+    """Proposes for one sequence at a time. Whatever it proposes, the text stays the target's."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs it reads as features."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """How many of the newest positions it needs features of."""
+        ...
+
+    def bind(self, rank: Rank) -> list[CapturedFunction]:
+        """Set the sampler's ranking, once; return the functions that can be captured as CUDA graphs."""
+        ...
+
+    def begin(self) -> None:
+        """Start a new sequence."""
+        ...
+
+    def append(self, tokens: list[int], features: Tensor) -> None:
+        """Add prompt tokens; features [n, taps * width] of the last n of them."""
+        ...
+
+    def commit(self, features: Tensor, count: Tensor) -> None:
+        """Add the first `count` [1] rows of an accepted path's features [n, taps * width].
+
+        Part of a captured step: no host/device synchronisation.
+        """
+        ...
+
+    def commit_eager(self, features: Tensor) -> None:
+        """Add the features [n, taps * width] of an accepted path; may wait until a proposal needs them."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Remove the last `count` rows of the last commit."""
+        ...
+
+    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
+        """Return a tree below `anchor`, the token at `position`, of at most `limit` rows with the root."""
+        ...
+
+    def plan_root(self) -> bool:
+        """Return whether the next tree is the root alone whatever this step accepts.
+
+        If so that is decided: its forward may be launched before the read-back, and `propose` is then called
+        with a limit of 1.
+        """
+        ...
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step."""
+        ...
+
+    def save(self) -> SavedRings | None:
+        """Return an immutable copy of its state of the sequence."""
+        ...
+
+    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
+        """Start a sequence that continues after `tokens`, where the state was saved."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """Return what the user should know, in sentences."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: proposes the root alone."""
+
+    taps: tuple[int, ...] = ()
+    context_length = 0
+
+    def bind(self, rank: Rank) -> list[CapturedFunction]:
+        return []
+
+    def begin(self) -> None: ...
+
+    def append(self, tokens: list[int], features: Tensor) -> None: ...
+
+    def commit(self, features: Tensor, count: Tensor) -> None: ...
+
+    def commit_eager(self, features: Tensor) -> None: ...
+
+    def rollback(self, count: int) -> None: ...
+
+    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
+        return Tree.root(anchor)
+
+    def plan_root(self) -> bool:
+        return True
+
+    def observe(self, outcome: StepOutcome) -> None: ...
+
+    def save(self) -> SavedRings | None:
+        return None
+
+    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None: ...
+
+    def warnings(self) -> list[str]:
+        return []

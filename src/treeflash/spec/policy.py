@@ -1,0 +1,397 @@
+"""How many rows the next step verifies, and what a draft's scores are worth: learnt from outcomes and costs.
+
+Four statistics, each a class of its own: what steps cost (`StepCosts`), how many tokens of a draft call are
+accepted (`AcceptanceEstimator`), how often a draft's scores hold (`Calibration`), and how often prompt
+lookup is right (`LookupAccuracy`). `RowPolicy` decides from them before the step starts.
+
+Trees are in order of worth, so one accepted path shows what any smaller tree would have accepted. For every
+number of rows the policy compares plans of some plain steps followed by a draft call with its tree, and
+takes the one with the most tokens a second. If none beats plain decoding, the draft is called so seldom
+that the loss stays a small share of the time. The cost of a draft call is spent whatever follows, so its
+tree is verified if that alone pays. Prompt lookup costs nothing to propose: it is used whenever it promises
+to pay.
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from treeflash.kernels.tree import Correction
+from treeflash.spec.tree import Proposal
+
+# -- Row policy
+EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
+PROBE_SHARE = 0.01  # of the time that calls of a draft which does not pay may lose
+PROBE_INTERVAL = 6  # steps between two such calls, at least
+MARGIN = 1.02  # factor by which a tree must promise to beat plain decoding
+# The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
+# from.
+PATIENCE = 1.2
+SILENT_CALLS, SILENT_STEPS = 20, 200  # without one accepted token the draft cannot be the target's: warn
+
+# -- Step costs
+COST_RATE = 0.1  # of an exponential moving average towards slower steps; a faster one counts at once
+COST_RISE = 1.02  # most that one step may raise a cost: what else the machine did is not the step's cost
+UNMEASURED = 1.05  # of the next smaller size: a size that was never measured is tried
+
+# -- Acceptance estimator
+# Plain steps since the last tree from which a factor of its own is learnt; after the last it is 1. Embedded
+# pair, 16 rows: 1.7 tokens are accepted right after a tree, 3.3 after 4 plain steps, 4.5 after 20.
+WAITS = (0, 4, 16)
+RECENT_DECAY, RECENT_FLOOR = 0.93, 0.4  # of the recent average, per step; least weight left to the past
+LONG_DECAY, LONG_FLOOR = 15 / 16, 0.8  # the same of the long-run average
+REVERT = 0.97  # how much of the difference to the long-run average is left per step without an outcome
+NEW_TEXT_STEPS = 32  # another text is as far from the last one as this many steps
+WAIT_DECAY = 0.98  # of the counts behind the factors of WAITS, per outcome
+WAIT_PRIOR = 20.0  # tokens that a fresh factor has seen, all accepted
+
+# -- Calibration
+SCORE_EDGES = (0.01, 0.03, 0.08, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.01)  # upper ends of the probability bins
+DEPTH_EDGES = (1, 2, 3, 5, 8, 64)  # upper ends of the depth bins
+CALIBRATION_PRIOR = 12.0  # candidates that a fresh bin has seen, all as likely as claimed
+CALIBRATION_DECAY = 0.998  # of a bin's counts per candidate: an average over about 500
+LEADING = 4  # candidates of a depth that are learnt from
+
+# -- Prompt lookup
+LONGEST_MATCH = 32  # tokens of agreement that are counted
+# Length of the match up to which a class reaches, and how often a copied token is right before any outcome.
+MATCH_CLASSES = ((3, 0.45), (5, 0.6), (8, 0.75), (16, 0.88), (LONGEST_MATCH, 0.94))
+LOOKUP_PRIOR = 6.0
+LOOKUP_DECAY = 0.98
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Measured seconds, kept from run to run: a step by its rows, and one draft call."""
+
+    step: dict[int, float] = field(default_factory=dict)
+    draft: float = 0.0
+
+    def observe_step(self, rows: int, seconds: float) -> None:
+        old = self.step.get(rows)
+        self.step[rows] = seconds if old is None else min(_average(old, seconds), COST_RISE * old)
+
+    def observe_draft(self, seconds: float) -> None:
+        self.draft = _average(self.draft, seconds) if self.draft else seconds
+
+    def of(self, rows: int) -> float:
+        """Return the cost of a step, interpolated between measured sizes."""
+        if rows in self.step:
+            return self.step[rows]
+        known = sorted(self.step)
+        if not known:
+            return 1.0
+        index = bisect.bisect(known, rows)
+        if 0 < index < len(known):
+            low, high = known[index - 1], known[index]
+            share = (rows - low) / (high - low)
+            return self.step[low] + share * (self.step[high] - self.step[low])
+        return self.step[known[index - 1]] * UNMEASURED if index else self.step[known[0]]
+
+
+def _average(old: float, new: float) -> float:
+    return min(new, old + COST_RATE * (new - old))
+
+
+class AcceptanceEstimator:
+    """How many tokens of a draft call will be accepted, by rows, learnt from accepted paths.
+
+    Three things are kept apart: a recent average; a long-run average, to which the recent one reverts while
+    the draft is not called; and a factor by plain steps since the last tree, because where a tree ended the
+    text is hard to predict.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        """`sizes`: the numbers of rows that are asked for."""
+        self._sizes = sizes
+        # Tokens by size, of a draft call after a long wait, and as the scores promise; [] before any outcome.
+        self._recent: list[float] = []
+        self._long_run: list[float] = []
+        self._promised: list[float] = []
+        self._accepted = [0.0] * (len(WAITS) - 1)
+        self._expected = [0.0] * (len(WAITS) - 1)
+        self._outcomes = 0
+        self._age = 0  # steps since the last outcome
+
+    @property
+    def started(self) -> bool:
+        return self._outcomes > 0
+
+    def step(self, *, new_text: bool) -> None:
+        self._age += 1 + new_text * NEW_TEXT_STEPS
+
+    def expected(self, waited: int) -> list[float]:
+        """Return accepted tokens by size, of a draft call `waited` plain steps after the last tree."""
+        factor, weight = self._factor(_wait_class(waited)), REVERT**self._age
+        return [
+            factor * (long_run + weight * (recent - long_run))
+            for recent, long_run in zip(self._recent, self._long_run, strict=True)
+        ]
+
+    def observe(self, weights: list[float], path: list[int], *, verified: int, waited: int) -> None:
+        """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
+        promised = [sum(weights[1:rows]) for rows in self._sizes]
+        accepted = [float(sum(0 < row < rows for row in path)) for rows in self._sizes]
+        if not self.started:
+            self._recent, self._long_run, self._promised = promised[:], promised[:], promised[:]
+        self._outcomes += 1
+        self._recent = self.expected(WAITS[-1])
+        # A tree of fewer rows is all that a larger size would have had of it.
+        whole = len(weights)
+        wait, last = _wait_class(waited), sum(min(rows, whole) <= verified for rows in self._sizes) - 1
+        if last == 0 and verified > 1:
+            # Fewer rows than any size but the root: scaled by what the scores promise for the next size.
+            ratio = promised[1] / max(sum(weights[1:verified]), 1e-6)
+            last, accepted[1] = 1, (len(path) - 1) * max(ratio, 1.0)
+        factor = self._factor(wait)
+        self._observe_wait(wait, accepted[last], self._recent[last])
+        self._observe_sizes(promised, accepted, last, factor)
+        self._age = 0
+
+    def _observe_wait(self, wait: int, accepted: float, expected: float) -> None:
+        # All of them decay, so that one which kept the draft from being called is tested again.
+        self._accepted = [WAIT_DECAY * each for each in self._accepted]
+        self._expected = [WAIT_DECAY * each for each in self._expected]
+        if wait < len(self._accepted):
+            self._accepted[wait] += accepted
+            self._expected[wait] += expected
+
+    def _observe_sizes(self, promised: list[float], accepted: list[float], last: int, factor: float) -> None:
+        # The first outcomes count equally, beside one for what the scores promise.
+        equal = self._outcomes / (self._outcomes + 1)
+        decay = min(max(RECENT_DECAY ** max(1, self._age), RECENT_FLOOR), equal)
+        long_decay = min(max(LONG_DECAY ** max(1, self._age), LONG_FLOOR), equal)
+        for index, promise in enumerate(promised):
+            self._promised[index] += (1 - decay) * (promise - self._promised[index])
+            if index <= last:
+                new = accepted[index] / factor
+                self._recent[index] += (1 - decay) * (new - self._recent[index])
+            else:
+                # A larger tree than was verified: scaled by what the scores promise for it.
+                ratio = self._promised[index] / max(self._promised[last], 1e-6)
+                new = self._recent[index] = self._recent[last] * max(ratio, 1.0)
+            self._long_run[index] += (1 - long_decay) * (new - self._long_run[index])
+
+    def _factor(self, wait: int) -> float:
+        if wait == len(self._accepted):
+            return 1.0
+        return (self._accepted[wait] + WAIT_PRIOR) / (self._expected[wait] + WAIT_PRIOR)
+
+
+def _wait_class(waited: int) -> int:
+    return sum(waited >= least for least in WAITS) - 1
+
+
+class Calibration:
+    """How often a draft's scores hold, learnt from accepted paths; corrects the scores that trees are built from.
+
+    A score is the log probability that the draft gives a token after an accepted prefix. Scores are binned by
+    depth and probability; each bin counts how many candidates were right against how many should have been.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._claimed = [[0.0] * len(SCORE_EDGES) for _ in DEPTH_EDGES]
+        self._right = [[0.0] * len(SCORE_EDGES) for _ in DEPTH_EDGES]
+        self._stale = False
+        bins = [_depth_bin(depth) for depth in range(1, DEPTH_EDGES[-1] + 1)]
+        self._correction = Correction(
+            edges=torch.tensor(SCORE_EDGES[:-1], device=device).log(),
+            table=torch.zeros(len(DEPTH_EDGES), len(SCORE_EDGES), device=device),
+            depth_bins=torch.tensor(bins, device=device),
+        )
+
+    def correction(self) -> Correction:
+        """Return the current correction, always in the same tensors."""
+        if self._stale:
+            table = [[self._gain(d, s) for s in range(len(SCORE_EDGES))] for d in range(len(DEPTH_EDGES))]
+            self._correction.table.copy_(torch.tensor(table))
+            self._stale = False
+        return self._correction
+
+    def correct(self, scores: Tensor) -> Tensor:
+        """Return calibrated scores [K, k], one row a depth, at most 0."""
+        return self.correction().applied(scores)
+
+    def observe(self, proposal: Proposal, followed: list[int]) -> None:
+        """Learn from a proposal, before correction, and the tokens that followed."""
+        ids, scores = proposal.ids[:, :LEADING].tolist(), proposal.scores[:, :LEADING].tolist()
+        for depth, token in enumerate(followed[: proposal.depth]):
+            row = _depth_bin(depth + 1)
+            for candidate, score in zip(ids[depth], scores[depth], strict=True):
+                column = _score_bin(score)
+                for counts, amount in (
+                    (self._claimed, math.exp(score)),
+                    (self._right, float(candidate == token)),
+                ):
+                    counts[row][column] = CALIBRATION_DECAY * counts[row][column] + amount
+        self._stale = True
+
+    def _gain(self, row: int, column: int) -> float:
+        """Return the log of right over claimed, both with the prior's candidates."""
+        middle = (SCORE_EDGES[column] + (SCORE_EDGES[column - 1] if column else 0.0)) / 2
+        claimed = self._claimed[row][column] + CALIBRATION_PRIOR * middle
+        right = self._right[row][column] + CALIBRATION_PRIOR * middle
+        return math.log(right / claimed)
+
+
+def _depth_bin(depth: int) -> int:
+    return next(i for i, end in enumerate(DEPTH_EDGES) if depth <= end)
+
+
+def _score_bin(score: float) -> int:
+    return next(i for i, end in enumerate(SCORE_EDGES) if math.exp(score) < end or i == len(SCORE_EDGES) - 1)
+
+
+class LookupAccuracy:
+    """How often a token copied by prompt lookup is right, by the length of the match."""
+
+    def __init__(self) -> None:
+        self._right = [prior * LOOKUP_PRIOR for _, prior in MATCH_CLASSES]
+        self._seen = [LOOKUP_PRIOR] * len(MATCH_CLASSES)
+
+    def log_probability(self, match: int) -> float:
+        index = _match_class(match)
+        return math.log(self._right[index] / self._seen[index])
+
+    def observe(self, match: int, right: bool) -> None:
+        index = _match_class(match)
+        self._seen[index] = LOOKUP_DECAY * self._seen[index] + 1
+        self._right[index] = LOOKUP_DECAY * self._right[index] + 0.99 * right
+
+
+def _match_class(match: int) -> int:
+    return next(i for i, (longest, _) in enumerate(MATCH_CLASSES) if match <= longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The next step, decided before it starts."""
+
+    rows: int  # the root included
+    draft: bool  # call the draft; with one row only to compare its proposal with what follows
+    lookup: bool = False  # no draft call: the rows are what prompt lookup found
+    waited: int = 0  # plain steps between the last tree and the draft call
+
+
+class RowPolicy:
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        max_rows: int,
+        drafts: bool,
+        adaptive: bool = True,
+        sizes: Sequence[int] = EAGER_SIZES,
+    ):
+        """`sizes` of steps to choose from, those below `max_rows`; not `adaptive`: always `max_rows`."""
+        self.costs = costs
+        self._drafts = drafts
+        self._sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
+        self._adaptive = adaptive
+        self._estimator = AcceptanceEstimator(self._sizes)
+        self._new_text = True
+        self._waited = 0  # plain steps since the last tree
+        self._since_draft = 0
+        self.steps = 0
+        self.draft_calls = 0
+        self.accepted = 0
+
+    def begin(self) -> None:
+        """Start another text."""
+        self._new_text = True
+
+    def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
+        """Plan the next step, where prompt lookup found `copied` tokens, each right with `probability`."""
+        self._estimator.step(new_text=self._new_text)
+        if self._new_text:
+            # No tree has just ended at the beginning of a text.
+            self._waited, self._new_text = WAITS[-1], False
+        return self._take(self._decide(copied, probability))
+
+    def plan_root(self, *, copied: int = 0, probability: float = 0.0) -> bool:
+        """Return whether the step after the current one is the root alone; if so that is planned.
+
+        A lookup that was not there one token ago, or is more likely now, has to wait one step.
+        """
+        plan = self._decide(copied, probability)
+        if self._new_text or plan.rows > 1 or plan.draft:
+            return False
+        self._estimator.step(new_text=False)
+        self._take(plan)
+        return True
+
+    def observe(self, weights: list[float], path: list[int], *, verified: int, waited: int) -> None:
+        """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
+        self.draft_calls += 1
+        self.accepted += len(path) - 1
+        self._estimator.observe(weights, path, verified=verified, waited=waited)
+
+    def warning(self) -> str | None:
+        """Return a sentence for the user when nothing of the draft is ever accepted."""
+        if self.accepted == 0 and self.draft_calls >= SILENT_CALLS and self.steps >= SILENT_STEPS:
+            return (
+                f"not one token of {self.draft_calls} draft calls in {self.steps} steps was accepted: is
+                this the" " draft of this target, with the right layers (target_layer_ids) and mask
+                (mask_token_id)?"
+            )
+        return None
+
+    def _take(self, plan: Plan) -> Plan:
+        self.steps += 1
+        self._since_draft = 0 if plan.draft else self._since_draft + 1
+        self._waited = 0 if plan.rows > 1 else self._waited + 1
+        return plan
+
+    def _decide(self, copied: int, probability: float) -> Plan:
+        largest = self._sizes[-1]
+        if not self._adaptive:
+            return Plan(largest, self._drafts, lookup=not self._drafts and copied > 0)
+        if 1 not in self.costs.step:
+            return Plan(1, False)  # the cost of plain decoding has to be measured first
+        if self._drafts and not self._estimator.started:
+            return Plan(largest, True, waited=self._waited)
+        best, speed = Plan(1, False), MARGIN / self.costs.of(1)
+        if self._drafts:
+            best, speed = self._best_draft(best, speed)
+        if copied:
+            best, speed = self._best_lookup(best, speed, copied, probability)
+        if self._drafts and best.rows == 1:
+            probe, loss = self._cheapest_probe()
+            if self._since_draft + 1 >= max(loss / PROBE_SHARE, PROBE_INTERVAL):
+                return probe
+        return best
+
+    def _best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
+        """Return the plan of plain steps and a draft call with the most tokens a second, if any beats `speed`."""
+        plain = self.costs.of(1)
+        for wait in (self._waited, *(wait for wait in WAITS if wait > self._waited)):
+            now = wait == self._waited
+            for rows, more in zip(self._sizes[1:], self._estimator.expected(wait)[1:], strict=True):
+                seconds = self.costs.of(rows) + self.costs.draft
+                rate = (wait + 1 + more) / (wait * plain + seconds) / (1 if now else PATIENCE)
+                if rate > speed:
+                    best, speed = Plan(rows, True, waited=wait) if now else Plan(1, False), rate
+        return best, speed
+
+    def _best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
+        for rows in self._sizes[1:]:
+            # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
+            count = min(rows, copied + 1)
+            rate = (1 - probability**count) / (1 - min(probability, 0.999)) / self.costs.of(rows)
+            if rate > speed:
+                best, speed = Plan(rows, False, lookup=True), rate
+        return best, speed
+
+    def _cheapest_probe(self) -> tuple[Plan, float]:
+        """Return the draft call that loses least against a plain step, and its loss in plain steps."""
+        plain = self.costs.of(1)
+        probe, loss = Plan(1, True, waited=self._waited), self.costs.draft / plain
+        for rows, more in zip(self._sizes[1:], self._estimator.expected(self._waited)[1:], strict=True):
+            lost = (self.costs.of(rows) + self.costs.draft) / plain - 1 - more
+            if lost < loss:
+                probe, loss = Plan(rows, True, waited=self._waited), lost
+        return probe, loss
