@@ -177,7 +177,7 @@ class Engine:
         if not request.prompt:
             raise UsageError("the prompt has no tokens", "give some text with --prompt or on standard input")
         if request.max_tokens < 1:
-            raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1")
+            raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
         if len(request.prompt) > self.max_ctx:
             raise PromptTooLong(len(request.prompt), self.max_ctx)
         outside = [token for token in request.prompt if not 0 <= token < vocabulary]

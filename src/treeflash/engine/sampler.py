@@ -53,7 +53,7 @@ class SamplingParams:
 
     def _check(self, name: str, sound: bool, needed: str) -> None:
         if not sound:
-            raise UsageError(f"{name} is {getattr(self, name)}, needed {needed}")
+            raise UsageError(f"{name} is {getattr(self, name)}, needed {needed}", param=name)
 
     def seeded(self) -> Self:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
@@ -158,7 +158,8 @@ class Sampler:
         outside = [token for token in params.logit_bias if not 0 <= token < vocabulary]
         if outside:
             raise UsageError(
-                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}"
+                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}",
+                param="logit_bias",
             )
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(params.logit_bias.values()), device=device)

@@ -39,7 +39,9 @@ def _thinking(body: MessagesBody) -> Thinking:
     asked = body.thinking or {}
     budget = asked.get("budget_tokens")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
-        raise UsageError(f"thinking.budget_tokens is {budget!r}; needs a number of tokens")
+        raise UsageError(
+            f"thinking.budget_tokens is {budget!r}; needs a number of tokens", param="thinking.budget_tokens"
+        )
     effort = options.effort((body.output_config or {}).get("effort"), "output_config.effort")
     match asked.get("type"):
         case "enabled":
@@ -49,7 +51,9 @@ def _thinking(body: MessagesBody) -> Thinking:
         case "adaptive" | None:
             # The model decides: its default stands, and the effort is only a limit.
             return Thinking(None, effort.budget)
-    raise UsageError(f"thinking.type is {asked.get('type')!r}; needs enabled, disabled or adaptive")
+    raise UsageError(
+        f"thinking.type is {asked.get('type')!r}; needs enabled, disabled or adaptive", param="thinking.type"
+    )
 
 
 def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
@@ -77,7 +81,9 @@ def _choice(choice: Mapping[str, Any]) -> Any:
             return "required"
         case "tool":
             return choice.get("name")
-    raise UsageError(f"tool_choice.type is {choice.get('type')!r}; needs auto, any, tool or none")
+    raise UsageError(
+        f"tool_choice.type is {choice.get('type')!r}; needs auto, any, tool or none", param="tool_choice.type"
+    )
 
 
 def to_messages(body: MessagesBody) -> list[Object]:
@@ -131,7 +137,10 @@ def _result(block: Mapping[str, Any], where: str) -> Any:
         for index, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in ("image", "document"):
-                raise UsageError(f"{where}.content[{index}].type is {kind!r}; the model reads text only")
+                raise UsageError(
+                    f"{where}.content[{index}].type is {kind!r}; the model reads text only",
+                    param=f"{where}.content[{index}].type",
+                )
             if kind not in ("text", None):
                 # References and the like: kept whole, as the data they are.
                 return json.dumps(content, ensure_ascii=False, default=str)

@@ -111,7 +111,7 @@ def _text(app: FastAPI, service: Service) -> None:
     def tokenize(body: TokenizeBody) -> dict[str, Any]:
         session = service.session
         if (body.content is None) == (body.messages is None):
-            raise UsageError("content is needed, or messages; exactly one of them")
+            raise UsageError("content is needed, or messages; exactly one of them", param="content")
         if body.messages is not None:
             tools = chat.tool_list(body.tools, "tools")
             ids = session.encode(TextRequest(messages=body.messages, tools=tools or None))

@@ -62,16 +62,21 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
 def check_template_options(given: Mapping[str, Any]) -> None:
     for name in _RESERVED:
         if name in given:
-            raise UsageError(f"chat_template_kwargs has {name!r}; the request sets it elsewhere")
+            raise UsageError(
+                f"chat_template_kwargs has {name!r}; the request sets it elsewhere",
+                param="chat_template_kwargs",
+            )
 
 
 def _refuse(body: ChatBody) -> None:
     if body.audio is not None or "audio" in (body.modalities or ()):
         field = "audio" if body.audio is not None else "modalities"
-        raise UsageError(f"{field} is set; the model reads and writes text only")
+        raise UsageError(f"{field} is set; the model reads and writes text only", param=field)
     for field in ("functions", "function_call"):
         if getattr(body, field) is not None:
-            raise UsageError(f"{field} is no longer part of the protocol; use tools and tool_choice")
+            raise UsageError(
+                f"{field} is no longer part of the protocol; use tools and tool_choice", param=field
+            )
 
 
 def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
@@ -83,7 +88,9 @@ def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
             continue
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise UsageError(f"{where}.function is {function!r}; needs an object with a name")
+            raise UsageError(
+                f"{where}.function is {function!r}; needs an object with a name", param=f"{where}.function"
+            )
         found.append(
             options.function_tool(
                 function.get("name"),
@@ -102,7 +109,10 @@ def _choice(choice: str | Object | None) -> Any:
     function = choice.get("function")
     if choice.get("type") == "function" and isinstance(function, Mapping):
         return function.get("name")
-    raise UsageError(f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name")
+    raise UsageError(
+        f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name",
+        param="tool_choice.type",
+    )
 
 
 @dataclass(slots=True)

@@ -29,14 +29,16 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
     """One for each answer to each prompt."""
     count = body.n or 1
     if body.suffix:
-        raise UsageError("suffix is set; the model only continues text")
+        raise UsageError("suffix is set; the model only continues text", param="suffix")
     if body.best_of is not None and body.best_of != count:
-        raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}")
+        raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}", param="best_of")
     if body.echo and body.logprobs is not None:
-        raise UsageError("echo is set together with logprobs; the prompt's are not computed")
+        raise UsageError("echo is set together with logprobs; the prompt's are not computed", param="echo")
     prompts = _prompts(body)
     if len(prompts) * count > MAX_CHOICES:
-        raise UsageError(f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} answers")
+        raise UsageError(
+            f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} answers", param="n"
+        )
     fields = body.__dict__
     params = options.sampling(service.defaults(None), fields, logprobs=body.logprobs)
     return [
@@ -58,7 +60,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     if not prompt or not all(prompt):
-        raise UsageError("prompt is empty; needs some text")
+        raise UsageError("prompt is empty; needs some text", param="prompt")
     return list(prompt)
 
 

@@ -62,7 +62,7 @@ def sampling(
 def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
     wrong = [name for name in given or {} if not re.fullmatch("[0-9]{1,9}", name)]
     if wrong:
-        raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids")
+        raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids", param="logit_bias")
     return {int(name): value for name, value in (given or {}).items()}
 
 
@@ -79,7 +79,7 @@ def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
         value = fields.get(name)
         if value is not None and value != -1:  # -1: some clients' word for no limit
             if value < 1:
-                raise UsageError(f"{name} is {value}; needs at least 1")
+                raise UsageError(f"{name} is {value}; needs at least 1", param=name)
             return value
     return None
 
@@ -94,7 +94,7 @@ def effort(value: Any, field: str) -> Thinking:
     if value == "none":
         return Thinking(on=False)
     if not isinstance(value, str) or value not in EFFORTS:
-        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}")
+        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}", param=field)
     return Thinking(True, EFFORTS[value])
 
 
@@ -103,7 +103,10 @@ def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
     options = fields.get("chat_template_kwargs") or {}
     on = options.get("enable_thinking", fields.get("enable_thinking"))
     if on is not None and not isinstance(on, bool):
-        raise UsageError(f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false")
+        raise UsageError(
+            f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false",
+            param="chat_template_kwargs.enable_thinking",
+        )
     named = Thinking(on, fields.get("thinking_budget"))
     return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
 
@@ -123,13 +126,16 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
             where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
             schema = inner.get("schema") if isinstance(inner, Mapping) else None
             if not isinstance(schema, Mapping | bool):
-                raise UsageError(f"{where} is {schema!r}; needs a JSON schema")
+                raise UsageError(f"{where} is {schema!r}; needs a JSON schema", param=where)
             return Grammar("json_schema", _schema(schema))
         case "regex":
             return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"))
         case "grammar" | "lark":
             return Grammar("lark", _text(form.get("grammar"), f"{field}.grammar"))
-    raise UsageError(f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar")
+    raise UsageError(
+        f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar",
+        param=f"{field}.type",
+    )
 
 
 def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
@@ -139,26 +145,28 @@ def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
         return None
     field = "structured_outputs"
     if len(kinds) > 1:
-        raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them")
+        raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them", param=field)
     name, value = kinds.popitem()
     match name:
         case "json":
             try:
                 schema = json.loads(value) if isinstance(value, str) else value
             except ValueError as error:
-                raise UsageError(f"{field}.json is not JSON: {error}") from error
+                raise UsageError(f"{field}.json is not JSON: {error}", param=f"{field}.json") from error
             if not isinstance(schema, Mapping | bool):
-                raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema")
+                raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema", param=f"{field}.json")
             return Grammar("json_schema", _schema(schema))
         case "regex":
             return Grammar("regex", _text(value, f"{field}.regex"))
         case "choice":
             if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-                raise UsageError(f"{field}.choice is {value!r}; needs a list of texts")
+                raise UsageError(
+                    f"{field}.choice is {value!r}; needs a list of texts", param=f"{field}.choice"
+                )
             return Grammar("regex", "|".join(re.escape(each) for each in value))
         case "grammar":
             return Grammar("lark", _text(value, f"{field}.grammar"))
-    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar")
+    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
 
 
 def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
@@ -169,7 +177,7 @@ def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{field} is {value!r}; needs a text")
+        raise UsageError(f"{field} is {value!r}; needs a text", param=field)
     return value
 
 
@@ -178,9 +186,11 @@ def function_tool(
 ) -> dict[str, Any]:
     """A tool as chat templates describe it."""
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{field}.name is {name!r}; needs the tool's name")
+        raise UsageError(f"{field}.name is {name!r}; needs the tool's name", param=f"{field}.name")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(f"{field}.parameters is {parameters!r}; needs a JSON schema")
+        raise UsageError(
+            f"{field}.parameters is {parameters!r}; needs a JSON schema", param=f"{field}.parameters"
+        )
     function: Object = {"name": name}
     if isinstance(description, str):
         function["description"] = description
@@ -198,6 +208,8 @@ def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" or choice in names:
         if not names:
-            raise UsageError("tool_choice is 'required'; needs tools")
+            raise UsageError("tool_choice is 'required'; needs tools", param="tool_choice")
         return choice
-    raise UsageError(f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}")
+    raise UsageError(
+        f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}", param="tool_choice"
+    )

@@ -29,7 +29,7 @@ _FREE_TEXT_SCHEMA = {
 def to_request(body: ResponsesBody, service: Service) -> TextRequest:
     for field_name, reason in _REFUSED.items():
         if getattr(body, field_name):
-            raise UsageError(f"{field_name} is set; {reason}")
+            raise UsageError(f"{field_name} is set; {reason}", param=field_name)
     fields = body.__dict__
     thinking = _thinking(body.reasoning).otherwise(service.thinking)
     tools = tool_list(body.tools)
@@ -107,7 +107,9 @@ def _choice(choice: str | Object | None) -> Any:
         return choice.get("name")
     if kind == "allowed_tools":
         return choice.get("mode", "auto")
-    raise UsageError(f"tool_choice.type is {kind!r}; needs function, custom or allowed_tools")
+    raise UsageError(
+        f"tool_choice.type is {kind!r}; needs function, custom or allowed_tools", param="tool_choice.type"
+    )
 
 
 def to_messages(body: ResponsesBody) -> list[Object]:
@@ -157,9 +159,14 @@ class _Messages:
                 content = item.get("output")
                 self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case "item_reference":
-                raise UsageError(f"{where}.type is 'item_reference'; nothing is kept here: send the item")
+                raise UsageError(
+                    f"{where}.type is 'item_reference'; nothing is kept here: send the item",
+                    param=f"{where}.type",
+                )
             case None:
-                raise UsageError(f"{where}.type is None; needs message, function_call or its output")
+                raise UsageError(
+                    f"{where}.type is None; needs message, function_call or its output", param=f"{where}.type"
+                )
             # Anything else is a call of a tool that its provider ran: its result is in the text around it.
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
@@ -169,7 +176,10 @@ class _Messages:
 
     def _call(self, item: Mapping[str, Any], arguments: Any, where: str) -> None:
         if not isinstance(item.get("name"), str):
-            raise UsageError(f"{where}.name is {item.get('name')!r}; needs the name of the called tool")
+            raise UsageError(
+                f"{where}.name is {item.get('name')!r}; needs the name of the called tool",
+                param=f"{where}.name",
+            )
         call = {"id": item.get("call_id"), "function": {"name": item["name"], "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 

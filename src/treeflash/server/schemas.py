@@ -32,10 +32,12 @@ class Body(BaseModel):
 
 def _check(value: Any, name: str, levels: int) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{name} has a number that is not finite; JSON has no such numbers")
+        raise UsageError(f"{name} has a number that is not finite; JSON has no such numbers", param=name)
     if isinstance(value, dict | list):
         if not levels:
-            raise UsageError(f"{name} has more than {MAX_NESTING} levels of objects inside each other")
+            raise UsageError(
+                f"{name} has more than {MAX_NESTING} levels of objects inside each other", param=name
+            )
         for each in value.values() if isinstance(value, dict) else value:
             _check(each, name, levels - 1)
 
