@@ -101,7 +101,7 @@ def test_the_queue_has_an_end_and_forgets_who_left():
         await asyncio.to_thread(session.busy.wait, 5)
         waiting = [worker.submit(ask("next")) for _ in range(3)]
         assert [job.ahead for job in waiting] == [1, 2, 3]
-        with pytest.raises(QueueFull, match="3 requests wait, the queue holds 3"):
+        with pytest.raises(QueueFull, match="3 requests are waiting, the queue holds 3"):
             worker.submit(ask("too many"))
         waiting[1].cancel()
         assert worker.waiting == 2

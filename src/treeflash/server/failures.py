@@ -1,4 +1,4 @@
-"""Error objects of the OpenAI and Anthropic protocols, so that official clients raise their typed exceptions."""
+"""Error objects of the protocols, with which official clients raise their typed exceptions."""
 
 import re
 from collections.abc import Mapping, Sequence
