@@ -120,7 +120,7 @@ def test_a_node_says_its_token_and_an_older_tree_can_be_chosen(
     page.locator("#tree .targets circle").last.hover()
     expect(page.locator("#readout")).to_contain_text("was rejected")
     page.locator("#tree .targets circle").first.hover()
-    expect(page.locator("#readout")).to_contain_text("was decided by the step before")
+    expect(page.locator("#readout")).to_contain_text("was committed by the step before")
     page.mouse.move(5, 5)
     number = int(page.locator("#strip [role=option]").last.get_attribute("data-number") or 0)
     page.focus("#strip")
@@ -143,7 +143,7 @@ def test_plain_decoding_repeats_the_answer(page_server: PageServer, open_page: O
     assert {**plain, "treeflash": None} == {**tree, "treeflash": None}
     page_server.script = Script(plain_answer="A **tree** of roots.")
     ask(page, "Once more")
-    expect(verdict).to_contain_text("The texts part at character 15.")
+    expect(verdict).to_contain_text("The texts diverge at character 15.")
 
 
 @browser_only
@@ -162,7 +162,7 @@ def test_a_server_that_is_gone_costs_no_text(page_server: PageServer, open_page:
     page = open_page()
     page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
     ask(page, "Precious words")
-    expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
+    expect(page.get_by_role("alert")).to_contain_text("The server does not respond.")
     page.fill("#prompt", "half a thou")
     page.reload()
     expect(page.locator(".bubble")).to_have_text("Precious words")
@@ -228,7 +228,7 @@ def test_waiting_is_said_in_words_and_ends_by_itself(
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
-        (Script(answer=LONG, break_after=5), "The connection broke off. What had come so far is kept."),
+        (Script(answer=LONG, break_after=5), "The connection was lost. The text received so far is kept."),
         (Script(answer=LONG, error_after=5), "The engine ran out of memory."),
     ],
     ids=["cut", "error event"],
