@@ -38,7 +38,7 @@ def bind(config: ServerConfig) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
                 f"port {config.port} on {config.host} is in use",
-                f"choose another `port`; treeflash stop --port {config.port} ends a server in the background",
+                "choose another `port`; treeflash stop ends a server in the background",
                 param="port",
             ) from error
         raise UsageError(

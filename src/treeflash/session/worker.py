@@ -1,7 +1,7 @@
 """The worker thread that owns a session and runs requests first in, first out.
 
-Jobs are created and read in an asyncio loop; the thread produces their events. An error fails
-only its own job.
+Jobs are created and read in an asyncio loop; the thread produces their events. An error fails only
+its own job.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Job:
         self._dequeue = dequeue
         self._cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._has_events = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._signalled = False
         self._events: deque[IndexedEvent] = deque()
         self._error: Exception | None = None
@@ -83,11 +83,11 @@ class Job:
         """
         while True:
             try:
-                await asyncio.wait_for(self._has_events.wait(), timeout_s)
+                await asyncio.wait_for(self._wakeup.wait(), timeout_s)
             except TimeoutError:
                 yield []
                 continue
-            self._has_events.clear()
+            self._wakeup.clear()
             # Reset before draining: the thread signals again for any event added from here on.
             self._signalled = False
             ended = self._ended
@@ -126,7 +126,7 @@ class Job:
             self._signalled = True
             # The loop is closed: nobody reads the events.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._has_events.set)
+                self._loop.call_soon_threadsafe(self._wakeup.set)
 
 
 class EngineWorker:
@@ -205,7 +205,7 @@ class EngineWorker:
                 job.cancel()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Accept no more requests, cancel the others and release the session."""
+        """Accept no more requests, cancel all jobs and release the session."""
         with self._changed:
             self.state = State.stopping
             self._changed.notify()
