@@ -1,4 +1,4 @@
-"""Settings as frozen values, and the only place that reads the environment."""
+"""Settings as frozen dataclasses. Only this module reads the environment."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,72 +9,72 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """How trees are proposed. Whatever is set here, the text stays the same."""
+    """How draft trees are built. No setting changes the generated text."""
 
-    budget: int = 22  # nodes below the root, at most
-    chain: bool = False  # one path, no branches
-    lookup: bool = True  # copies from the text beside the draft's proposals
-    adaptive: bool = True  # fewer rows, down to the root alone, when more do not pay
+    budget: int = 22  # most nodes below the root
+    chain: bool = False  # a single path without branches
+    lookup: bool = True  # prompt lookup (n-gram) in addition to the draft model
+    adaptive: bool = True  # fewer rows, down to the root alone, when more would not be faster
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    path: Path  # a safetensors checkpoint (folder or file) or a dflash GGUF
-    quant: Literal["auto", "q8_0", "q4_k", "none"] = "auto"  # auto: q8_0 on a GPU, as it is on a CPU
-    context: int | None = None  # positions that its full-attention layers look back on
-    causal: bool | None = None  # overrides what the checkpoint says of its layers
+    path: Path  # a safetensors checkpoint (folder or file) or a DFlash GGUF
+    quant: Literal["auto", "q8_0", "q4_k", "none"] = "auto"  # auto: q8_0 on a GPU, unquantised on a CPU
+    context: int | None = None  # positions in the KV ring of its full-attention layers
+    causal: bool | None = None  # overrides the checkpoint's attention masks
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    max_ctx: int | None = None  # None: what the model was made for, as far as memory allows
-    # Tokens; cuts fall on multiples of it, so that they are a function of the prompt. None: by its memory.
+    max_ctx: int | None = None  # None: the model's context length, as far as memory allows
+    # Tokens. Chunks end at multiples of it, so that they depend on the prompt alone. None: by device memory.
     prefill_chunk: int | None = None
     weights: Literal["auto", "expanded", "packed"] = "auto"
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
-    kv_k: str = "auto"  # keys
-    kv_v: str = "auto"  # values
-    vram_limit: int | None = None  # bytes of a GPU that may be in use, others' included; None: all
-    window: int | None = None  # decoding looks back so many tokens, and on the first 64; None: on all
+    kv_k: str = "auto"  # K cache
+    kv_v: str = "auto"  # V cache
+    vram_limit: int | None = None  # bytes of GPU memory in use, other processes included; None: all
+    window: int | None = None  # decoding attends to the last `window` tokens and the first 64; None: all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
-    draft: DraftConfig | None = None  # None: copies from the text alone
-    costs: Path | None = None  # where measured step costs are kept from run to run
-    # Bytes of host memory for states of earlier requests; 0: none; None: a quarter of the free, up to 8 GiB.
+    draft: DraftConfig | None = None  # None: prompt lookup alone
+    costs: Path | None = None  # file that keeps measured step costs between runs
+    # Bytes of host memory for the prefix cache; 0: none; None: a quarter of free memory, up to 8 GiB.
     prefix_cache: int | None = None
-    prefix_cache_dir: Path | None = None  # where they outlive the process; None: nowhere
-    prefix_cache_dir_size: int = 32 << 30  # bytes, at most
+    prefix_cache_dir: Path | None = None  # keeps snapshots on disk between runs; None: no disk cache
+    prefix_cache_dir_size: int = 32 << 30  # most bytes
 
     @property
     def max_rows(self) -> int:
-        """Of a step: the root and what is proposed below it."""
+        """Return the most rows of a step: the root and the draft nodes below it."""
         return self.speculation.budget + 1 if self.speculation else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
-    model_name: str | None = None  # None: the file's own
-    cors_origins: tuple[str, ...] = ()  # beside this machine's own; "*": any
-    max_queue: int = 64  # requests that wait, beside the one that is answered
-    max_body: int = 32 << 20  # bytes of a request
-    thinking: bool | None = None  # for requests that say nothing; None: as the template decides
-    thinking_budget: int | None = None  # tokens
-    drain_s: float = 30.0  # what requests get to end when the server is told to
+    port: int = 8000  # 0: any free port
+    api_keys: tuple[str, ...] = ()  # each grants access to every route; empty: no key is needed
+    model_name: str | None = None  # None: the name in the file
+    cors_origins: tuple[str, ...] = ()  # in addition to this machine's own; "*": any
+    max_queue: int = 64  # most waiting requests, not counting the running one
+    max_body: int = 32 << 20  # most bytes of a request
+    thinking: bool | None = None  # default for requests; None: the template's default
+    thinking_budget: int | None = None  # tokens of reasoning
+    drain_s: float = 30.0  # time for running requests to finish at shutdown
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What users set outside the command line."""
+    """Environment variables that users set."""
 
     target: str | None
     draft: str | None
     offline: bool
     no_color: bool
     debug: bool
-    api_key: str | None  # of a server of ours or another's
+    api_key: str | None  # of this server or of a remote one
 
 
 def environment() -> Environment:
@@ -92,5 +92,5 @@ def environment() -> Environment:
 
 
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
-    """What a program that we start finds around it."""
+    """Return the environment for a child process."""
     return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)

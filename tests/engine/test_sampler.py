@@ -89,7 +89,7 @@ def test_logprobs_are_of_the_targets_own_distribution() -> None:
 
 
 def test_rank_puts_the_sampled_token_first() -> None:
-    """A draft whose logits are the target's own ranks first, at every depth, the token that will be sampled."""
+    """A draft whose logits are the target's own ranks first, at every depth, the sampled token."""
     logits = 2 * torch.randn(8, V, generator=torch.Generator().manual_seed(5))
     positions, anchor = torch.arange(50, 58), torch.tensor([12])
     for options in ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.05}):

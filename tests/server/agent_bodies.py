@@ -1,4 +1,4 @@
-"""Requests in the shapes that three coding agents send, with words of our own in place of theirs."""
+"""Requests in the formats that three coding agents send, with our own text."""
 
 from typing import Any
 

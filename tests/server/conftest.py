@@ -1,4 +1,4 @@
-"""Servers that tests share, and what drives them."""
+"""Servers and clients that tests share."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from treeflash.session.loading import load_session
 
 @pytest.fixture(scope="session")
 def echo_server() -> Iterator[Live]:
-    """Says what it was told, calls tools, thinks when asked: by a script."""
+    """A scripted server that echoes, calls tools and reasons."""
     with scripted() as server:
         yield server
 

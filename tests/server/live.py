@@ -25,7 +25,7 @@ class Live:
     session: TextSession
 
     def settle(self, seconds: float = 5.0) -> None:
-        """Waits until nothing runs and nothing waits."""
+        """Wait until no request is running or queued."""
         end = time.monotonic() + seconds
         while (self.worker.running or self.worker.waiting) and time.monotonic() < end:
             time.sleep(0.01)

@@ -13,7 +13,7 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    # Not a session's: its event loop would be in the way of tests that run their own.
+    # Not session-scoped: its event loop would conflict with tests that run their own.
     path = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
     assert path, "no Chromium found: install chromium, or deselect with -m 'not browser'"
     with sync_playwright() as playwright:
@@ -32,7 +32,7 @@ def page_server() -> Iterator[PageServer]:
 
 @pytest.fixture
 def open_page(chromium: Browser, page_server: PageServer) -> Iterator[Open]:
-    """Opens the page; afterwards nothing may have thrown, nor asked any other server for anything."""
+    """Open the page; afterwards check that no error was thrown and no other server requested."""
     contexts: list[BrowserContext] = []
     troubles: list[str] = []
 

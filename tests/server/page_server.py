@@ -22,13 +22,13 @@ DEFAULT_ANSWER = "A **tree** of guesses is checked in one pass."
 
 @dataclass
 class Script:
-    """What the server does next, and what it was asked."""
+    """What the server does next, and the requests it received."""
 
     answer: str = DEFAULT_ANSWER
     reasoning: str = ""
     step_s: float = 0.004
     key: str = ""
-    busy: int = 0  # requests to turn away with 429 first
+    busy: int = 0  # requests to reject with 429 first
     loading: int = 0  # health checks and requests to answer with 503 first
     comments: tuple[str, ...] = ()
     break_after: int | None = None  # steps, then the connection is cut
@@ -44,16 +44,16 @@ def words(text: str) -> list[str]:
     return WORD.findall(text)
 
 
-def grow(tokens: list[str], place: int, budget: int, dice: random.Random) -> dict[str, Any]:
-    """A tree at `place` whose accepted path is the text itself, with wrong guesses around it."""
-    right = min(dice.choice([1, 2, 3, 4, 5, 6, 8]), len(tokens) - place, budget + 1)
-    names, parents, accepted = [tokens[place]], [-1], [0]
+def grow(tokens: list[str], position: int, budget: int, dice: random.Random) -> dict[str, Any]:
+    """Return a tree at `position` whose accepted path is the text, with rejected branches."""
+    right = min(dice.choice([1, 2, 3, 4, 5, 6, 8]), len(tokens) - position, budget + 1)
+    names, parents, accepted = [tokens[position]], [-1], [0]
     for step in range(1, right):
-        names.append(tokens[place + step])
+        names.append(tokens[position + step])
         parents.append(accepted[-1])
         accepted.append(len(names) - 1)
     while len(names) < budget + 1:
-        # Doubt is spread along the path; about half of the wrong guesses go on from another one.
+        # Branches are spread along the path; about half of the rejected nodes extend another one.
         wrong = dice.random() < 0.5 and len(names) > right
         parents.append(dice.randrange(right, len(names)) if wrong else dice.choice(accepted))
         names.append(dice.choice(tokens))
@@ -67,38 +67,38 @@ def chunks(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     answer = script.plain_answer if script.plain_answer is not None and budget == 0 else script.answer
     thought, tokens = words(script.reasoning), words(answer)
     everything = thought + tokens
-    place = steps = 0
-    while place < len(everything):
+    position = steps = 0
+    while position < len(everything):
         if steps == script.error_after:
             yield {"error": {"message": "the engine ran out of memory", "type": "server_error", "code": 500}}
             return
-        tree = grow(everything, place, budget, dice)
+        tree = grow(everything, position, budget, dice)
         kept = len(tree["accepted"])
         rows = len(tree["tokens"])
         tree |= {"draft_ms": 3.0, "step_ms": 20 + 0.35 * rows + dice.random() * 3}
         steps += 1
         choice: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": None}
         chunk: dict[str, Any] = {"object": "chat.completion.chunk", "choices": [choice]}
-        for token in everything[place : place + kept]:
-            name = "reasoning_content" if place < len(thought) else "content"
+        for token in everything[position : position + kept]:
+            name = "reasoning_content" if position < len(thought) else "content"
             choice["delta"][name] = choice["delta"].get(name, "") + token
-            place += 1
+            position += 1
         if extension.get("trees"):
             chunk["treeflash"] = {"tree": tree}
         time.sleep(script.step_s)
         yield chunk
     speed = 41.7 if budget == 0 else 142.4
     stats = {
-        "generated_tokens": place,
+        "generated_tokens": position,
         "decode_tok_s": speed,
         "tok_s": speed,
-        "acceptance_length": place / max(steps, 1),
+        "acceptance_length": position / max(steps, 1),
         "ttft_s": 0.21,
         "seed": body.get("seed", 0),
     }
     last = {"index": 0, "delta": {}, "finish_reason": script.finish}
     yield {"object": "chat.completion.chunk", "choices": [last], "treeflash": {"stats": stats}}
-    yield {"object": "chat.completion.chunk", "choices": [], "usage": {"completion_tokens": place}}
+    yield {"object": "chat.completion.chunk", "choices": [], "usage": {"completion_tokens": position}}
 
 
 class _Handler(BaseHTTPRequestHandler):

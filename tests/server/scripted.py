@@ -1,4 +1,4 @@
-"""A session that follows a script instead of a model, for what a model cannot be made to do on demand."""
+"""A session that follows a script instead of a model."""
 
 import threading
 import time
@@ -44,7 +44,7 @@ Script = Callable[[TextRequest], Iterable[SessionEvent | float | Exception]]
 
 
 class ScriptedSession:
-    """Yields what the script does; waits for its numbers, in seconds, and raises its exceptions."""
+    """Yields the events of a script, sleeps for its numbers (seconds) and raises its exceptions."""
 
     def __init__(self, script: Script, *, max_ctx: int = 200_000):
         self.script, self.max_ctx = script, max_ctx
@@ -114,7 +114,7 @@ class ScriptedSession:
 
 
 def said(request: TextRequest) -> str:
-    """The last message as text."""
+    """Return the last message as text."""
     if request.messages is None:
         return str(request.prompt)
     content = request.messages[-1].get("content")
@@ -122,7 +122,7 @@ def said(request: TextRequest) -> str:
 
 
 def echo(request: TextRequest) -> Iterator[SessionEvent | float]:
-    """Thinks if asked to, calls the first tool unless it has its result, else repeats what was said."""
+    """Reason if requested, call the first tool unless it has its result, else echo the message."""
     if request.thinking:
         yield Reasoning("Hmm. ")
         yield Reasoning("Yes.")

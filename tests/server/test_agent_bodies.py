@@ -1,4 +1,4 @@
-"""What coding agents send becomes the prompt they mean, by the rules of Qwen3.5's template."""
+"""Requests of coding agents, rendered by Qwen3.5's template."""
 
 import json
 
@@ -26,26 +26,26 @@ def prompt(server: Live, body: dict, path: str) -> str:
 
 
 @pytest.mark.parametrize("agent, path", PATHS.items(), ids=lambda each: getattr(each, "__name__", ""))
-def test_turns_share_their_beginning(echo_server: Live, agent, path: str):
+def test_turns_share_their_prefix(echo_server: Live, agent, path: str):
     first = prompt(echo_server, agent(turn=1), path)
     second = prompt(echo_server, agent(turn=2), path)
     opening = first.removesuffix("<|im_start|>assistant\n<think>\n")
     assert opening != first and second.startswith(opening)
     assert first.count("<|im_start|>system") == 1
     assert "billing" not in second
-    # In the order in which it happened, nothing left out.
+    # In order and complete.
     story = ["List the files.", "A listing will do.", "I will look.", "<function=", "ls", "a.txt"]
     if agent is claude_code:
-        story.remove("A listing will do.")  # another question came since, so the template leaves it out
-    places = [second.index(part, len(opening) if part != story[0] else 0) for part in story]
-    assert places == sorted(places)
+        story.remove("A listing will do.")  # a later user message follows, so the template drops it
+    offsets = [second.index(part, len(opening) if part != story[0] else 0) for part in story]
+    assert offsets == sorted(offsets)
 
 
 def test_calls_and_results_of_codex_keep_their_order(echo_server: Live):
     text = prompt(echo_server, codex(turn=2), "/v1/responses")
     names = ["<parameter=cmd>\nls", "<parameter=cmd>\npwd", "a.txt", "/work", "*** Begin Patch", "Done."]
-    places = [text.rindex(part) for part in names]
-    assert places == sorted(places)
+    offsets = [text.rindex(part) for part in names]
+    assert offsets == sorted(offsets)
     request = echo_server.session.seen[-1]
     assert [tool["function"]["name"] for tool in request.tools] == [
         "exec_command",
@@ -61,7 +61,7 @@ def test_calls_and_results_of_codex_keep_their_order(echo_server: Live):
     ]
 
 
-def test_thoughts_cut_into_items_are_one_thought(echo_server: Live):
+def test_split_reasoning_items_are_joined(echo_server: Live):
     body = codex(turn=2)
     at = next(index for index, item in enumerate(body["input"]) if item["type"] == "reasoning")
     more = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Surely."}]}
@@ -70,7 +70,7 @@ def test_thoughts_cut_into_items_are_one_thought(echo_server: Live):
     assert "<think>\nA listing will do.\nSurely.\n</think>\n\nI will look." in text
 
 
-def test_groups_of_tools_that_are_none(echo_server: Live):
+def test_invalid_namespaces_are_ignored(echo_server: Live):
     for members in (True, None, "x", [5], {}):
         body = codex(turn=1) | {"stream": False}
         body["tools"].append({"type": "namespace", "name": "odd", "tools": members})
@@ -87,13 +87,13 @@ def test_settings_of_claude_code(echo_server: Live):
     assert [tool["function"]["name"] for tool in request.tools] == ["Bash"]
 
 
-def test_a_title_is_made_without_tools(echo_server: Live):
+def test_title_requests_have_no_tools(echo_server: Live):
     text = prompt(echo_server, opencode(turn=0), "/v1/chat/completions")
     assert text.index("You make titles.") < text.index("Make a title") < text.index("List the files.")
     assert echo_server.session.seen[-1].tools is None
 
 
-def test_tools_that_take_free_text_and_grouped_ones():
+def test_free_text_tools_and_namespaces():
     def script(request):
         yield Reasoning("Hm.")
         yield ToolCall(0, "call_1", "apply_patch")
@@ -116,7 +116,7 @@ def test_tools_that_take_free_text_and_grouped_ones():
         assert events[-1]["response"]["output"][1]["input"] == "*** Begin Patch\n"
 
 
-def test_text_around_calls_stays_in_its_place():
+def test_text_around_calls_keeps_its_order():
     def script(request):
         yield Text("Before. ")
         yield ToolCall(0, "call_1", "bash")

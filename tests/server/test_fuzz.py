@@ -1,4 +1,4 @@
-"""Requests that nobody meant: no answer of 500 and no silence, whatever is sent."""
+"""Fuzzed requests: never a 500 and always a response."""
 
 import json
 
@@ -65,7 +65,7 @@ def http(server: Live):
 
 @pytest.fixture(scope="module")
 def model_http(tiny_model):
-    """A whole engine behind it, with a tiny model that writes noise."""
+    """A server with a real engine and a tiny random model."""
     config = EngineConfig(device="cpu", max_ctx=512)
     with (
         live(lambda progress: load_session(tiny_model(), config, progress=progress)) as server,
@@ -75,7 +75,7 @@ def model_http(tiny_model):
 
 
 def spots(value, path=()):
-    """Every place in a body where something else could stand."""
+    """Yield the path of every value in a body."""
     yield path
     if isinstance(value, dict):
         for key, item in value.items():
@@ -97,7 +97,7 @@ def replaced(value, path, new):
 @pytest.mark.parametrize("path", PATHS)
 @BOUNDED
 @given(data=st.data())
-def test_a_body_with_one_wrong_place(http: httpx2.Client, path: str, data: st.DataObject):
+def test_a_body_with_one_invalid_value(http: httpx2.Client, path: str, data: st.DataObject):
     body = PATHS[path]
     spot = data.draw(st.sampled_from(sorted(spots(body), key=repr)))
     sent = json.dumps(replaced(body, spot, data.draw(values)))
@@ -112,7 +112,7 @@ def test_a_body_with_one_wrong_place(http: httpx2.Client, path: str, data: st.Da
 
 @BOUNDED
 @given(path=st.sampled_from(sorted(PATHS)), content=st.binary(max_size=60) | values.map(json.dumps))
-def test_any_body_at_all(http: httpx2.Client, path: str, content: bytes | str):
+def test_any_json_body(http: httpx2.Client, path: str, content: bytes | str):
     answer = http.post(path, content=content)
     assert answer.status_code in (200, 400), answer.text
 
@@ -147,7 +147,7 @@ FORMS = [
 
 @settings(BOUNDED, max_examples=80)
 @given(data=st.data())
-def test_a_wrong_place_with_a_model_behind(model_http: httpx2.Client, data: st.DataObject):
+def test_an_invalid_value_with_a_real_engine(model_http: httpx2.Client, data: st.DataObject):
     body = ASKED | data.draw(st.sampled_from(FORMS))
     spot = data.draw(st.sampled_from(sorted(filter(None, spots(body)), key=repr)))
     sent = replaced(body, spot, data.draw(values)) | {"max_tokens": 3}
@@ -158,7 +158,7 @@ def test_a_wrong_place_with_a_model_behind(model_http: httpx2.Client, data: st.D
     assert '"server_error"' not in answer.text, (sent, answer.text)
 
 
-def test_the_api_as_it_describes_itself(server: Live):
+def test_the_openapi_schema(server: Live):
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     seen = set()
 

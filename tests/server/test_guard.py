@@ -13,6 +13,7 @@ from tests.server.live import Live, live, scripted
 from tests.server.scripted import ScriptedSession, echo
 from treeflash.config import ServerConfig
 from treeflash.errors import UsageError
+from treeflash.server.failures import failure_of
 from treeflash.server.guard import _repaired
 from treeflash.server.listen import bind, check
 
@@ -38,7 +39,7 @@ def test_every_route_needs_the_key(locked: Live, route: str):
     assert httpx2.get(locked.url + route, headers={"x-api-key": "third"}).status_code == 401
 
 
-def test_health_needs_none_and_says_little(locked: Live):
+def test_health_needs_no_key(locked: Live):
     answer = httpx2.get(f"{locked.url}/health")
     assert answer.status_code == 200 and answer.json()["status"] == "ok"
 
@@ -50,7 +51,7 @@ def test_generation_needs_the_key(locked: Live):
         assert ("type" in answer.json()) == (route == "/v1/messages")
 
 
-def test_a_person_may_type_the_key_as_a_password(locked: Live):
+def test_browsers_send_the_key_as_a_password(locked: Live):
     asked = httpx2.get(locked.url, headers={"accept": "text/html"})
     assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic ")
     word = base64.b64encode(b"me:second").decode()
@@ -66,18 +67,24 @@ def test_a_person_may_type_the_key_as_a_password(locked: Live):
         assert httpx2.get(locked.url, headers=headers).status_code == 401
 
 
-def test_beyond_this_machine_a_key_is_needed():
+def test_other_hosts_than_loopback_need_a_key():
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
         with pytest.raises(UsageError, match="no key"):
             check(ServerConfig(host=host))
         check(ServerConfig(host=host, api_keys=("k",)))
     for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
         check(ServerConfig(host=host))
-    with pytest.raises(UsageError, match="cannot stand in a header"):
+    with pytest.raises(UsageError, match="a header cannot carry"):
         check(ServerConfig(api_keys=("käse",)))
 
 
-def test_a_port_that_is_taken():
+def test_http_errors_show_settings_without_backquotes():
+    failure = failure_of(UsageError("`max_ctx` is 5, needed 8", "raise `max_ctx`", param="max_ctx"))
+    assert failure.message == "max_ctx is 5, needed 8; raise max_ctx" and failure.param == "max_ctx"
+    assert failure_of(UsageError("messages[0] is `a b`")).message == "messages[0] is `a b`"
+
+
+def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is in use"):
@@ -86,7 +93,7 @@ def test_a_port_that_is_taken():
         bind(ServerConfig(host="203.0.113.7"))
 
 
-def test_pages_of_this_machine_may_call_and_others_may_not(http: httpx2.Client):
+def test_only_local_origins_are_allowed(http: httpx2.Client):
     for origin in ("http://localhost:3000", "http://127.0.0.1:9", "http://[::1]:5", "https://app.localhost"):
         answer = http.get("/v1/models", headers={"origin": origin})
         assert answer.status_code == 200
@@ -100,7 +107,7 @@ def test_pages_of_this_machine_may_call_and_others_may_not(http: httpx2.Client):
     assert flight.status_code == 204 and "POST" in flight.headers["access-control-allow-methods"]
 
 
-def test_origins_that_were_let_in():
+def test_allowed_origins():
     config = ServerConfig(cors_origins=("https://a.example",), api_keys=("k",))
     with scripted(config=config) as server:
         headers = {"origin": "https://a.example", "x-api-key": "k"}
@@ -114,14 +121,14 @@ def test_origins_that_were_let_in():
         assert httpx2.get(f"{server.url}/props", headers=headers).status_code == 200
 
 
-def test_a_foreign_name_for_this_machine_is_refused(http: httpx2.Client):
+def test_a_foreign_host_name_is_rejected(http: httpx2.Client):
     assert http.get("/props", headers={"host": "rebound.example"}).status_code == 403
     assert http.get("/props", headers={"host": "rebound.example:8000"}).status_code == 403
     for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "10.0.0.3:80"):
         assert http.get("/props", headers={"host": host}).status_code == 200
 
 
-def test_a_body_that_is_too_large():
+def test_a_body_over_the_limit():
     with scripted(config=ServerConfig(max_body=2000)) as server:
         big = {"messages": [{"role": "user", "content": "x" * 3000}]}
         for path in ("/v1/chat/completions", "/v1/messages"):
@@ -135,7 +142,7 @@ def test_a_body_that_is_too_large():
         assert httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_bodies_that_are_no_requests(http: httpx2.Client):
+def test_malformed_bodies(http: httpx2.Client):
     for content in (
         b"",
         b"{",
@@ -167,14 +174,16 @@ def test_bodies_that_are_no_requests(http: httpx2.Client):
     ],
 )
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_what_json_cannot_say_back_is_refused(http: httpx2.Client, path: str, needed: str, stream: str):
+def test_values_that_json_cannot_represent_are_rejected(
+    http: httpx2.Client, path: str, needed: str, stream: str
+):
     deep = '{"a":' * 150 + "1" + "}" * 150
     for value in ('{"a":NaN}', '{"a":[1,-Infinity]}', '{"a":{"b":1e999}}', deep):
         body = f'{{{needed},"stream":{stream},"metadata":{value}}}'
         answer = http.post(path, content=body.encode())
         assert answer.status_code == 400, value[:20]
         assert answer.json()["error"]["message"].startswith("metadata has ")
-    # A schema as deep as any is still read.
+    # A schema just below the limit is accepted.
     sound = f'{{{needed},"stream":{stream},"metadata":{deep[5 * 70 : -70]}}}'
     assert http.post(path, content=sound.encode()).status_code == 200
 
@@ -201,7 +210,7 @@ def test_the_pages(http: httpx2.Client):
     assert "/v1/responses" in http.get("/openapi.json").json()["paths"]
 
 
-def test_while_it_loads():
+def test_requests_while_loading():
     gate = threading.Event()
 
     def load(progress):
@@ -254,19 +263,19 @@ def test_metrics_count(http: httpx2.Client):
     assert value("generation_tokens_total") == written + len("You said: Hello ")
 
 
-def test_half_characters_become_whole_ones(http: httpx2.Client):
+def test_lone_surrogates_are_replaced(http: httpx2.Client):
     body = b'{"messages":[{"role":"user","content":"a\\ud83db \\ud83d\\ude00 \\\\ud83d \\udc00"}]}'
     answer = http.post("/v1/chat/completions", content=body).json()
     assert answer["choices"][0]["message"]["content"] == "You said: a\ufffdb 😀 \\ud83d \ufffd "
 
 
 @given(st.text(st.characters(exclude_categories=[]), max_size=30))
-def test_repaired_json_is_the_same_but_for_halves(text: str):
+def test_repair_changes_only_lone_surrogates(text: str):
     import json
 
     def whole(character: str) -> str:
         return "\ufffd" if "\ud800" <= character <= "\udfff" else character
 
-    # Two halves side by side in the escaped text are one character.
+    # An escaped surrogate pair is one character.
     expected = "".join(map(whole, json.loads(json.dumps(text))))
     assert json.loads(_repaired(json.dumps(text).encode())) == expected

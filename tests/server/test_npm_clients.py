@@ -35,7 +35,7 @@ ARGUMENTS = {
 
 
 def shell_call(tools: Any) -> tuple[str, dict[str, Any]] | None:
-    """The tool that runs commands, and arguments for ours as its schema wants them."""
+    """Return the tool that runs commands, and arguments that match its schema."""
     for tool in tools or ():
         function = tool["function"]
         if function["name"].lower() in SHELLS:
@@ -87,7 +87,7 @@ def install(client: str, folder: Path) -> Path:
 
 
 def surroundings(home: Path, binaries: Path) -> dict[str, str]:
-    """A home of its own, so that nobody's settings are read or written."""
+    """Return an environment with its own home directory, so that no user settings are read or written."""
     kept = {name: os.environ[name] for name in ("LANG", "TERM", "TMPDIR") if name in os.environ}
     path = os.pathsep.join([str(binaries), os.environ["PATH"]])
     return {

@@ -37,7 +37,7 @@ class Pick(pydantic.BaseModel):
     count: int
 
 
-def test_the_whole_answer_and_the_streamed_one_are_the_same(pair_server: Live):
+def test_streamed_and_whole_responses_are_equal(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "any/name", "messages": ASK, "max_completion_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**options)
@@ -56,7 +56,7 @@ def test_the_whole_answer_and_the_streamed_one_are_the_same(pair_server: Live):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_the_same_question_again_is_not_read_again(pair_server: Live):
+def test_a_repeated_prompt_is_cached(pair_server: Live):
     client = openai_client(pair_server)
     first = [{"role": "user", "content": "Name a colour, please."}]
     one = client.chat.completions.create(model="m", messages=first, max_tokens=6, temperature=0)
@@ -67,7 +67,7 @@ def test_the_same_question_again_is_not_read_again(pair_server: Live):
     assert two.usage.prompt_tokens_details.cached_tokens >= 8
 
 
-def test_a_budget_of_nothing_gives_the_same_text(pair_server: Live):
+def test_budget_zero_gives_the_same_text(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "m", "messages": ASK, "max_tokens": 10, "seed": 7, "temperature": 0.9}
     plain = client.chat.completions.create(**options, extra_body={"treeflash": {"budget": 0}})
@@ -76,7 +76,7 @@ def test_a_budget_of_nothing_gives_the_same_text(pair_server: Live):
     assert plain.usage and plain.usage.speculation["drafted_tokens"] == 0
 
 
-def test_async_streams_side_by_side(any_server: Live):
+def test_concurrent_streams(any_server: Live):
     async def main() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{any_server.url}/v1", api_key="none", max_retries=0)
 
@@ -92,7 +92,7 @@ def test_async_streams_side_by_side(any_server: Live):
     assert texts[0] and len(set(texts)) == 1
 
 
-def test_tools_by_stream_and_by_choice(any_server: Live):
+def test_streamed_and_forced_tool_calls(any_server: Live):
     client = openai_client(any_server)
     options = {
         "model": "m",
@@ -122,7 +122,7 @@ def test_tools_by_stream_and_by_choice(any_server: Live):
     assert after.choices[0].message.role == "assistant"
 
 
-def test_a_schema_is_obeyed_and_parsed(pair_server: Live):
+def test_a_json_schema_is_enforced(pair_server: Live):
     client = openai_client(pair_server)
     schema = {
         "type": "object",
@@ -159,7 +159,7 @@ def test_choice_and_regex(pair_server: Live):
     assert len(text) == 5 and text[:3].isdigit() and text[3] == "-"
 
 
-def test_several_answers_have_seeds_in_a_row(pair_server: Live):
+def test_choices_have_consecutive_seeds(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "m", "messages": ASK, "max_tokens": 5, "temperature": 1.5}
     three = client.chat.completions.create(**options, n=3, seed=40)
@@ -258,7 +258,7 @@ def test_responses(any_server: Live):
     assert again.output_text
 
 
-def test_reasoning_is_apart(echo_server: Live):
+def test_reasoning_is_separate(echo_server: Live):
     client = openai_client(echo_server)
     chat = client.chat.completions.create(model="m", messages=ASK, reasoning_effort="low")
     assert chat.choices[0].message.reasoning_content == "Hmm. Yes."
@@ -272,7 +272,7 @@ def test_reasoning_is_apart(echo_server: Live):
     assert echo_server.session.seen[-1].thinking is False
 
 
-def test_trees_are_sent_to_those_who_ask(pair_server: Live):
+def test_trees_are_sent_on_request(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "m", "messages": ASK, "max_tokens": 8, "temperature": 0, "stream": True}
     chunks = list(client.chat.completions.create(**options, extra_body={"treeflash": {"trees": True}}))
@@ -305,7 +305,7 @@ def test_trees_are_sent_to_those_who_ask(pair_server: Live):
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
 )
-def test_a_wrong_field_is_named(echo_server: Live, change: dict, field: str):
+def test_errors_name_the_invalid_field(echo_server: Live, change: dict, field: str):
     client = openai_client(echo_server)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": "m", "messages": ASK, **change})
@@ -314,7 +314,7 @@ def test_a_wrong_field_is_named(echo_server: Live, change: dict, field: str):
 
 
 @pytest.mark.parametrize("field", ["previous_response_id", "background", "conversation", "prompt"])
-def test_what_needs_a_memory_is_refused(echo_server: Live, field: str):
+def test_stateful_fields_are_rejected(echo_server: Live, field: str):
     value = {"background": True, "prompt": {"id": "p"}}.get(field, "id_1")
     with pytest.raises(openai.BadRequestError) as caught:
         openai_client(echo_server).responses.create(model="m", input="x", **{field: value})
@@ -332,7 +332,7 @@ def test_errors_have_their_types(echo_server: Live, pair_server: Live):
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_an_engine_error_fails_that_request_alone():
+def test_an_engine_error_fails_only_its_request():
     def script(request):
         if "bad" in request.messages[-1]["content"]:
             yield Text("so far ")
@@ -363,7 +363,7 @@ def test_an_engine_error_fails_that_request_alone():
         assert ask("good").choices[0].message.content == "fine"
 
 
-def test_a_cut_response_says_so():
+def test_a_truncated_response_is_incomplete():
     stats = RequestStats()
 
     def script(request):

@@ -1,4 +1,4 @@
-"""Libraries that stand between people and servers: litellm, llm, langchain-openai."""
+"""Client libraries: litellm, llm, langchain-openai."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]
 
 @pytest.fixture(scope="module")
 def litellm():
-    # It looks for a price list on the network unless told otherwise.
+    # By default litellm fetches a price list from the network.
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm
 

@@ -50,7 +50,7 @@ def test_an_answer_streams_with_its_trees(page_server: PageServer, open_page: Op
 
 @browser_only
 @pytest.mark.parametrize("how", ["button", "escape"])
-def test_stopping_keeps_what_came_and_frees_the_server(
+def test_stopping_keeps_the_text_and_frees_the_server(
     page_server: PageServer, open_page: Open, how: str
 ) -> None:
     page_server.script = Script(answer=LONG, step_s=0.05)
@@ -97,7 +97,7 @@ def test_settings_reach_the_request_and_survive_a_reload(page_server: PageServer
 
 
 @browser_only
-def test_a_number_that_cannot_be_is_not_sent(page_server: PageServer, open_page: Open) -> None:
+def test_an_invalid_number_is_not_sent(page_server: PageServer, open_page: Open) -> None:
     page = open_page()
     page.click("#open-settings")
     page.fill("[name=temperature]", "0.5")
@@ -109,18 +109,16 @@ def test_a_number_that_cannot_be_is_not_sent(page_server: PageServer, open_page:
 
 
 @browser_only
-def test_a_node_says_its_token_and_an_older_tree_can_be_chosen(
-    page_server: PageServer, open_page: Open
-) -> None:
+def test_the_readout_and_older_trees(page_server: PageServer, open_page: Open) -> None:
     page_server.script = Script(answer=LONG, step_s=0.001)
     page = open_page()
     ask(page)
     expect(page.locator("#status")).to_have_text("Done.", timeout=20_000)
-    page.wait_for_timeout(1200)  # the last tree is drawn up to a second later, even below the pointer
+    page.wait_for_timeout(1200)  # the last tree is rendered up to a second later, even below the pointer
     page.locator("#tree .targets circle").last.hover()
     expect(page.locator("#readout")).to_contain_text("was rejected")
     page.locator("#tree .targets circle").first.hover()
-    expect(page.locator("#readout")).to_contain_text("was decided by the step before")
+    expect(page.locator("#readout")).to_contain_text("was committed by the step before")
     page.mouse.move(5, 5)
     number = int(page.locator("#strip [role=option]").last.get_attribute("data-number") or 0)
     page.focus("#strip")
@@ -143,11 +141,11 @@ def test_plain_decoding_repeats_the_answer(page_server: PageServer, open_page: O
     assert {**plain, "treeflash": None} == {**tree, "treeflash": None}
     page_server.script = Script(plain_answer="A **tree** of roots.")
     ask(page, "Once more")
-    expect(verdict).to_contain_text("The texts part at character 15.")
+    expect(verdict).to_contain_text("The texts diverge at character 15.")
 
 
 @browser_only
-def test_a_stopped_answer_is_compared_as_far_as_it_went(page_server: PageServer, open_page: Open) -> None:
+def test_a_stopped_answer_is_compared_up_to_its_length(page_server: PageServer, open_page: Open) -> None:
     page_server.script = Script(answer=LONG, step_s=0.03)
     page = open_page()
     ask(page)
@@ -158,11 +156,11 @@ def test_a_stopped_answer_is_compared_as_far_as_it_went(page_server: PageServer,
 
 
 @browser_only
-def test_a_server_that_is_gone_costs_no_text(page_server: PageServer, open_page: Open) -> None:
+def test_an_unreachable_server_loses_no_text(page_server: PageServer, open_page: Open) -> None:
     page = open_page()
     page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
     ask(page, "Precious words")
-    expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
+    expect(page.get_by_role("alert")).to_contain_text("The server does not respond.")
     page.fill("#prompt", "half a thou")
     page.reload()
     expect(page.locator(".bubble")).to_have_text("Precious words")
@@ -177,7 +175,7 @@ def test_a_server_that_is_gone_costs_no_text(page_server: PageServer, open_page:
 
 
 @browser_only
-def test_a_key_is_asked_for_and_kept(page_server: PageServer, open_page: Open) -> None:
+def test_the_key_is_prompted_for_and_stored(page_server: PageServer, open_page: Open) -> None:
     page_server.script = Script(key="open sesame")
     page = open_page()
     ask(page)
@@ -193,7 +191,7 @@ def test_a_key_is_asked_for_and_kept(page_server: PageServer, open_page: Open) -
 
 
 @browser_only
-def test_no_key_leaves_the_message_with_a_way_back(page_server: PageServer, open_page: Open) -> None:
+def test_a_cancelled_key_prompt_keeps_the_message(page_server: PageServer, open_page: Open) -> None:
     page_server.script = Script(key="open sesame")
     page = open_page()
     ask(page, "Kept words")
@@ -214,7 +212,7 @@ def test_no_key_leaves_the_message_with_a_way_back(page_server: PageServer, open
     ],
     ids=["busy", "loading", "queued", "prefill"],
 )
-def test_waiting_is_said_in_words_and_ends_by_itself(
+def test_waiting_is_shown_and_ends_by_itself(
     page_server: PageServer, open_page: Open, script: Script, sentence: str
 ) -> None:
     page = open_page()
@@ -228,12 +226,12 @@ def test_waiting_is_said_in_words_and_ends_by_itself(
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
-        (Script(answer=LONG, break_after=5), "The connection broke off. What had come so far is kept."),
+        (Script(answer=LONG, break_after=5), "The connection was lost. The text received so far is kept."),
         (Script(answer=LONG, error_after=5), "The engine ran out of memory."),
     ],
     ids=["cut", "error event"],
 )
-def test_a_failure_midway_keeps_what_came(
+def test_a_failure_midway_keeps_the_text(
     page_server: PageServer, open_page: Open, script: Script, sentence: str
 ) -> None:
     page_server.script = script
@@ -244,7 +242,7 @@ def test_a_failure_midway_keeps_what_came(
 
 
 @browser_only
-def test_a_refusal_is_shown_as_the_server_put_it(page_server: PageServer, open_page: Open) -> None:
+def test_the_server_s_error_message_is_shown(page_server: PageServer, open_page: Open) -> None:
     page_server.script = Script(refuse="the prompt has 9000 tokens, the context holds 8192")
     page = open_page()
     ask(page)
@@ -257,7 +255,7 @@ def test_a_refusal_is_shown_as_the_server_put_it(page_server: PageServer, open_p
 
 
 @browser_only
-def test_leaving_a_chat_midway_keeps_it_and_a_new_question_ends_a_repetition(
+def test_leaving_a_chat_midway_saves_it_and_a_new_message_ends_a_repetition(
     page_server: PageServer, open_page: Open
 ) -> None:
     page_server.script = Script(answer=LONG, step_s=0.05)
@@ -321,7 +319,7 @@ def test_editing_and_regenerating(page_server: PageServer, open_page: Open) -> N
 
 
 @browser_only
-def test_chats_are_kept_and_new_ones_begin_empty(open_page: Open) -> None:
+def test_chats_are_stored_and_new_ones_start_empty(open_page: Open) -> None:
     page = open_page()
     ask(page, "Remember me")
     answered(page)
@@ -340,7 +338,7 @@ def test_chats_are_kept_and_new_ones_begin_empty(open_page: Open) -> None:
 
 
 @browser_only
-def test_a_phone_has_room_for_everything(page_server: PageServer, open_page: Open) -> None:
+def test_the_page_fits_on_a_phone(page_server: PageServer, open_page: Open) -> None:
     page_server.script = Script(answer="```python\n" + "x = 1 + " * 60 + "1\n```\n\n" + "word" * 60)
     page = open_page(viewport={"width": 360, "height": 700}, has_touch=True)
     expect(page.locator("#panel")).to_be_hidden()
@@ -355,7 +353,7 @@ def test_a_phone_has_room_for_everything(page_server: PageServer, open_page: Ope
 
 
 @browser_only
-def test_code_is_copied_as_it_was_written(page_server: PageServer, open_page: Open) -> None:
+def test_code_is_copied_unchanged(page_server: PageServer, open_page: Open) -> None:
     source = 'def f(x):\n    return "<b>" if x else None  # why'
     page_server.script = Script(answer=f"```python\n{source}\n```")
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
@@ -365,7 +363,7 @@ def test_code_is_copied_as_it_was_written(page_server: PageServer, open_page: Op
     assert page.evaluate("navigator.clipboard.readText()") == source
 
 
-def test_the_page_is_small_and_needs_nobody_else() -> None:
+def test_the_page_is_small_and_self_contained() -> None:
     files = [path for path in PAGE.iterdir() if path.is_file()]
     assert {"index.html", "app.js", "style.css"} <= {path.name for path in files}
     for path in files:

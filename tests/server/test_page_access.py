@@ -24,7 +24,7 @@ CONTRAST = """(name) => {
 }"""
 
 
-def test_keys_and_names(open_page: Open) -> None:
+def test_keyboard_and_accessible_names(open_page: Open) -> None:
     page = open_page()
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
@@ -40,7 +40,7 @@ def test_keys_and_names(open_page: Open) -> None:
     assert page.evaluate(f"{unlabelled}.length") == 0
 
 
-def test_dark_follows_the_system_until_it_is_chosen(open_page: Open) -> None:
+def test_the_theme_follows_the_system_until_chosen(open_page: Open) -> None:
     page = open_page(color_scheme="dark")
     brightness = "() => Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
     assert page.evaluate(brightness) < 64
@@ -51,7 +51,7 @@ def test_dark_follows_the_system_until_it_is_chosen(open_page: Open) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_the_page(open_page: Open, scheme: str) -> None:
+def test_text_has_enough_contrast(open_page: Open, scheme: str) -> None:
     page = open_page(color_scheme=scheme)
     for name in ("--ink", "--soft", "--faint", "--accent", "--warn"):
         assert page.evaluate(CONTRAST, name) >= 4.5, name

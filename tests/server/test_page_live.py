@@ -1,4 +1,4 @@
-"""The page in headless Chromium on our own server: with the pair inside the package, and behind a key."""
+"""The page in headless Chromium on a real server: with the pair inside the package, and with a key."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def tree_server() -> Iterator[Live]:
-    """The pair, with a tree in every step: whether trees pay on this machine is not the question here."""
+    """The pair, with a tree in every step: speed on this machine does not matter here."""
     found = named("treeflash-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
@@ -46,7 +46,7 @@ def ask(page: Page, text: str) -> None:
     page.press("#prompt", "Enter")
 
 
-def test_send_see_the_tree_and_repeat_plainly(chromium: Browser, tree_server: Live) -> None:
+def test_an_answer_with_trees_and_its_plain_repetition(chromium: Browser, tree_server: Live) -> None:
     page = opened(chromium, tree_server)
     choose(page, seed="4", max_tokens="40")
     ask(page, "Write a bubble sort in Python.")
@@ -76,7 +76,7 @@ def test_stopping_frees_the_engine(chromium: Browser, tree_server: Live) -> None
     page.context.close()
 
 
-def test_a_key_given_to_the_browser_opens_the_page_and_its_requests(chromium: Browser) -> None:
+def test_a_key_given_to_the_browser_serves_the_page_and_its_requests(chromium: Browser) -> None:
     with scripted(config=ServerConfig(api_keys=("sesame",))) as server:
         password = {"username": "any", "password": "sesame"}
         page = opened(chromium, server, http_credentials=password)

@@ -1,4 +1,4 @@
-"""The page's Markdown in headless Chromium: what it makes, and that text stays text."""
+"""The page's Markdown in headless Chromium: its elements, and that text stays text."""
 
 import random
 from collections.abc import Callable
@@ -85,13 +85,13 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def test_each_mark(open_page: Open, cases: list[tuple[str, str]]) -> None:
+def test_every_markdown_element(open_page: Open, cases: list[tuple[str, str]]) -> None:
     page = open_page()
     made = [(text, render(page, text).replace(' class=""', "")) for text, _ in cases]
     assert made == cases
 
 
-def test_links_open_elsewhere_and_tell_nothing(open_page: Open) -> None:
+def test_links_open_in_a_new_tab_without_referrer(open_page: Open) -> None:
     page = open_page()
     link = '<a href="{0}" target="_blank" rel="noopener noreferrer">{1}</a>'
     assert render(page, "[a b](https://x.org/y)") == f"<p>{link.format('https://x.org/y', 'a b')}</p>"
@@ -117,22 +117,22 @@ def test_code_and_tables(open_page: Open) -> None:
     assert text == ["if (a < b) {\n\n  return `x`;\n}", "js", ["x | y", "2"], 2]
 
 
-def test_an_open_fence_is_code_already(open_page: Open) -> None:
+def test_an_unclosed_fence_is_code(open_page: Open) -> None:
     page = open_page()
     made = render(page, "```\n# not a title\n- nor a list")
     assert made.endswith("<code># not a title\n- nor a list</code></pre></div>")
 
 
-def test_growing_text_ends_as_if_it_had_come_at_once(open_page: Open) -> None:
+def test_incremental_rendering_equals_rendering_at_once(open_page: Open) -> None:
     page = open_page()
     whole = render(page, SAMPLE)
     dice = random.Random(3)
     for size in (1, 3, 9, 40):
-        pieces, place = [], 0
-        while place < len(SAMPLE):
+        pieces, offset = [], 0
+        while offset < len(SAMPLE):
             step = dice.randint(1, size)
-            pieces.append(SAMPLE[place : place + step])
-            place += step
+            pieces.append(SAMPLE[offset : offset + step])
+            offset += step
         assert render(page, *pieces) == whole
 
 
@@ -164,7 +164,7 @@ def test_text_never_becomes_a_script_or_a_request(open_page: Open) -> None:
     assert found == [0, ["https:"], [], None]
 
 
-def test_noise_is_drawn_quickly_and_whole(open_page: Open) -> None:
+def test_random_text_is_rendered_quickly_and_completely(open_page: Open) -> None:
     page = open_page()
     dice = random.Random(5)
     noise = ["".join(dice.choices("*_`~[]()<>#|-+>\\! \n\t1.ab", k=400)) for _ in range(60)]

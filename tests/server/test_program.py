@@ -74,7 +74,7 @@ def pieces(answer: httpx2.Response) -> Iterator[dict]:
             yield json.loads(line[6:])
 
 
-def test_told_to_end_it_finishes_what_it_began(surroundings: dict[str, str]):
+def test_sigterm_lets_running_requests_finish(surroundings: dict[str, str]):
     with serving(surroundings) as (url, child):
         props = httpx2.get(f"{url}/props").json()
         assert props["model"] == "treeflash-40m" and props["max_ctx"] == 512
@@ -95,7 +95,7 @@ def test_told_to_end_it_finishes_what_it_began(surroundings: dict[str, str]):
             httpx2.get(url)
 
 
-def test_an_interrupt_ends_it_at_once(surroundings: dict[str, str]):
+def test_sigint_cancels_running_requests(surroundings: dict[str, str]):
     with serving(surroundings) as (url, child):
         body = LONG | {"max_tokens": 400}
         with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
@@ -125,7 +125,7 @@ serve(load, config, listening, model_name="slow")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_end_while_it_loads_it_ends(surroundings: dict[str, str], number: int):
+def test_a_signal_during_loading_ends_the_server(surroundings: dict[str, str], number: int):
     with subprocess.Popen(
         [sys.executable, "-c", LOADS], env=surroundings, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -141,9 +141,9 @@ def test_told_to_end_while_it_loads_it_ends(surroundings: dict[str, str], number
         assert child.wait(10) == 0
 
 
-def test_in_the_background_and_back(surroundings: dict[str, str], tmp_path: Path):
+def test_daemon_and_stop(surroundings: dict[str, str], tmp_path: Path):
     port = free_port()
-    # Everything but this machine may be behind a proxy, which has nothing to say about our own server.
+    # A proxy for other hosts must not be used for the local server.
     surroundings |= {"http_proxy": f"http://127.0.0.1:{free_port()}", "no_proxy": ""}
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -170,7 +170,7 @@ def test_in_the_background_and_back(surroundings: dict[str, str], tmp_path: Path
     assert not list((tmp_path / "state").rglob("*.pid"))
 
 
-def test_a_start_that_fails_says_why(surroundings: dict[str, str], tmp_path: Path):
+def test_a_failed_start_reports_the_reason(surroundings: dict[str, str], tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for extra in ([], ["--daemon"]):
@@ -185,7 +185,7 @@ def test_a_start_that_fails_says_why(surroundings: dict[str, str], tmp_path: Pat
             assert f"port {port} on 127.0.0.1 is in use" in done.stderr
 
 
-def test_loading_that_fails_in_the_background(surroundings: dict[str, str], tmp_path: Path):
+def test_a_failed_load_of_a_daemon_is_reported(surroundings: dict[str, str], tmp_path: Path):
     done = subprocess.run(
         [*PROGRAM, "serve", "--port", str(free_port()), "--device", "cpu", "--max-ctx", "900m", "--daemon"],
         env=surroundings,
@@ -223,7 +223,7 @@ def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
         (["--daemon", "--port", "0"], "a port that is known"),
     ],
 )
-def test_what_cannot_be_started(treeflash_program, arguments: list[str], message: str):
+def test_invalid_settings_are_rejected(treeflash_program, arguments: list[str], message: str):
     done = treeflash_program("serve", *arguments)
     assert done.exit_code == 2 and message in done.stderr
 

@@ -1,4 +1,4 @@
-"""Clients that vanish, crowds, and orders to stop."""
+"""Disconnecting clients, many clients at once, and shutdown."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 def endless(request):
-    """Reads its prompt for a while, then talks until nobody listens."""
+    """Prefill for a while, then generate until cancelled."""
     for done in range(10):
         yield Progress(done, 10)
         yield 0.01
@@ -40,10 +40,10 @@ def raw(server: Live, path: str, body: str) -> socket.socket:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_whoever_leaves_is_not_worked_for(path: str, stream: str):
+def test_disconnecting_cancels_the_request(path: str, stream: str):
     what = '"input":"x"' if path.endswith("responses") else '"messages":[{"role":"user","content":"x"}]'
     with scripted(endless) as server:
-        for pause in (0.02, 0.3):  # while the prompt is read, and while text is written
+        for pause in (0.02, 0.3):  # during prefill, and during decoding
             server.session.busy.clear()
             connection = raw(server, path, f'{{{what},"stream":{stream}}}')
             assert server.session.busy.wait(5)
@@ -54,7 +54,7 @@ def test_whoever_leaves_is_not_worked_for(path: str, stream: str):
         assert server.session.cancelled == 2
 
 
-def test_two_hundred_vanishing_clients_leave_nothing_behind():
+def test_two_hundred_disconnecting_clients_leave_no_work():
     picks = random.Random(5)
 
     def script(request):
@@ -75,7 +75,7 @@ def test_two_hundred_vanishing_clients_leave_nothing_behind():
             )
             body = f'{{{fields},"stream":{mine.choice(["true", "false"])}}}'
             try:
-                if mine.random() < 0.15:  # before the request is whole
+                if mine.random() < 0.15:  # before the request is complete
                     with socket.create_connection(("127.0.0.1", server.port)) as connection:
                         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n"
                         connection.sendall((head + body)[: mine.randrange(150)].encode())
@@ -107,7 +107,7 @@ def test_two_hundred_vanishing_clients_leave_nothing_behind():
         assert answer.json()["choices"][0]["message"]["content"] == "here"
 
 
-def test_sixty_four_at_once_are_answered_in_their_order():
+def test_sixty_four_requests_run_in_order():
     everyone = threading.Event()
     answered: list[int] = []
 
@@ -152,7 +152,7 @@ def test_sixty_four_at_once_are_answered_in_their_order():
         assert sorted(answered) == list(range(64))
 
 
-def test_with_the_pair_a_crowd_gets_what_one_gets(pair_server: Live):
+def test_concurrent_clients_get_the_same_text(pair_server: Live):
     options = {"model": "m", "max_tokens": 5, "temperature": 0}
     asked = [[{"role": "user", "content": f"Write a {word} function."}] for word in ("short", "long", "good")]
     client = openai_client(pair_server)
@@ -170,7 +170,7 @@ def test_with_the_pair_a_crowd_gets_what_one_gets(pair_server: Live):
     assert asyncio.run(main()) == alone * 3
 
 
-def test_a_full_queue_says_when_to_come_back():
+def test_a_full_queue_returns_retry_after():
     with scripted(endless, ServerConfig(max_queue=1)) as server:
         connections = [raw(server, "/v1/chat/completions", '{"messages":[{"role":"user","content":"x"}]}')]
         assert server.session.busy.wait(5)
@@ -189,7 +189,7 @@ def test_a_full_queue_says_when_to_come_back():
         server.settle()
 
 
-def test_a_fault_is_told_before_the_wait():
+def test_an_invalid_request_fails_before_it_queues():
     with scripted(endless) as server:
         connection = raw(server, "/v1/chat/completions", '{"messages":[{"role":"user","content":"x"}]}')
         assert server.session.busy.wait(5)
@@ -201,7 +201,7 @@ def test_a_fault_is_told_before_the_wait():
         server.settle()
 
 
-def test_a_long_prompt_keeps_the_line_alive(monkeypatch: pytest.MonkeyPatch):
+def test_keep_alive_during_a_long_prompt(monkeypatch: pytest.MonkeyPatch):
     def script(request):
         for done in range(6):
             yield Progress(done, 6)

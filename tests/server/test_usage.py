@@ -1,4 +1,4 @@
-"""What is counted and told of a request: usage, limits, the line in the log."""
+"""Usage, limits and the log line of a request."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from treeflash.session.loading import load_session
 from treeflash.session.requests import Text
 
 
-def test_usage_covers_all_answers(echo_server: Live):
+def test_usage_covers_all_choices(echo_server: Live):
     def usage(count: int):
         asked = [{"role": "user", "content": "one two three"}]
         found = openai_client(echo_server).chat.completions.create(model="m", messages=asked, n=count)
@@ -30,7 +30,7 @@ def test_usage_covers_all_answers(echo_server: Live):
     assert three["speculation"]["acceptance_length"] == one["speculation"]["acceptance_length"]
 
 
-def test_usage_names_what_is_approximate(echo_server: Live, tiny_model: Callable[..., Path]):
+def test_usage_lists_approximations(echo_server: Live, tiny_model: Callable[..., Path]):
     config = EngineConfig(device="cpu", max_ctx=512, kv_k="q8_0", kv_v="q4_0", window=100)
     asked = [{"role": "user", "content": "one"}]
     bodies = {
@@ -47,18 +47,18 @@ def test_usage_names_what_is_approximate(echo_server: Live, tiny_model: Callable
             assert "approximate" not in exact["usage"], route
 
 
-def test_more_tokens_than_fit_are_as_many_as_fit(pair_server: Live):
+def test_max_tokens_is_limited_by_the_context(pair_server: Live):
     ids = httpx2.post(f"{pair_server.url}/tokenize", json={"content": "1, 2, 3, 4, 5, 6, 7, 8, "}).json()
     prompt = (ids["tokens"] * 100)[:1016]
     found = openai_client(pair_server).completions.create(
         model="m", prompt=prompt, max_tokens=10**9, temperature=0
     )
     assert found.choices[0].finish_reason == "length" and found.usage
-    # The last token needs no room: nothing is computed from it.
+    # The last token needs no position: no forward pass follows it.
     assert found.usage.prompt_tokens == 1016 and found.usage.completion_tokens == 1024 - 1016 + 1
 
 
-def test_stop_strings_do_not_end_a_call(pair_server: Live):
+def test_stop_strings_do_not_end_a_tool_call(pair_server: Live):
     tokenizer = pair_server.session.tokenizer
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
     bias = {str(tokenizer.id_of("<tool_call>")): 100}
@@ -73,12 +73,12 @@ def test_stop_strings_do_not_end_a_call(pair_server: Live):
     }
     answer = httpx2.post(f"{pair_server.url}/v1/chat/completions", json=body, timeout=60).json()
     choice = answer["choices"][0]
-    # What a call is made of is not the answer's text, and ends nothing.
+    # Stop strings apply to the text alone, not to a call.
     assert choice["finish_reason"] == "tool_calls", choice
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
-def test_an_error_is_one_line_of_the_log():
+def test_an_error_is_one_log_line():
     lines: list[str] = []
 
     def script(request):
@@ -86,7 +86,7 @@ def test_an_error_is_one_line_of_the_log():
         yield UsageError("the grammar cannot be used:\nforged line\x1b[2J" + "x" * 1000)
 
     with scripted(script) as server:
-        server.worker._notify = lambda job, outcome: lines.append(line(job, outcome))
+        server.worker._notify = lambda job, result: lines.append(line(job, result))
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert httpx2.post(f"{server.url}/v1/chat/completions", json=body).status_code == 400
     assert len(lines) == 1 and lines[0].isprintable() and len(lines[0]) < 400

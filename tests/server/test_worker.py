@@ -1,4 +1,4 @@
-"""The engine's thread: order, limits, cancellation, errors."""
+"""The worker thread: order, limits, cancellation, errors."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ async def text_of(job: Job) -> str:
 
 
 def slow(request):
-    """Says its words until it is told to stop."""
+    """Yield text until cancelled."""
     for index in range(1000):
         yield Text(f"{index} ")
         yield 0.005
@@ -44,7 +44,7 @@ def started(session: ScriptedSession, **options) -> EngineWorker:
     return worker
 
 
-def test_jobs_are_answered_in_their_order():
+def test_jobs_run_in_order():
     order = []
 
     def script(request):
@@ -75,7 +75,7 @@ def test_one_job_of_several_requests():
     run(main(), worker)
 
 
-def test_a_job_that_is_cancelled_begins_no_more_of_its_requests():
+def test_a_cancelled_job_starts_no_more_requests():
     session = ScriptedSession(slow)
     worker = started(session)
 
@@ -83,7 +83,7 @@ def test_a_job_that_is_cancelled_begins_no_more_of_its_requests():
         job = worker.submit(*(ask("x") for _ in range(5)))
         await asyncio.to_thread(session.busy.wait, 5)
         job.cancel()
-        # Whoever reads on learns that answers are missing.
+        # A reader gets an error, because events are missing.
         with pytest.raises(Unavailable):
             async for _ in job.batches():
                 pass
@@ -92,7 +92,7 @@ def test_a_job_that_is_cancelled_begins_no_more_of_its_requests():
     run(main(), worker)
 
 
-def test_the_queue_has_an_end_and_forgets_who_left():
+def test_the_queue_is_bounded_and_drops_cancelled_jobs():
     session = ScriptedSession(slow)
     worker = started(session, max_queue=3)
 
@@ -101,7 +101,7 @@ def test_the_queue_has_an_end_and_forgets_who_left():
         await asyncio.to_thread(session.busy.wait, 5)
         waiting = [worker.submit(ask("next")) for _ in range(3)]
         assert [job.ahead for job in waiting] == [1, 2, 3]
-        with pytest.raises(QueueFull, match="3 requests wait, the queue holds 3"):
+        with pytest.raises(QueueFull, match="3 requests are waiting, the queue holds 3"):
             worker.submit(ask("too many"))
         waiting[1].cancel()
         assert worker.waiting == 2
@@ -117,7 +117,7 @@ def test_the_queue_has_an_end_and_forgets_who_left():
     run(main(), worker)
 
 
-def test_events_come_in_batches_and_silence_is_told():
+def test_events_come_in_batches_and_timeouts_are_reported():
     def script(request):
         yield 0.15
         for index in range(500):
@@ -136,7 +136,7 @@ def test_events_come_in_batches_and_silence_is_told():
     run(main(), worker)
 
 
-def test_an_error_ends_its_job_alone():
+def test_an_error_fails_only_its_job():
     ends = []
 
     def script(request):
@@ -163,7 +163,7 @@ def test_an_error_ends_its_job_alone():
     assert [(label, type(error)) for label, error in ends] == [("one", RuntimeError), ("two", type(None))]
 
 
-def test_while_it_loads_and_when_it_cannot():
+def test_unavailable_while_loading_and_after_a_failure():
     gate = threading.Event()
 
     def load(progress):
@@ -189,7 +189,7 @@ def test_while_it_loads_and_when_it_cannot():
     run(main(), worker)
 
 
-def test_closing_ends_what_runs_and_what_waits():
+def test_closing_cancels_running_and_waiting_jobs():
     session = ScriptedSession(slow)
     worker = started(session)
 
@@ -210,9 +210,9 @@ def test_closing_ends_what_runs_and_what_waits():
     run(main(), worker)
 
 
-def test_a_device_that_fails_for_good_ends_the_service_and_says_so():
+def test_a_lost_device_fails_all_jobs():
     class AcceleratorError(RuntimeError):
-        """Named as torch names it."""
+        """Has the name of torch's exception."""
 
     begun = threading.Event()
     go_on = threading.Event()
@@ -227,12 +227,12 @@ def test_a_device_that_fails_for_good_ends_the_service_and_says_so():
     async def main():
         broken = worker.submit(ask("a"))
         await asyncio.to_thread(begun.wait, 5)
-        behind = worker.submit(ask("b"))
+        waiting = worker.submit(ask("b"))
         go_on.set()
         with pytest.raises(AcceleratorError):
             await text_of(broken)
         with pytest.raises(Unavailable, match="the GPU failed; start the server again"):
-            await text_of(behind)
+            await text_of(waiting)
         assert worker.state is State.failed
         assert worker.describe()["status"] == "failed"
         with pytest.raises(Unavailable, match="illegal memory access"):
@@ -241,7 +241,7 @@ def test_a_device_that_fails_for_good_ends_the_service_and_says_so():
     run(main(), worker)
 
 
-def test_an_error_of_one_request_leaves_the_service_as_it_is():
+def test_a_request_error_leaves_the_worker_ready():
     def script(request):
         if request.messages[-1]["content"] == "a":
             raise RuntimeError("a shape is wrong")

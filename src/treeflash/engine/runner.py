@@ -177,7 +177,7 @@ class StepRunner:
         self._accepted_clock = self._clock
 
     def read_back(self) -> tuple[list[int], list[int], StepTimes]:
-        """Return the accepted rows, the tokens they decided and the times; the step's only synchronisation."""
+        """Return the accepted rows, the tokens they decided and the times: the only synchronisation."""
         self._accepted_clock.synchronize()
         rows, tokens = Acceptance(self._host_acceptance).path()
         return rows, tokens, self._accepted_clock.times()

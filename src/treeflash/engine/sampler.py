@@ -44,7 +44,7 @@ class SamplingParams:
 
     def _check(self, name: str, sound: bool, needed: str) -> None:
         if not sound:
-            raise UsageError(f"{name} is {getattr(self, name)}, needed {needed}")
+            raise UsageError(f"{name} is {getattr(self, name)}, needed {needed}", param=name)
 
     def seeded(self) -> Self:
         """Return the same parameters with a seed."""
@@ -64,7 +64,8 @@ class SamplingParams:
         outside = [token for token in self.logit_bias if not 0 <= token < vocabulary]
         if outside:
             raise UsageError(
-                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}"
+                f"logit_bias has token {outside[0]}, the vocabulary has ids 0 to {vocabulary - 1}",
+                param="logit_bias",
             )
 
 

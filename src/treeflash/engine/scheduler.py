@@ -1,4 +1,4 @@
-"""What the next engine step does: admit a sequence, process a prompt chunk, or decode. One sequence at a time."""
+"""What the next engine step does: admit a sequence, process a prompt chunk, or decode. One at a time."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ class Step:
 
     @classmethod
     def tree(cls, slots: Tensor, tokens: Tensor, parents: Tensor, lengths: Tensor) -> Self:
-        """Return a tree; parents come before their children, -1 is the last of `lengths` [B] committed tokens."""
+        """Return a tree after `lengths` [B] committed tokens; parents come before children, -1 for a root."""
         rows = tokens.shape[1]
         assert 1 <= rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
         seen = visibility(parents)

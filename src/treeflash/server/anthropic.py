@@ -1,15 +1,20 @@
-"""Anthropic messages: what comes in."""
+"""Anthropic messages: request bodies in, one object or a stream of events out."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from treeflash.errors import UsageError
-from treeflash.server import options
+from treeflash.server import options, outputs
+from treeflash.server.failures import Failure
 from treeflash.server.options import Thinking
+from treeflash.server.outputs import GeneratedOutput, OutputBlock
 from treeflash.server.schemas import MessagesBody, Object
 from treeflash.server.service import Service
-from treeflash.session.requests import TextRequest
+from treeflash.server.sse import comment, event
+from treeflash.session.requests import Finished, Progress, SessionEvent, TextRequest
+from treeflash.session.worker import Job
 
 
 def to_request(body: MessagesBody, service: Service) -> TextRequest:
@@ -36,24 +41,29 @@ def to_request(body: MessagesBody, service: Service) -> TextRequest:
 
 
 def _thinking(body: MessagesBody) -> Thinking:
-    asked = body.thinking or {}
-    budget = asked.get("budget_tokens")
+    thinking = body.thinking or {}
+    budget = thinking.get("budget_tokens")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
-        raise UsageError(f"thinking.budget_tokens is {budget!r}; needs a number of tokens")
+        raise UsageError(
+            f"thinking.budget_tokens is {budget!r}; needs a number of tokens", param="thinking.budget_tokens"
+        )
     effort = options.effort((body.output_config or {}).get("effort"), "output_config.effort")
-    match asked.get("type"):
+    match thinking.get("type"):
         case "enabled":
             return Thinking(True, budget)
         case "disabled":
             return Thinking(on=False)
         case "adaptive" | None:
-            # The model decides: its default stands, and the effort is only a limit.
+            # The template's default decides; the effort only limits the budget.
             return Thinking(None, effort.budget)
-    raise UsageError(f"thinking.type is {asked.get('type')!r}; needs enabled, disabled or adaptive")
+    raise UsageError(
+        f"thinking.type is {thinking.get('type')!r}; needs enabled, disabled or adaptive",
+        param="thinking.type",
+    )
 
 
 def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
-    """Tools of the client; those with another type are run by their provider and left out."""
+    """Return the client's own tools, without the types that a provider would run itself."""
     return [
         options.function_tool(
             tool.get("name"),
@@ -77,7 +87,9 @@ def _choice(choice: Mapping[str, Any]) -> Any:
             return "required"
         case "tool":
             return choice.get("name")
-    raise UsageError(f"tool_choice.type is {choice.get('type')!r}; needs auto, any, tool or none")
+    raise UsageError(
+        f"tool_choice.type is {choice.get('type')!r}; needs auto, any, tool or none", param="tool_choice.type"
+    )
 
 
 def to_messages(body: MessagesBody) -> list[Object]:
@@ -90,7 +102,7 @@ def to_messages(body: MessagesBody) -> list[Object]:
 
 
 def _split(message: Mapping[str, Any], where: str) -> list[Object]:
-    """Results of tools are messages of their own here; everything else stays in its order."""
+    """Split tool results off into messages of their own; the rest keeps its order."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
@@ -131,9 +143,12 @@ def _result(block: Mapping[str, Any], where: str) -> Any:
         for index, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in ("image", "document"):
-                raise UsageError(f"{where}.content[{index}].type is {kind!r}; the model reads text only")
+                raise UsageError(
+                    f"{where}.content[{index}].type is {kind!r}; the model reads text only",
+                    param=f"{where}.content[{index}].type",
+                )
             if kind not in ("text", None):
-                # References and the like: kept whole, as the data they are.
+                # References and other structured results go to the model as JSON.
                 return json.dumps(content, ensure_ascii=False, default=str)
     if block.get("is_error"):
         return [{"type": "text", "text": "The tool failed:"}, *_parts(content)]
@@ -142,3 +157,125 @@ def _result(block: Mapping[str, Any], where: str) -> Any:
 
 def _parts(content: Any) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": str(content or "")}]
+
+
+@dataclass(slots=True)
+class MessagesWriter:
+    service: Service
+    body: MessagesBody
+    id: str
+    output: GeneratedOutput = field(default_factory=GeneratedOutput)
+    _started: bool = False
+    _open: int | None = None  # index of the block being written
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        out = b""
+        if not self._started:
+            out += self._start_message(piece if isinstance(piece, Progress) else None)
+        block, fresh = self.output.add(piece)
+        if block is not None and fresh:
+            out += self._close() + self._start_block(block)
+        if block is not None and (text := getattr(piece, "text", "")):
+            delta = {
+                "text": {"type": "text_delta", "text": text},
+                "reasoning": {"type": "thinking_delta", "thinking": text},
+                "call": {"type": "input_json_delta", "partial_json": text},
+            }[block.kind]
+            out += self._send("content_block_delta", index=self._open, delta=delta)
+        if isinstance(piece, Finished):
+            out += self._close()
+            delta = {"stop_reason": _reason(piece), "stop_sequence": piece.stop_string}
+            out += self._send("message_delta", delta=delta, usage=_usage(piece))
+        return out
+
+    def _start_message(self, progress: Progress | None) -> bytes:
+        self._started = True
+        total, cached = (progress.total, progress.cached) if progress else (0, 0)
+        usage = {
+            "input_tokens": total - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        head = self._message([], None, None, usage)
+        return self._send("message_start", message=head) + self._send("ping")
+
+    def _start_block(self, block: OutputBlock) -> bytes:
+        self._open = len(self.output.blocks) - 1
+        content_block = {
+            "text": {"type": "text", "text": ""},
+            "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+            "call": {"type": "tool_use", "id": block.id, "name": block.name, "input": {}},
+        }[block.kind]
+        return self._send("content_block_start", index=self._open, content_block=content_block)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        index, self._open = self._open, None
+        return self._send("content_block_stop", index=index)
+
+    def _send(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    def end(self) -> bytes:
+        return self._send("message_stop")
+
+    def keep_alive(self, job: Job) -> bytes:
+        return comment(job) + self._send("ping")
+
+    def failure(self, failure: Failure) -> bytes:
+        return event(failure.anthropic(), "error")
+
+    def result(self) -> Object:
+        content = [_content_block(block) for block in self.output.blocks]
+        finished = self.output.finished
+        if finished is None:
+            return self._message(content, "end_turn", None, {"input_tokens": 0, "output_tokens": 0})
+        return self._message(content, _reason(finished), finished.stop_string, _usage(finished))
+
+    def _message(self, content: list[Object], reason: str | None, stop: str | None, usage: Object) -> Object:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.body.model or self.service.model_name,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": usage,
+        }
+
+
+def _content_block(block: OutputBlock) -> Object:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> Any:
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {"arguments": arguments}
+
+
+def _reason(finished: Finished) -> str:
+    if finished.reason == "stop":
+        return "end_turn" if finished.stop_string is None else "stop_sequence"
+    return {"length": "max_tokens", "tool_calls": "tool_use"}.get(finished.reason, "end_turn")
+
+
+def _usage(finished: Finished) -> Object:
+    stats = finished.stats
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+        "cache_read_input_tokens": stats.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": stats.generated_tokens,
+        "speculation": outputs.speculation(stats),
+        **outputs.approximate(stats),
+    }

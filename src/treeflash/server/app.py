@@ -1,4 +1,4 @@
-"""The application: routes to adapters, errors to the protocols' objects; knows the engine by its worker."""
+"""The FastAPI application: routes, protocol adapters and error responses."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -14,11 +14,9 @@ import treeflash
 from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server import anthropic, chat, completions, responses
-from treeflash.server.anthropic_writer import MessagesWriter
 from treeflash.server.failures import Failure, failure_of, invalid
 from treeflash.server.guard import Guard
 from treeflash.server.metrics import CONTENT_TYPE, Metrics
-from treeflash.server.responses_writer import ResponsesWriter
 from treeflash.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -40,7 +38,7 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# What the model wrote must not make a browser fetch anything from elsewhere.
+# Model output must not make a browser fetch anything from another server.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
@@ -58,7 +56,7 @@ def create_app(
     model_name: str,
     facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> FastAPI:
-    """`facts` are further things that /props says of the loaded model."""
+    """`facts` returns further properties of the loaded model for /props."""
     app = FastAPI(
         title="TreeFlash",
         version=treeflash.__version__,
@@ -79,27 +77,27 @@ def create_app(
 def _generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        writer = chat.ChatWriter(service, body, _name("chatcmpl"))
+        writer = chat.ChatWriter(service, body, _new_id("chatcmpl"))
         requests = chat.to_requests(body, service)
-        return await service.answer(request, requests, writer, stream=body.stream)
+        return await service.respond(request, requests, writer, stream=body.stream)
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def text_completions(body: CompletionBody, request: Request) -> Response:
-        writer = completions.CompletionWriter(service, body, _name("cmpl"))
+        writer = completions.CompletionWriter(service, body, _new_id("cmpl"))
         requests = completions.to_requests(body, service)
-        return await service.answer(request, requests, writer, stream=body.stream)
+        return await service.respond(request, requests, writer, stream=body.stream)
 
     @app.post("/v1/responses", tags=["OpenAI"])
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        writer = ResponsesWriter(service, body, _name("resp"))
+        writer = responses.ResponsesWriter(service, body, _new_id("resp"))
         requests = [responses.to_request(body, service)]
-        return await service.answer(request, requests, writer, stream=body.stream)
+        return await service.respond(request, requests, writer, stream=body.stream)
 
     @app.post("/v1/messages", tags=["Anthropic"])
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        writer = MessagesWriter(service, body, _name("msg"))
+        writer = anthropic.MessagesWriter(service, body, _new_id("msg"))
         requests = [anthropic.to_request(body, service)]
-        return await service.answer(request, requests, writer, stream=body.stream)
+        return await service.respond(request, requests, writer, stream=body.stream)
 
     @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
     def count_tokens(body: MessagesBody) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _text(app: FastAPI, service: Service) -> None:
     def tokenize(body: TokenizeBody) -> dict[str, Any]:
         session = service.session
         if (body.content is None) == (body.messages is None):
-            raise UsageError("content is needed, or messages; exactly one of them")
+            raise UsageError("content is needed, or messages; exactly one of them", param="content")
         if body.messages is not None:
             tools = chat.tool_list(body.tools, "tools")
             ids = session.encode(TextRequest(messages=body.messages, tools=tools or None))
@@ -167,7 +165,7 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
 
     @app.get("/v1/models/{id:path}", tags=["OpenAI", "Anthropic"])
     async def get_model(id: str) -> dict[str, Any]:
-        """Any name is served by the one model that is loaded."""
+        """Return the loaded model under any name."""
         return model(id)
 
     @app.get("/props", tags=["Server"])
@@ -188,8 +186,8 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
 
     @app.get("/metrics", tags=["Server"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
-        kept = facts().get("prefix_cache", {}) if worker.state is State.ready else {}
-        return Response(metrics.page(worker, kept), media_type=CONTENT_TYPE)
+        prefix_cache = facts().get("prefix_cache", {}) if worker.state is State.ready else {}
+        return Response(metrics.page(worker, prefix_cache), media_type=CONTENT_TYPE)
 
 
 def _pages(app: FastAPI) -> None:
@@ -214,25 +212,25 @@ def _pages(app: FastAPI) -> None:
 
 
 def _errors(app: FastAPI) -> None:
-    def answer(request: Request, failure: Failure) -> Response:
+    def respond(request: Request, failure: Failure) -> Response:
         return JSONResponse(failure.body(request.url.path), failure.status, failure.headers)
 
     @app.exception_handler(TreeFlashError)
-    async def known(request: Request, error: TreeFlashError) -> Response:
-        return answer(request, failure_of(error))
+    async def expected(request: Request, error: TreeFlashError) -> Response:
+        return respond(request, failure_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return answer(request, invalid(error.errors()))
+        return respond(request, invalid(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         messages = {
-            404: f"there is no {request.url.path} here; /docs lists what there is",
+            404: f"there is no route {request.url.path}; /docs lists all routes",
             405: f"{request.url.path} does not take {request.method}",
         }
         failure = Failure(error.status_code, messages.get(error.status_code, str(error.detail)))
-        response = answer(request, failure)
+        response = respond(request, failure)
         response.headers.update(error.headers or {})
         return response
 
@@ -241,9 +239,9 @@ def _errors(app: FastAPI) -> None:
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
-    async def unknown(request: Request, error: Exception) -> Response:
-        return answer(request, failure_of(error))
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return respond(request, failure_of(error))
 
 
-def _name(prefix: str) -> str:
+def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""OpenAI chat completions: wire shapes only."""
+"""OpenAI chat completions: request bodies in, one object or a stream of chunks out."""
 
 import time
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treeflash.errors import UsageError
-from treeflash.server import answers, options
-from treeflash.server.answers import Answer
+from treeflash.server import options, outputs
 from treeflash.server.failures import Failure
+from treeflash.server.outputs import GeneratedOutput
 from treeflash.server.schemas import ChatBody, Object
 from treeflash.server.service import Service
 from treeflash.server.sse import DONE, comment, event
@@ -26,13 +26,13 @@ from treeflash.session.requests import (
 )
 from treeflash.session.worker import Job
 
-# What the template gets from elsewhere in the request.
+# Template variables that other fields of the request set.
 _RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries")
 
 
 def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
-    """One for each of the `n` answers."""
-    _refuse(body)
+    """Return one request for each of the `n` choices."""
+    _reject_unsupported(body)
     fields = body.__dict__
     thinking = options.thinking_switch(fields).otherwise(service.thinking)
     tools = tool_list(body.tools, "tools")
@@ -56,26 +56,31 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
         draft_budget=body.treeflash.budget if body.treeflash else None,
         trees=bool(body.stream and body.treeflash and body.treeflash.trees),
     )
-    return [replace(request, sampling=each) for each in options.copies(request.sampling, body.n or 1)]
+    return [replace(request, sampling=each) for each in options.choice_params(request.sampling, body.n or 1)]
 
 
 def check_template_options(given: Mapping[str, Any]) -> None:
     for name in _RESERVED:
         if name in given:
-            raise UsageError(f"chat_template_kwargs has {name!r}; the request sets it elsewhere")
+            raise UsageError(
+                f"chat_template_kwargs has {name!r}; the request sets it elsewhere",
+                param="chat_template_kwargs",
+            )
 
 
-def _refuse(body: ChatBody) -> None:
+def _reject_unsupported(body: ChatBody) -> None:
     if body.audio is not None or "audio" in (body.modalities or ()):
         field = "audio" if body.audio is not None else "modalities"
-        raise UsageError(f"{field} is set; the model reads and writes text only")
+        raise UsageError(f"{field} is set; the model reads and writes text only", param=field)
     for field in ("functions", "function_call"):
         if getattr(body, field) is not None:
-            raise UsageError(f"{field} is no longer part of the protocol; use tools and tool_choice")
+            raise UsageError(
+                f"{field} is no longer part of the protocol; use tools and tool_choice", param=field
+            )
 
 
 def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
-    """Function tools; others are run by their provider and cannot be called here."""
+    """Return the function tools, without the types that a provider would run itself."""
     found = []
     for index, tool in enumerate(tools or ()):
         where = f"{field}[{index}]"
@@ -83,7 +88,9 @@ def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
             continue
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise UsageError(f"{where}.function is {function!r}; needs an object with a name")
+            raise UsageError(
+                f"{where}.function is {function!r}; needs an object with a name", param=f"{where}.function"
+            )
         found.append(
             options.function_tool(
                 function.get("name"),
@@ -102,7 +109,10 @@ def _choice(choice: str | Object | None) -> Any:
     function = choice.get("function")
     if choice.get("type") == "function" and isinstance(function, Mapping):
         return function.get("name")
-    raise UsageError(f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name")
+    raise UsageError(
+        f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name",
+        param="tool_choice.type",
+    )
 
 
 @dataclass(slots=True)
@@ -111,16 +121,16 @@ class ChatWriter:
     body: ChatBody
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    answers: dict[int, Answer] = field(default_factory=dict)
+    outputs: dict[int, GeneratedOutput] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
         return self.body.model or self.service.model_name
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
-        fresh = index not in self.answers
-        answer = self.answers.setdefault(index, Answer())
-        answer.add(piece)
+        fresh = index not in self.outputs
+        output = self.outputs.setdefault(index, GeneratedOutput())
+        output.add(piece)
         begin = self._chunk(index, {"role": "assistant", "content": ""}) if fresh else b""
         return begin + self._delta(index, piece)
 
@@ -139,10 +149,10 @@ class ChatWriter:
             case ToolArguments(at, text):
                 return self._chunk(index, {"tool_calls": [{"index": at, "function": {"arguments": text}}]})
             case TreeStep():
-                return self._chunk(index, {}, extension={"tree": answers.tree(piece)})
+                return self._chunk(index, {}, extension={"tree": outputs.tree(piece)})
             case Finished():
                 asked = self.body.treeflash is not None
-                extension = {"stats": answers.statistics(piece.stats)} if asked else None
+                extension = {"stats": outputs.statistics(piece.stats)} if asked else None
                 return self._chunk(index, {}, reason=piece.reason, extension=extension)
 
     def _chunk(
@@ -172,7 +182,7 @@ class ChatWriter:
     def end(self) -> bytes:
         if not self._usage_wanted:
             return DONE
-        usage = usage_of(list(self.answers.values()), self.body.n or 1)
+        usage = usage_of(list(self.outputs.values()), self.body.n or 1)
         return event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage}) + DONE
 
     def keep_alive(self, job: Job) -> bytes:
@@ -182,33 +192,33 @@ class ChatWriter:
         return event(failure.openai()) + DONE
 
     def result(self) -> Object:
-        choices = [self._choice_of(index, answer) for index, answer in sorted(self.answers.items())]
+        choices = [self._choice_of(index, output) for index, output in sorted(self.outputs.items())]
         found = self._head("chat.completion") | {
             "choices": choices,
-            "usage": usage_of(list(self.answers.values()), self.body.n or 1),
+            "usage": usage_of(list(self.outputs.values()), self.body.n or 1),
         }
         if self.body.treeflash is not None:
-            stats = [answer.finished.stats for answer in self.answers.values() if answer.finished]
-            found["treeflash"] = {"stats": answers.statistics(stats[-1])}
+            stats = [output.finished.stats for output in self.outputs.values() if output.finished]
+            found["treeflash"] = {"stats": outputs.statistics(stats[-1])}
         return found
 
-    def _choice_of(self, index: int, answer: Answer) -> Object:
-        message: Object = {"role": "assistant", "content": answer.text or None, "refusal": None}
-        if not answer.calls:
-            message["content"] = answer.text
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        if answer.calls:
+    def _choice_of(self, index: int, output: GeneratedOutput) -> Object:
+        message: Object = {"role": "assistant", "content": output.text or None, "refusal": None}
+        if not output.calls:
+            message["content"] = output.text
+        if output.reasoning:
+            message["reasoning_content"] = output.reasoning
+        if output.calls:
             message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.text},
                 }
-                for call in answer.calls
+                for call in output.calls
             ]
-        logprobs = self._logprobs(answer.logprobs) if self.body.logprobs else None
-        reason = answer.finished.reason if answer.finished else "stop"
+        logprobs = self._logprobs(output.logprobs) if self.body.logprobs else None
+        reason = output.finished.reason if output.finished else "stop"
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, found: list[TokenLogprob] | None) -> Object | None:
@@ -218,7 +228,7 @@ class ChatWriter:
 
         def entry(id: int, logprob: float) -> Object:
             raw = token_bytes(id)
-            # JSON has no infinities: this is as unlikely.
+            # JSON has no infinities.
             logprob = max(logprob, -9999.0)
             return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
@@ -229,9 +239,9 @@ class ChatWriter:
         return {"content": content, "refusal": None}
 
 
-def usage_of(found: list[Answer], copies: int) -> Object:
-    """Of all answers to one request; a prompt is counted once for its `copies` answers."""
-    stats = [answer.finished.stats for answer in found if answer.finished is not None]
+def usage_of(found: list[GeneratedOutput], copies: int) -> Object:
+    """Sum over all outputs of one request; a prompt is counted once for its `copies` outputs."""
+    stats = [output.finished.stats for output in found if output.finished is not None]
     if not stats:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     prompts = stats[::copies]
@@ -243,6 +253,6 @@ def usage_of(found: list[Answer], copies: int) -> Object:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
-        "speculation": answers.speculation(*stats),
-        **answers.approximate(*stats),
+        "speculation": outputs.speculation(*stats),
+        **outputs.approximate(*stats),
     }

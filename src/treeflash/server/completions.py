@@ -1,4 +1,4 @@
-"""OpenAI text completions, the older protocol: wire shapes only."""
+"""OpenAI text completions: request bodies in, one object or a stream of chunks out."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from typing import Any
 
 from treeflash.errors import UsageError
 from treeflash.server import options
-from treeflash.server.answers import Answer
 from treeflash.server.chat import usage_of
 from treeflash.server.failures import Failure
+from treeflash.server.outputs import GeneratedOutput
 from treeflash.server.schemas import CompletionBody, Object
 from treeflash.server.service import Service
 from treeflash.server.sse import DONE, comment, event
@@ -26,17 +26,19 @@ MAX_CHOICES = 128
 
 
 def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
-    """One for each answer to each prompt."""
+    """Return `n` requests for each prompt."""
     count = body.n or 1
     if body.suffix:
-        raise UsageError("suffix is set; the model only continues text")
+        raise UsageError("suffix is set; the model only continues text", param="suffix")
     if body.best_of is not None and body.best_of != count:
-        raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}")
+        raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}", param="best_of")
     if body.echo and body.logprobs is not None:
-        raise UsageError("echo is set together with logprobs; the prompt's are not computed")
+        raise UsageError("echo is set together with logprobs; the prompt has no logprobs", param="echo")
     prompts = _prompts(body)
     if len(prompts) * count > MAX_CHOICES:
-        raise UsageError(f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} answers")
+        raise UsageError(
+            f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} choices", param="n"
+        )
     fields = body.__dict__
     params = options.sampling(service.defaults(None), fields, logprobs=body.logprobs)
     return [
@@ -49,7 +51,7 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
             draft_budget=body.treeflash.budget if body.treeflash else None,
         )
         for prompt in prompts
-        for each in options.copies(params, count)
+        for each in options.choice_params(params, count)
     ]
 
 
@@ -58,7 +60,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     if not prompt or not all(prompt):
-        raise UsageError("prompt is empty; needs some text")
+        raise UsageError("prompt is empty; needs some text", param="prompt")
     return list(prompt)
 
 
@@ -68,21 +70,21 @@ class CompletionWriter:
     body: CompletionBody
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    answers: dict[int, Answer] = field(default_factory=dict)
+    outputs: dict[int, GeneratedOutput] = field(default_factory=dict)
     offsets: dict[int, int] = field(default_factory=dict)
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
-        fresh = index not in self.answers
-        answer = self.answers.setdefault(index, Answer())
+        fresh = index not in self.outputs
+        output = self.outputs.setdefault(index, GeneratedOutput())
         begin = b""
         if fresh and self.body.echo:
             prompt = Text(self._echo(index))
-            answer.add(prompt)
+            output.add(prompt)
             begin = self._chunk(index, prompt.text)
-        # The text is the prompt's continuation as it is, tags of reasoning included or not.
+        # A completion is raw text: reasoning is part of it.
         if isinstance(piece, Reasoning):
             piece = Text(piece.text, piece.logprobs)
-        answer.add(piece)
+        output.add(piece)
         match piece:
             case Text(text, found):
                 return begin + self._chunk(index, text, logprobs=self._logprobs(index, found))
@@ -117,7 +119,7 @@ class CompletionWriter:
         return event(self._head() | {"choices": [], "usage": self._usage()}) + DONE
 
     def _usage(self) -> Object:
-        return usage_of(list(self.answers.values()), self.body.n or 1)
+        return usage_of(list(self.outputs.values()), self.body.n or 1)
 
     def keep_alive(self, job: Job) -> bytes:
         return comment(job)
@@ -128,11 +130,11 @@ class CompletionWriter:
     def result(self) -> Object:
         choices = []
         self.offsets.clear()
-        for index, answer in sorted(self.answers.items()):
-            logprobs = self._logprobs(index, answer.logprobs) if self.body.logprobs is not None else None
-            reason = answer.finished.reason if answer.finished else "stop"
+        for index, output in sorted(self.outputs.items()):
+            logprobs = self._logprobs(index, output.logprobs) if self.body.logprobs is not None else None
+            reason = output.finished.reason if output.finished else "stop"
             choices.append(
-                {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": reason}
+                {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
             )
         return self._head() | {"choices": choices, "usage": self._usage()}
 

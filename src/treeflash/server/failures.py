@@ -1,11 +1,11 @@
-"""Errors as the protocols' own objects, so that official clients raise their typed exceptions."""
+"""Error objects of the protocols, with which official clients raise their typed exceptions."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeflash.errors import PromptTooLong, TreeFlashError, Unavailable
+from treeflash.errors import PromptTooLong, TreeFlashError, Unavailable, UsageError
 
 _OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC = {
@@ -16,8 +16,7 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# Messages about a field begin with its name.
-_FIELD = re.compile(r"([a-z_]+(?:\[\d+\]|\.[a-z_]+)*) (?:is|has|names) ")
+_SETTING = re.compile(r"`([a-z_]+)`")
 _WANTED = {"missing": "needs a value", "json_invalid": "needs JSON"}
 
 
@@ -34,7 +33,7 @@ class Failure:
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def body(self, path: str) -> dict[str, Any]:
-        """The error object of the protocol that `path` belongs to."""
+        """Return the error object of the protocol that `path` belongs to."""
         return self.anthropic() if path.startswith("/v1/messages") else self.openai()
 
     def openai(self) -> dict[str, Any]:
@@ -56,21 +55,27 @@ class Failure:
         }
 
 
+def without_backquotes(text: str) -> str:
+    """Return an error's text with the names of settings as plain words."""
+    return _SETTING.sub(r"\1", text)
+
+
 def failure_of(error: Exception) -> Failure:
+    """Return the HTTP error that reports `error`."""
     if not isinstance(error, TreeFlashError):
-        # Its text may quote other people's prompts; the log has it.
+        # The text may quote other people's prompts, so only the log shows it.
         return Failure(500, f"the engine failed with {type(error).__name__}; the server's log says where")
     message = f"{error.message}; {error.hint}" if error.hint else error.message
-    field = _FIELD.match(error.message)
+    param = error.param if isinstance(error, UsageError) else None
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     retry = None
     if isinstance(error, Unavailable):
         retry, code = error.retry_after_s, "queue_full" if error.http_status == 429 else "unavailable"
-    return Failure(error.http_status, message, field[1] if field else None, code, retry)
+    return Failure(error.http_status, without_backquotes(message), param, code, retry)
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> Failure:
-    """Of a body that is not what its schema says: the first field that is wrong."""
+    """Report the first invalid field of a body that does not match its schema."""
     first = errors[0]
     names = [str(part) if isinstance(part, str) else f"[{part}]" for part in first["loc"]]
     field = ".".join(name for name in names if name != "body").replace(".[", "[")

@@ -1,4 +1,4 @@
-"""What every request passes before any route: key, origin, host, size. Knows no protocol's fields."""
+"""Middleware that checks key, origin, host and body size before any route."""
 
 import base64
 import binascii
@@ -17,9 +17,9 @@ from treeflash.server.listen import is_loopback
 
 OPEN = ("/health",)  # needs no key
 _ADDRESS = re.compile(r"\d{1,3}(\.\d{1,3}){3}|\[?[0-9a-f]*:[0-9a-f:.]*\]?")
-# JSON's escapes in order, so that a backslash that is itself escaped is not mistaken for one.
+# Matches every JSON escape in order, so that an escaped backslash does not start another escape.
 _ESCAPE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a whole character
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a complete surrogate pair
     rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
     rb"|\\.",
     re.DOTALL,
@@ -62,13 +62,13 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Failure | None:
         if not allowed:
             return Failure(
-                403, f"pages of {headers['origin']} may not use this server; --cors-origin lets them in"
+                403, f"pages of {headers['origin']} may not use this server; cors_origin allows them"
             )
         if not self._config.api_keys:
-            # A name that someone pointed at this machine's address would let their page in.
+            # DNS rebinding: a foreign name that resolves to this machine would give its page access.
             host = _host(headers.get("host", ""))
             if host and not is_loopback(host) and not _ADDRESS.fullmatch(host):
-                return Failure(403, f"the host {host} is not known here; use localhost, or start with a key")
+                return Failure(403, f"the host {host} is not allowed; use localhost, or set a key")
             return None
         if scope["path"] in OPEN or scope["method"] == "OPTIONS":
             return None
@@ -89,7 +89,7 @@ class Guard:
             return False
 
     async def _read(self, receive: Receive, headers: Headers) -> bytes | Failure | None:
-        """The whole body; None where the client left while it was sent."""
+        """Return the whole body; None if the client disconnected while sending it."""
         limit = self._config.max_body
         too_large = Failure(413, f"the body is larger than {limit} bytes", code="request_too_large")
         if headers.get("content-length", "0").isdigit() and int(headers.get("content-length", "0")) > limit:
@@ -129,7 +129,7 @@ def _host(value: str) -> str:
 
 
 def _key(headers: Headers) -> str | None:
-    """From either header that clients use; browsers send it as a password."""
+    """Return the key from either header that clients use; browsers send it as a password."""
     if "x-api-key" in headers:
         return headers["x-api-key"]
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -144,7 +144,7 @@ def _key(headers: Headers) -> str | None:
 
 
 def _ask_for_password(scope: Scope, headers: Headers, failure: Failure) -> dict[str, str]:
-    """Lets a person who opens the page type the key; scripts see the error alone."""
+    """Make browsers prompt for the key on navigation; scripts get only the error."""
     navigates = scope["method"] == "GET" and "text/html" in headers.get("accept", "")
     if failure.status == 401 and navigates:
         return {"www-authenticate": 'Basic realm="TreeFlash: any name, the key as password"'}
@@ -165,24 +165,24 @@ def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 
 def _as_json(scope: Scope) -> Scope:
-    """Whatever type a client forgot to change: only JSON is read here."""
+    """Set the content type to JSON, the only one that is read, whatever the client sent."""
     kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     return {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
 
 
 def _repaired(body: bytes) -> bytes:
-    """Halves of characters, which clients leave when they cut a text anywhere, as U+FFFD."""
+    """Replace lone surrogates, left by clients that truncate text, with U+FFFD."""
     if b"\\ud" not in body and b"\\uD" not in body:
         return body
     return _ESCAPE.sub(lambda match: rb"\ufffd" if match["half"] else match[0], body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    left = [body]
+    pending = [body]
 
     async def replayed() -> Message:
-        if left:
-            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
         return await receive()
 
     return replayed

@@ -1,4 +1,4 @@
-"""Where a server listens, and whether it may; loads neither the application nor the engine."""
+"""The listening socket and the checks before it is opened. Imports neither the application nor the engine."""
 
 import errno
 import re
@@ -15,19 +15,22 @@ def is_loopback(host: str) -> bool:
 
 
 def check(config: ServerConfig) -> None:
-    """Refuses what must not be started, before any work."""
+    """Raise if the server must not be started with these settings."""
     if not is_loopback(config.host) and not config.api_keys:
         raise UsageError(
-            f"--host {config.host} can be reached from other machines, and there is no key",
-            "--api-key-file FILE with a long random line in it, or --host 127.0.0.1",
+            f"`host` is {config.host}, which other machines can reach, and there is no key",
+            "set `api_key_file` to a file with one long random line, or `host` to 127.0.0.1",
+            param="host",
         )
     for key in config.api_keys:
         if not key.isascii() or not key.isprintable() or " " in key:
-            raise UsageError("a key has characters that cannot stand in a header, needed printable ASCII")
+            raise UsageError(
+                "a key has characters that a header cannot carry, needed printable ASCII", param="api_key"
+            )
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The socket the server will listen on, taken before minutes go into loading."""
+    """Return the listening socket, bound before the model is loaded, which takes minutes."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host.strip("[]"), config.port), family=family, backlog=512)
@@ -35,8 +38,11 @@ def bind(config: ServerConfig) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
                 f"port {config.port} on {config.host} is in use",
-                f"--port N takes another; treeflash stop --port {config.port} ends one in the background",
+                "choose another `port`; treeflash stop ends a server in the background",
+                param="port",
             ) from error
         raise UsageError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}", "--host, --port"
+            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}",
+            "change `host` or `port`",
+            param="host",
         ) from error

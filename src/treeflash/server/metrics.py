@@ -1,10 +1,10 @@
-"""Counters for Prometheus, acceptance under the names that other servers use; knows no protocol."""
+"""Prometheus counters; acceptance has the metric names that other servers use."""
 
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from treeflash.session.worker import EngineWorker, Job, Outcome
+from treeflash.session.worker import EngineWorker, Job, RequestResult
 
 PREFIX = "treeflash:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,38 +23,38 @@ class Metrics:
             return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
 
         self.requests = counter(
-            "request_success", "Requests answered, by what ended them", ("finished_reason",)
+            "request_success", "Requests finished, by finish reason", ("finished_reason",)
         )
         self.failures = counter("request_failure", "Requests that the engine refused or failed", ("error",))
         self.prompt = counter("prompt_tokens", "Prompt tokens")
-        self.cached = counter("prompt_tokens_cached", "Of these, tokens kept from earlier requests")
-        self.generated = counter("generation_tokens", "Tokens written")
-        self.drafts = counter("spec_decode_num_drafts", "Steps that verified a proposal")
-        self.drafted = counter("spec_decode_num_draft_tokens", "Proposed tokens")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted")
+        self.cached = counter("prompt_tokens_cached", "Prompt tokens restored from the prefix cache")
+        self.generated = counter("generation_tokens", "Generated tokens")
+        self.drafts = counter("spec_decode_num_drafts", "Steps that verified a draft")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Draft tokens")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted")
         self.accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos",
-            "Steps that accepted a proposed token at this depth",
+            "Steps that accepted a draft token at this depth",
             ("position",),
         )
-        self.first_token = histogram("time_to_first_token_seconds", "From the start of the prompt")
-        self.waited = histogram("request_queue_time_seconds", "In the queue")
-        self.took = histogram("e2e_request_latency_seconds", "From the queue's head to the last token")
-        self.rate = histogram("generation_tokens_per_second", "Of one request", _RATES)
-        self._waiting = Gauge(f"{PREFIX}num_requests_waiting", "In the queue", registry=registry)
-        self._kept = Gauge(
-            f"{PREFIX}prefix_cache", "What is remembered of earlier prompts", ("what",), registry=registry
+        self.first_token = histogram("time_to_first_token_seconds", "From the start of the prefill")
+        self.waited = histogram("request_queue_time_seconds", "Time in the queue")
+        self.took = histogram("e2e_request_latency_seconds", "From leaving the queue to the last token")
+        self.rate = histogram("generation_tokens_per_second", "Decode throughput of one request", _RATES)
+        self._waiting = Gauge(f"{PREFIX}num_requests_waiting", "Requests in the queue", registry=registry)
+        self._prefix_cache = Gauge(
+            f"{PREFIX}prefix_cache", "Contents of the prefix cache", ("what",), registry=registry
         )
-        self._running = Gauge(f"{PREFIX}num_requests_running", "Being answered", registry=registry)
+        self._running = Gauge(f"{PREFIX}num_requests_running", "Running requests", registry=registry)
 
-    def count(self, _job: Job, outcome: Outcome) -> None:
-        self.waited.observe(outcome.waited_s)
-        self.took.observe(outcome.took_s)
-        if outcome.finished is None:
-            self.failures.labels(type(outcome.error).__name__).inc()
+    def count(self, _job: Job, result: RequestResult) -> None:
+        self.waited.observe(result.waited_s)
+        self.took.observe(result.took_s)
+        if result.finished is None:
+            self.failures.labels(type(result.error).__name__).inc()
             return
-        self.requests.labels(outcome.finished.reason).inc()
-        stats = outcome.finished.stats
+        self.requests.labels(result.finished.reason).inc()
+        stats = result.finished.stats
         self.prompt.inc(stats.prompt_tokens)
         self.cached.inc(stats.cached_tokens)
         self.generated.inc(stats.generated_tokens)
@@ -67,9 +67,9 @@ class Metrics:
         if stats.decode_tok_s:
             self.rate.observe(stats.decode_tok_s)
 
-    def page(self, worker: EngineWorker, kept: Mapping[str, int]) -> bytes:
-        for what, value in kept.items():
-            self._kept.labels(what).set(value)
+    def page(self, worker: EngineWorker, prefix_cache: Mapping[str, int]) -> bytes:
+        for what, value in prefix_cache.items():
+            self._prefix_cache.labels(what).set(value)
         self._waiting.set(worker.waiting)
         self._running.set(int(worker.running))
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What request fields mean to the engine, whichever protocol spells them; knows no wire shapes of answers."""
+"""Request fields that several protocols share, as engine and session values."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from treeflash.errors import UsageError
 from treeflash.server.schemas import Object
 from treeflash.session.requests import Grammar
 
-# Tokens of reasoning; efforts above set no limit.
+# Reasoning budget in tokens; None: no limit.
 EFFORTS: Mapping[str, int | None] = {
     "minimal": 512,
     "low": 2048,
@@ -34,7 +34,7 @@ _SAMPLING = (
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """None: as the next in line says; last the template, without a limit."""
+    """None falls back to `otherwise`, then to the template's default, without a limit."""
 
     on: bool | None = None
     budget: int | None = None
@@ -48,13 +48,13 @@ class Thinking:
 def sampling(
     defaults: SamplingParams, fields: Mapping[str, Any], *, logprobs: int | None = None
 ) -> SamplingParams:
-    """What the request says, then the defaults."""
+    """Return the request's fields over the defaults."""
     given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     if "seed" in given:
         given["seed"] %= 2**64  # clients send any integer
-    if given.get("top_k", 0) == -1:  # another name for all of them
+    if given.get("top_k", 0) == -1:  # some clients' value for no limit
         given["top_k"] = 0
-    if given.get("top_p") == 0:  # the likeliest token alone
+    if given.get("top_p") == 0:  # only the likeliest token
         given["top_p"] = 1e-9
     return replace(defaults, **given, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
 
@@ -62,24 +62,24 @@ def sampling(
 def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
     wrong = [name for name in given or {} if not re.fullmatch("[0-9]{1,9}", name)]
     if wrong:
-        raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids")
+        raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids", param="logit_bias")
     return {int(name): value for name, value in (given or {}).items()}
 
 
-def copies(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """For several answers to one request: each with the next seed."""
+def choice_params(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return one set for each of the `count` choices, with consecutive seeds."""
     first = params.seeded()
     assert first.seed is not None
     return [replace(first, seed=(first.seed + index) % 2**64) for index in range(count)]
 
 
 def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
-    """The first of the named fields that is set; None: what fits."""
+    """Return the first of the named fields that is set; None: as many as fit."""
     for name in names:
         value = fields.get(name)
-        if value is not None and value != -1:  # -1: some clients' word for no limit
+        if value is not None and value != -1:  # -1: some clients' value for no limit
             if value < 1:
-                raise UsageError(f"{name} is {value}; needs at least 1")
+                raise UsageError(f"{name} is {value}; needs at least 1", param=name)
             return value
     return None
 
@@ -94,22 +94,25 @@ def effort(value: Any, field: str) -> Thinking:
     if value == "none":
         return Thinking(on=False)
     if not isinstance(value, str) or value not in EFFORTS:
-        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}")
+        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}", param=field)
     return Thinking(True, EFFORTS[value])
 
 
 def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
-    """The several ways to ask for reasoning in a chat request."""
+    """Return what a chat request sets for reasoning, in any of the fields that can."""
     options = fields.get("chat_template_kwargs") or {}
     on = options.get("enable_thinking", fields.get("enable_thinking"))
     if on is not None and not isinstance(on, bool):
-        raise UsageError(f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false")
+        raise UsageError(
+            f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false",
+            param="chat_template_kwargs.enable_thinking",
+        )
     named = Thinking(on, fields.get("thinking_budget"))
     return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
 
 
 def format_grammar(form: Any, field: str) -> Grammar | None:
-    """`response_format` and its relatives; the schema may stand beside the type or one level below."""
+    """Return the grammar of `response_format` or a field like it; `json_schema` may nest the schema."""
     if form is None:
         return None
     kind = form.get("type") if isinstance(form, Mapping) else form
@@ -123,13 +126,16 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
             where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
             schema = inner.get("schema") if isinstance(inner, Mapping) else None
             if not isinstance(schema, Mapping | bool):
-                raise UsageError(f"{where} is {schema!r}; needs a JSON schema")
+                raise UsageError(f"{where} is {schema!r}; needs a JSON schema", param=where)
             return Grammar("json_schema", _schema(schema))
         case "regex":
             return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"))
         case "grammar" | "lark":
             return Grammar("lark", _text(form.get("grammar"), f"{field}.grammar"))
-    raise UsageError(f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar")
+    raise UsageError(
+        f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar",
+        param=f"{field}.type",
+    )
 
 
 def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
@@ -139,26 +145,28 @@ def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
         return None
     field = "structured_outputs"
     if len(kinds) > 1:
-        raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them")
+        raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them", param=field)
     name, value = kinds.popitem()
     match name:
         case "json":
             try:
                 schema = json.loads(value) if isinstance(value, str) else value
             except ValueError as error:
-                raise UsageError(f"{field}.json is not JSON: {error}") from error
+                raise UsageError(f"{field}.json is not JSON: {error}", param=f"{field}.json") from error
             if not isinstance(schema, Mapping | bool):
-                raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema")
+                raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema", param=f"{field}.json")
             return Grammar("json_schema", _schema(schema))
         case "regex":
             return Grammar("regex", _text(value, f"{field}.regex"))
         case "choice":
             if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-                raise UsageError(f"{field}.choice is {value!r}; needs a list of texts")
+                raise UsageError(
+                    f"{field}.choice is {value!r}; needs a list of strings", param=f"{field}.choice"
+                )
             return Grammar("regex", "|".join(re.escape(each) for each in value))
         case "grammar":
             return Grammar("lark", _text(value, f"{field}.grammar"))
-    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar")
+    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
 
 
 def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
@@ -169,18 +177,20 @@ def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{field} is {value!r}; needs a text")
+        raise UsageError(f"{field} is {value!r}; needs a string", param=field)
     return value
 
 
 def function_tool(
     name: Any, description: Any, parameters: Any, strict: Any = None, *, field: str
 ) -> dict[str, Any]:
-    """A tool as chat templates describe it."""
+    """Return a tool in the form that chat templates expect."""
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{field}.name is {name!r}; needs the tool's name")
+        raise UsageError(f"{field}.name is {name!r}; needs the tool's name", param=f"{field}.name")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(f"{field}.parameters is {parameters!r}; needs a JSON schema")
+        raise UsageError(
+            f"{field}.parameters is {parameters!r}; needs a JSON schema", param=f"{field}.parameters"
+        )
     function: Object = {"name": name}
     if isinstance(description, str):
         function["description"] = description
@@ -191,13 +201,15 @@ def function_tool(
 
 
 def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """auto, none, required or a tool's name, from what the protocol's adapter made of it."""
+    """Return auto, none, required or a tool's name."""
     choice = "auto" if choice is None else choice
     if choice in ("auto", "none"):
         return choice
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" or choice in names:
         if not names:
-            raise UsageError("tool_choice is 'required'; needs tools")
+            raise UsageError("tool_choice is 'required'; needs tools", param="tool_choice")
         return choice
-    raise UsageError(f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}")
+    raise UsageError(
+        f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}", param="tool_choice"
+    )

@@ -1,4 +1,4 @@
-"""A server's life: load, serve, drain. Knows no terminal."""
+"""Loads the model, serves until a signal, drains."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,13 @@ from fastapi import FastAPI
 
 from treeflash.config import ServerConfig
 from treeflash.server.app import create_app
+from treeflash.server.failures import without_backquotes
 from treeflash.server.metrics import Metrics
-from treeflash.session.worker import EngineWorker, Job, Loader, Outcome, State
+from treeflash.session.worker import EngineWorker, Job, Loader, RequestResult, State
 
 log = logging.getLogger(__name__)
 
-LONGEST = 300  # characters of an error in the log
+MAX_ERROR = 300  # characters of an error in the log
 
 
 def serve(
@@ -30,19 +31,19 @@ def serve(
     facts: Callable[[], Mapping[str, Any]] = dict,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until a signal ends it. Raises what loading raised; `ready` is called when the model is there."""
+    """Serve until a signal. Call `ready` once the model is loaded; raise what loading raised."""
     metrics = Metrics()
 
-    def ended(job: Job, outcome: Outcome) -> None:
-        metrics.count(job, outcome)
-        log.info("%s", line(job, outcome))
+    def ended(job: Job, result: RequestResult) -> None:
+        metrics.count(job, result)
+        log.info("%s", line(job, result))
 
     worker = EngineWorker(load, max_queue=config.max_queue, ended=ended)
     app = create_app(worker, config, metrics=metrics, model_name=model_name, facts=facts)
     server = make_server(app, config)
     worker.start()
     try:
-        asyncio.run(_live(server, worker, listening, ready))
+        asyncio.run(_serve(server, worker, listening, ready))
     finally:
         worker.close()
     if worker.failure is not None:
@@ -62,11 +63,11 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     )
 
 
-async def _live(
+async def _serve(
     server: uvicorn.Server, worker: EngineWorker, listening: socket.socket, ready: Callable[[], None]
 ) -> None:
     def stop(number: int) -> None:
-        # An interrupt ends the answers, a request to terminate waits for them; unless it is the second.
+        # SIGINT and any second signal cancel running requests; a first SIGTERM lets them finish.
         if number == signal.SIGINT or server.should_exit:
             worker.cancel_all()
         log.info("stopping")
@@ -98,18 +99,19 @@ async def _live(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: the original raises them again at the end, which would kill the program."""
+    """Installs no signal handlers: uvicorn's raise the signal again at the end, which kills the program."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
 
-def line(job: Job, outcome: Outcome) -> str:
-    """What the log says of a request."""
-    if outcome.finished is None:
-        return f"{job.label} · failed: {type(outcome.error).__name__}: {_one_line(str(outcome.error))}"
-    stats = outcome.finished.stats
+def line(job: Job, result: RequestResult) -> str:
+    """Return the log line of a finished request."""
+    if result.finished is None:
+        reason = _one_line(without_backquotes(str(result.error)))
+        return f"{job.label} · failed: {type(result.error).__name__}: {reason}"
+    stats = result.finished.stats
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
     parts = [
         job.label,
@@ -118,13 +120,13 @@ def line(job: Job, outcome: Outcome) -> str:
         f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
         f"TTFT {stats.ttft_s:.2f} s",
         f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
-        f"waited {outcome.waited_s:.1f} s" if outcome.waited_s >= 0.1 else "",
-        outcome.finished.reason,
+        f"waited {result.waited_s:.1f} s" if result.waited_s >= 0.1 else "",
+        result.finished.reason,
     ]
     return " · ".join(filter(None, parts))
 
 
 def _one_line(text: str) -> str:
-    """As a log may show it: errors quote requests, which may hold line breaks and a terminal's commands."""
-    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."
+    """Return printable text: errors quote requests, which may contain line breaks and terminal escapes."""
+    printable = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return printable if len(printable) <= MAX_ERROR else f"{printable[: MAX_ERROR - 3]}..."

@@ -1,4 +1,4 @@
-"""Request bodies of the protocols as clients send them; anything further is accepted and left alone."""
+"""Request bodies of the protocols; unknown fields are accepted and ignored."""
 
 import math
 from typing import Annotated, Any
@@ -17,8 +17,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _can_be_said_back(cls, given: Any) -> Any:
-        """Python reads more than JSON has; answers, templates and grammars write what they were given."""
+    def _check_json(cls, given: Any) -> Any:
+        """Reject values that Python's parser accepts but JSON cannot represent: responses echo them."""
         for name, value in given.items() if isinstance(given, dict) else ():
             if isinstance(value, dict | list):
                 _check(value, name, MAX_NESTING)
@@ -26,29 +26,29 @@ class Body(BaseModel):
 
     @property
     def extras(self) -> Object:
-        """Fields that the protocol does not have."""
+        """Return the fields that the protocol does not define."""
         return self.model_extra or {}
 
 
-def _check(value: Any, name: str, levels: int) -> None:
+def _check(value: Any, name: str, depth: int) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{name} has a number that is not finite; JSON has no such numbers")
+        raise UsageError(f"{name} has a number that is not finite; JSON has none", param=name)
     if isinstance(value, dict | list):
-        if not levels:
-            raise UsageError(f"{name} has more than {MAX_NESTING} levels of objects inside each other")
+        if not depth:
+            raise UsageError(f"{name} has more than {MAX_NESTING} levels of nested objects", param=name)
         for each in value.values() if isinstance(value, dict) else value:
-            _check(each, name, levels - 1)
+            _check(each, name, depth - 1)
 
 
 class Extension(Body):
-    """What TreeFlash adds to a protocol, under the name `treeflash`."""
+    """TreeFlash's additions to a protocol, under the name `treeflash`."""
 
-    trees: bool = Field(False, description="Send every step's tree with the chunks.")
-    budget: int | None = Field(None, ge=0, le=63, description="Most proposed tokens; 0: plain decoding.")
+    trees: bool = Field(False, description="Send the tree of every step in the chunks.")
+    budget: int | None = Field(None, ge=0, le=63, description="Most draft tokens a step; 0: plain decoding.")
 
 
-class Sampled(Body):
-    """Fields that the two older OpenAI protocols share."""
+class SamplingBody(Body):
+    """Fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -69,7 +69,7 @@ class Sampled(Body):
     treeflash: Extension | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     messages: list[Object] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -88,7 +88,7 @@ class ChatBody(Sampled):
     function_call: str | Object | None = None
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -138,12 +138,12 @@ class MessagesBody(Body):
 
 
 class TokenizeBody(Body):
-    """Either text, or a conversation as the chat template writes it."""
+    """Either text, or a conversation to be rendered by the chat template."""
 
     content: str | None = None
     messages: list[Object] | None = None
     tools: list[Object] | None = None
-    add_special: bool = Field(False, description="Begin with the model's first token, where it has one.")
+    add_special: bool = Field(False, description="Prepend the BOS token, if the model has one.")
 
 
 class DetokenizeBody(Body):

@@ -1,4 +1,4 @@
-"""The way to an answer that all protocols share: queue, stream, cancel. Knows no wire shapes."""
+"""The request handling that all protocols share: queue, stream, cancel."""
 
 import asyncio
 import logging
@@ -17,23 +17,23 @@ from treeflash.server.failures import Failure, failure_of
 from treeflash.server.options import Thinking
 from treeflash.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
 from treeflash.session.requests import Finished, SessionEvent, TextRequest
-from treeflash.session.worker import EngineWorker, Job, Tagged, TextSession
+from treeflash.session.worker import EngineWorker, IndexedEvent, Job, TextSession
 
 log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """One answer in a protocol's words."""
+    """Writes the output of one request in a protocol's format."""
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
-        """The stream's next piece; called for every event, streaming or not."""
+        """Return the next bytes of the stream; called for every event, streaming or not."""
         ...
 
     def end(self) -> bytes: ...
     def keep_alive(self, job: Job) -> bytes: ...
     def failure(self, failure: Failure) -> bytes: ...
     def result(self) -> dict[str, Any]:
-        """The whole answer for those who do not stream."""
+        """Return the whole response of a request that does not stream."""
         ...
 
 
@@ -55,19 +55,19 @@ class Service:
         return self.session.sampling_for(thinking)
 
     def sampling_facts(self) -> dict[str, Any]:
-        """What requests get that say nothing."""
+        """Return the sampling defaults, for /props."""
         found = self.defaults(self.config.thinking)
         names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
         return {name: getattr(found, name) for name in names}
 
-    async def answer(
+    async def respond(
         self, request: Request, requests: list[TextRequest], writer: Writer, *, stream: bool | None
     ) -> Response:
-        identity = f"req_{secrets.token_hex(8)}"
-        headers = {"x-request-id": identity, "request-id": identity}
-        job = self.worker.submit(*requests, label=f"{identity} {request.url.path}")
+        request_id = f"req_{secrets.token_hex(8)}"
+        headers = {"x-request-id": request_id, "request-id": request_id}
+        job = self.worker.submit(*requests, label=f"{request_id} {request.url.path}")
         if job.ahead:
-            # Faults are told now rather than behind the queue, where a stream has its status already.
+            # Report invalid requests before they queue: a queued stream has already sent its status.
             try:
                 await asyncio.to_thread(self.session.encode, requests[0])
             except BaseException:
@@ -95,7 +95,7 @@ async def _collect(job: Job, writer: Writer) -> None:
 
 
 async def _stream(
-    job: Job, first: list[Tagged], rest: AsyncIterator[list[Tagged]], writer: Writer
+    job: Job, first: list[IndexedEvent], rest: AsyncIterator[list[IndexedEvent]], writer: Writer
 ) -> AsyncIterator[bytes]:
     try:
         yield _piece(job, first, writer)
@@ -107,14 +107,14 @@ async def _stream(
         yield writer.failure(failure_of(error))
 
 
-def _piece(job: Job, batch: list[Tagged], writer: Writer) -> bytes:
+def _piece(job: Job, batch: list[IndexedEvent], writer: Writer) -> bytes:
     if not batch:
         return writer.keep_alive(job)
     return b"".join(writer.write(index, _checked(event)) for index, event in batch)
 
 
 def _checked(event: SessionEvent) -> SessionEvent:
-    """A reader who is still there sees a cancelled request only when the server ends."""
+    """Raise for a cancelled request: one that still has a client is cancelled only by shutdown."""
     if isinstance(event, Finished) and event.reason == "cancelled":
         raise Unavailable("the server is stopping", retry_after_s=10)
     return event

@@ -1,4 +1,4 @@
-"""Server-sent events that stop the work behind them when their reader goes; knows no protocol."""
+"""Server-sent event streams that cancel their request when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -12,30 +12,30 @@ from starlette.types import Receive, Scope, Send
 
 from treeflash.session.worker import Job
 
-KEEP_ALIVE_S = 5.0  # clients and proxies give up after half a minute of silence or more
+KEEP_ALIVE_S = 5.0  # clients and proxies time out after 30 s or more of silence
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client disconnected before the response was sent."""
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    # Escaped, so that any text a client made us repeat can be sent.
+    # ASCII escapes, so that lone surrogates in echoed text can be encoded.
     data = json.dumps(value, separators=(",", ":"))
     return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()
 
 
 def comment(job: Job) -> bytes:
-    """How far a request is that has nothing to show yet."""
+    """Return a keep-alive comment with the position in the queue or the prefill progress."""
     if job.progress is None:
         return f": queued behind {job.ahead}\n\n".encode()
     return f": prompt {job.progress.done}/{job.progress.total}\n\n".encode()
 
 
 class EventStream(Response):
-    """Sends what `chunks` yields; calls `gone` whatever way it ends."""
+    """Sends what `chunks` yields and always calls `gone` at the end."""
 
     media_type = "text/event-stream"
 
@@ -66,7 +66,7 @@ class EventStream(Response):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises where the client leaves first."""
+    """Return the result of `work`; cancel it and raise ClientGone if the client disconnects first."""
     working = asyncio.ensure_future(work)
     listening = asyncio.ensure_future(_disconnected(request.receive))
     try:

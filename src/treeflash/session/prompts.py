@@ -134,7 +134,7 @@ class Prompts:
             reasoning = "none"  # it was not asked for, and the grammar was
         budget = request.thinking_budget if reasoning != "none" else None
         if budget is not None and budget < 0:
-            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens")
+            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
         if answer is None and call is None and budget is None:
             return None
         end = token(END_THINK)
@@ -161,14 +161,17 @@ class Prompts:
         if request.tool_choice in ("auto", "none"):
             return []
         if not tools:
-            raise UsageError(f"tool_choice is {request.tool_choice!r}, but the request has no tools")
+            raise UsageError(
+                f"tool_choice is {request.tool_choice!r}, but the request has no tools", param="tool_choice"
+            )
         if request.tool_choice == "required":
             return list(tools)
         named = [tool for tool in tools if tool.name == request.tool_choice]
         if not named:
             names = ", ".join(tool.name for tool in tools)
             raise UsageError(
-                f"tool_choice is {request.tool_choice!r}, needed auto, none, required or {names}"
+                f"tool_choice is {request.tool_choice!r}, needed auto, none, required or {names}",
+                param="tool_choice",
             )
         return named
 

@@ -1,4 +1,4 @@
-"""What a session is asked and what it answers, as values; knows no tensors and no protocol."""
+"""Requests to a session and the events it yields."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,31 +26,31 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """Exactly one of `messages` (rendered by the chat template) and `prompt` (taken as it is)."""
+    """A request with exactly one of `messages` (rendered by the chat template) and `prompt` (raw)."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | list[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the tool to call
     parallel_tool_calls: bool = True
-    max_tokens: int | None = None  # None: what fits in the context
+    max_tokens: int | None = None  # None: as many as fit in the context
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: Sequence[str] = ()
     thinking: bool | None = None  # None: the template's default
-    thinking_budget: int | None = None  # tokens of reasoning, after which it is brought to an end
-    grammar: Grammar | None = None  # of the answer; reasoning is free
-    template_options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
-    draft_budget: int | None = None  # nodes of a tree, at most; 0: plain decoding; None: as configured
+    thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
+    grammar: Grammar | None = None  # of the answer; reasoning is unconstrained
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables
+    draft_budget: int | None = None  # most nodes of a tree; 0: plain decoding; None: as configured
     trees: bool = False  # report every step's tree
     cancelled: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The next piece of what the model thinks before it answers; whole characters."""
+    """The next piece of reasoning; whole characters."""
 
     text: str
-    logprobs: list[TokenLogprob] | None = None  # of tokens since the last piece, when asked for
+    logprobs: list[TokenLogprob] | None = None  # of the tokens since the last piece, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class Text:
     """The next piece of the answer; whole characters."""
 
     text: str
-    logprobs: list[TokenLogprob] | None = None  # of tokens since the last piece, when asked for
+    logprobs: list[TokenLogprob] | None = None  # of the tokens since the last piece, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call begins; its arguments follow."""
+    """The start of a tool call; its arguments follow."""
 
-    index: int  # of the answer's calls, from 0
+    index: int  # of the call within the answer, from 0
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """The next piece of a call's arguments; the pieces of one call join to a JSON object."""
+    """The next piece of a call's arguments; all pieces of a call form a JSON object."""
 
     index: int
     text: str
@@ -80,7 +80,7 @@ class ToolArguments:
 
 @dataclass(frozen=True, slots=True)
 class TreeStep:
-    """One step's tree, after it was verified; row 0 is the token that was already decided."""
+    """The tree of one step after verification; row 0 is the token committed by the step before."""
 
     tokens: list[str]
     parents: list[int]  # -1 for the root
@@ -92,10 +92,10 @@ class TreeStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     reason: Literal["stop", "length", "tool_calls", "cancelled"]
-    stop_string: str | None = None  # of the request's, which ended the text
-    tokens: list[int]  # delivered, end tokens not among them
+    stop_string: str | None = None  # the stop string that ended the text
+    tokens: list[int]  # delivered, without end tokens
     stats: RequestStats
-    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
+    logprobs: list[TokenLogprob] | None = None  # one for each token, if requested
 
 
 SessionEvent = Progress | Reasoning | Text | ToolCall | ToolArguments | TreeStep | Finished

@@ -48,7 +48,7 @@ class Session:
         return self.engine.max_ctx
 
     def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """Return the recommended sampling: the model card's, else the file's; greedy if neither says anything.
+        """Return the recommended sampling: the model card's, else the file's; greedy if neither has any.
 
         thinking: whether the request thinks; None: as the model does by default.
         """

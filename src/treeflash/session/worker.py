@@ -1,7 +1,7 @@
-"""One thread that owns a session and answers requests in the order they came; knows no protocol.
+"""The worker thread that owns a session and runs requests first in, first out.
 
-Jobs are made and read in an asyncio loop, their events in the thread. An error fails the job that caused it
-and nothing else.
+Jobs are created and read in an asyncio loop; the thread produces their events. An error fails only
+its own job.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from treeflash.session.requests import Finished, Progress, SessionEvent, TextReq
 
 log = logging.getLogger(__name__)
 
-Tagged = tuple[int, SessionEvent]  # which of the job's requests it belongs to
+IndexedEvent = tuple[int, SessionEvent]  # index of the job's request, event
 
 
 class TextSession(Protocol):
-    """What the worker and the protocols need of `Session`."""
+    """The part of `Session` that the worker and the protocol adapters use."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -49,46 +49,46 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one request of a job ended: one of the two."""
+class RequestResult:
+    """The end of one request of a job: either `finished` or `error` is set."""
 
     finished: Finished | None
     error: Exception | None
     waited_s: float  # in the queue
-    took_s: float
+    took_s: float  # from leaving the queue to the end
 
 
 class Job:
-    """Requests that are answered one after the other, as one place in the queue."""
+    """Requests that run one after the other and occupy one position in the queue."""
 
-    def __init__(self, requests: Sequence[TextRequest], label: str, forget: Callable[["Job"], None]):
+    def __init__(self, requests: Sequence[TextRequest], label: str, dequeue: Callable[["Job"], None]):
         self.requests = [replace(request, cancelled=self._is_cancelled) for request in requests]
         self.label = label
-        self.ahead = 0  # jobs before it when it was queued
+        self.ahead = 0  # jobs before this one when it was queued
         self.progress: Progress | None = None
         self.queued_at = time.perf_counter()
-        self._forget = forget
+        self._dequeue = dequeue
         self._cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._came = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._signalled = False
-        self._events: deque[Tagged] = deque()
+        self._events: deque[IndexedEvent] = deque()
         self._error: Exception | None = None
         self._ended = False
 
-    async def batches(self, patience_s: float | None = None) -> AsyncIterator[list[Tagged]]:
-        """Events as they come, all there are at a time; an empty list when none came for so long.
+    async def batches(self, timeout_s: float | None = None) -> AsyncIterator[list[IndexedEvent]]:
+        """Yield events in batches as they arrive, and an empty list after `timeout_s` without any.
 
-        Raises what the engine raised, behind the events that came before it.
+        Raise the engine's error, if any, after the events that preceded it.
         """
         while True:
             try:
-                await asyncio.wait_for(self._came.wait(), patience_s)
+                await asyncio.wait_for(self._wakeup.wait(), timeout_s)
             except TimeoutError:
                 yield []
                 continue
-            self._came.clear()
-            # From here on the thread signals again, so that nothing that follows is missed.
+            self._wakeup.clear()
+            # Reset before draining: the thread signals again for any event added from here on.
             self._signalled = False
             ended = self._ended
             batch = []
@@ -102,10 +102,10 @@ class Job:
                 return
 
     def cancel(self) -> None:
-        """Ends it at the engine's next chunk or step, at once if it still waits; any number of times."""
+        """End the job at the engine's next chunk or step, at once if it is still queued. Idempotent."""
         if not self._cancelled:
             self._cancelled = True
-            self._forget(self)
+            self._dequeue(self)
 
     def _is_cancelled(self) -> bool:
         return self._cancelled
@@ -124,9 +124,9 @@ class Job:
     def _wake(self) -> None:
         if not self._signalled:
             self._signalled = True
-            # A loop that is closed has nobody left who reads.
+            # The loop is closed: nobody reads the events.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._came.set)
+                self._loop.call_soon_threadsafe(self._wakeup.set)
 
 
 class EngineWorker:
@@ -135,9 +135,9 @@ class EngineWorker:
         load: Loader,
         *,
         max_queue: int = 64,
-        ended: Callable[[Job, Outcome], None] = lambda job, outcome: None,
+        ended: Callable[[Job, RequestResult], None] = lambda job, result: None,
     ):
-        """`ended` is called in the thread, once for each request that was begun."""
+        """`ended` is called in the thread, once for each request that was started."""
         self._load = load
         self._max_queue = max_queue
         self._notify = ended
@@ -147,22 +147,22 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self.state = State.loading
-        self.loaded: tuple[int, int] = (0, 0)  # tensors read so far, and all
+        self.loaded: tuple[int, int] = (0, 0)  # tensors loaded, total
         self.failure: Exception | None = None
-        self._failed_at = "the model could not be loaded"
-        self.ready = threading.Event()  # loaded, or failed to
+        self._failure_reason = "the model could not be loaded"
+        self.ready = threading.Event()  # set when loading succeeded or failed
 
     def start(self) -> None:
         self._thread.start()
 
     @property
     def session(self) -> TextSession:
-        """Raises while there is none."""
+        """Return the session; raise Unavailable unless it is ready."""
         if self._session is not None and self.state is State.ready:
             return self._session
         if self.state is State.failed:
             reason = self.failure.message if isinstance(self.failure, TreeFlashError) else repr(self.failure)
-            raise Unavailable(f"{self._failed_at}: {reason}", retry_after_s=60)
+            raise Unavailable(f"{self._failure_reason}: {reason}", retry_after_s=60)
         if self.state is State.stopping:
             raise Unavailable("the server is stopping", retry_after_s=10)
         done, total = self.loaded
@@ -177,13 +177,13 @@ class EngineWorker:
         return self._current is not None
 
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
-        """Queues them as one job; called in the loop that will read its events."""
+        """Queue the requests as one job; call this in the loop that reads its events."""
         _ = self.session
         with self._changed:
             if len(self._waiting) >= self._max_queue:
                 raise QueueFull(
-                    f"{len(self._waiting)} requests wait, the queue holds {self._max_queue}",
-                    "try again later, or start the server with a larger --max-queue",
+                    f"{len(self._waiting)} requests are waiting, the queue holds {self._max_queue}",
+                    "try again later, or raise `max_queue`",
                 )
             job = Job(requests, label, self._drop)
             job.ahead = len(self._waiting) + (self._current is not None)
@@ -196,7 +196,7 @@ class EngineWorker:
             if job not in self._waiting:
                 return
             self._waiting.remove(job)
-        # Whoever cancels does not read on; whoever still reads learns that the server ends.
+        # Only a shutdown cancels a job that still has a reader.
         job.end(Unavailable("the server is stopping", retry_after_s=10))
 
     def cancel_all(self) -> None:
@@ -204,15 +204,15 @@ class EngineWorker:
             if job is not None:
                 job.cancel()
 
-    def close(self, patience_s: float = 30.0) -> None:
-        """Takes nothing more, cancels what is left and lets go of the session."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Accept no more requests, cancel all jobs and release the session."""
         with self._changed:
             self.state = State.stopping
             self._changed.notify()
         self.cancel_all()
-        # Loading cannot be broken off; the thread ends with the process.
+        # Loading cannot be interrupted; the thread is a daemon and ends with the process.
         if self._thread.is_alive() and self.ready.is_set():
-            self._thread.join(patience_s)
+            self._thread.join(timeout_s)
 
     def describe(self) -> Mapping[str, Any]:
         done, total = self.loaded
@@ -236,7 +236,7 @@ class EngineWorker:
             self.state = State.ready
         self.ready.set()
         while (job := self._next()) is not None:
-            self._answer(job)
+            self._run(job)
         self._session = None
 
     def _on_load(self, done: int, total: int) -> None:
@@ -251,12 +251,12 @@ class EngineWorker:
             self._current = self._waiting.popleft()
             return self._current
 
-    def _answer(self, job: Job) -> None:
+    def _run(self, job: Job) -> None:
         assert self._session is not None
         for index, request in enumerate(job.requests):
             if request.cancelled():
                 return job.end(Unavailable("the server is stopping", retry_after_s=10))
-            begun = time.perf_counter()
+            started = time.perf_counter()
             finished, error = None, None
             try:
                 for event in self._session.generate(request):
@@ -264,12 +264,12 @@ class EngineWorker:
                         finished = event
                     job.put(index, event)
             except Exception as caught:
-                error = _in_our_words(caught)
+                error = _translated(caught)
             now = time.perf_counter()
             try:
-                self._notify(job, Outcome(finished, error, begun - job.queued_at, now - begun))
+                self._notify(job, RequestResult(finished, error, started - job.queued_at, now - started))
             except Exception:
-                log.exception("the end of %s could not be counted", job.label)
+                log.exception("the result of %s could not be recorded", job.label)
             if error is not None:
                 if _device_lost(error):
                     self._give_up(error)
@@ -277,25 +277,25 @@ class EngineWorker:
         job.end()
 
     def _give_up(self, error: Exception) -> None:
-        """The process cannot use its device any more: what waits is told so, and nothing more is taken."""
+        """Fail the waiting jobs and accept no more: the process can no longer use its device."""
         with self._changed:
             self.failure, self.state = error, State.failed
-            self._failed_at = "the GPU failed; start the server again"
+            self._failure_reason = "the GPU failed; start the server again"
             waiting = list(self._waiting)
             self._waiting.clear()
         for job in waiting:
-            job.end(Unavailable(f"{self._failed_at}: {error}", retry_after_s=60))
+            job.end(Unavailable(f"{self._failure_reason}: {error}", retry_after_s=60))
 
 
 def _device_lost(error: Exception) -> bool:
-    """Whether every call to the device will fail from now on: CUDA's errors stick, but for lack of memory."""
+    """Return whether every further CUDA call will fail: all errors are sticky except out of memory."""
     return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
 
 
-def _in_our_words(error: Exception) -> Exception:
+def _translated(error: Exception) -> Exception:
     if isinstance(error, TreeFlashError):
         return error
     log.error("the engine failed", exc_info=error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return ResourceError("memory ran out while the request was answered", "shorten the conversation")
+        return ResourceError("out of memory during the request", "shorten the conversation")
     return error

@@ -13,7 +13,7 @@ from treeflash.state.graphs import CapturedFunction
 
 
 class Rank(Protocol):
-    """Ranks logits [K, V] for positions [K] as the request samples: best ids [K, count], log probabilities."""
+    """Ranks logits [K, V] for positions [K] as the request samples: best ids and log probabilities."""
 
     def __call__(
         self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int

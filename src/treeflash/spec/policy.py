@@ -187,7 +187,7 @@ def _wait_class(waited: int) -> int:
 
 
 class Calibration:
-    """How often a draft's scores hold, learnt from accepted paths; corrects the scores that trees are built from.
+    """How often a draft's scores hold, learnt from accepted paths; corrects them before a tree is built.
 
     A score is the log probability that the draft gives a token after an accepted prefix. Scores are binned by
     depth and probability; each bin counts how many candidates were right against how many should have been.
@@ -334,9 +334,8 @@ class RowPolicy:
         """Return a sentence for the user when nothing of the draft is ever accepted."""
         if self.accepted == 0 and self.draft_calls >= SILENT_CALLS and self.steps >= SILENT_STEPS:
             return (
-                f"not one token of {self.draft_calls} draft calls in {self.steps} steps was accepted: is
-                this the" " draft of this target, with the right layers (target_layer_ids) and mask
-                (mask_token_id)?"
+                f"not one token of {self.draft_calls} draft calls in {self.steps} steps was accepted: is this"
+                " the draft of this target, with the right layers (target_layer_ids) and mask (mask_token_id)?"
             )
         return None
 
@@ -366,7 +365,7 @@ class RowPolicy:
         return best
 
     def _best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
-        """Return the plan of plain steps and a draft call with the most tokens a second, if any beats `speed`."""
+        """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
         plain = self.costs.of(1)
         for wait in (self._waited, *(wait for wait in WAITS if wait > self._waited)):
             now = wait == self._waited

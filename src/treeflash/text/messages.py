@@ -33,9 +33,11 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     Which reasoning is shown again is the template's rule: inside a round of tool calls, not in older turns.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise UsageError(f"messages is of type {type(messages).__name__}; needs a list of messages")
+        raise UsageError(
+            f"messages is of type {type(messages).__name__}; needs a list of messages", param="messages"
+        )
     if not messages:
-        raise UsageError("messages is empty; needs at least one message")
+        raise UsageError("messages is empty; needs at least one message", param="messages")
     cleaned = [_clean(message, f"messages[{i}]") for i, message in enumerate(messages)]
     leading = next((i for i, message in enumerate(cleaned) if message["role"] != "system"), len(cleaned))
     head = [message["content"] for message in cleaned[:leading]]
@@ -60,11 +62,11 @@ def merge_neighbours(messages: Sequence[Message]) -> list[Message]:
 def _clean(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise UsageError(
-            f"{where} is of type {type(message).__name__}; needs an object with role and content"
+            f"{where} is of type {type(message).__name__}; needs an object with role and content", param=where
         )
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise UsageError(f"{where}.role is {role!r}; needs one of {', '.join(ROLES)}")
+        raise UsageError(f"{where}.role is {role!r}; needs one of {', '.join(ROLES)}", param=f"{where}.role")
     role = ROLES[role]
     fields = {name: value for name, value in message.items() if value is not None}
     cleaned = fields | {"role": role, "content": _text(message.get("content"), f"{where}.content", role)}
@@ -93,7 +95,9 @@ def _text(content: Any, where: str, role: str) -> str:
     if role == "tool" and not (is_list and all(_has_type(part) for part in content)):
         return json.dumps(content, ensure_ascii=False, default=str)
     if not is_list:
-        raise UsageError(f"{where} is of type {type(content).__name__}; needs a string or a list of parts")
+        raise UsageError(
+            f"{where} is of type {type(content).__name__}; needs a string or a list of parts", param=where
+        )
     texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
     if role == "system":
         texts = [BILLING_LINE.sub("", text) for text in texts]
@@ -108,15 +112,20 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise UsageError(f"{where} is of type {type(part).__name__}; needs an object with type and text")
+        raise UsageError(
+            f"{where} is of type {type(part).__name__}; needs an object with type and text", param=where
+        )
     kind = part.get("type")
     if kind in REASONING_PARTS:
         return ""
     field = "refusal" if kind == "refusal" else "text"
     if field == "text" and kind not in TEXT_PARTS:
-        raise UsageError(f"{where}.type is {kind!r}; the model reads text only, as {', '.join(TEXT_PARTS)}")
+        raise UsageError(
+            f"{where}.type is {kind!r}; the model reads text only, as {', '.join(TEXT_PARTS)}",
+            param=f"{where}.type",
+        )
     if not isinstance(part.get(field), str):
-        raise UsageError(f"{where}.{field} is {part.get(field)!r}; needs a string")
+        raise UsageError(f"{where}.{field} is {part.get(field)!r}; needs a string", param=f"{where}.{field}")
     return part[field]
 
 
@@ -140,7 +149,9 @@ def _parted(content: str) -> tuple[str, str]:
 def _tool_calls(fields: Mapping[str, Any], where: str) -> list[Message]:
     calls = fields.get("tool_calls", [])
     if not isinstance(calls, list | tuple):
-        raise UsageError(f"{where}.tool_calls is of type {type(calls).__name__}; needs a list")
+        raise UsageError(
+            f"{where}.tool_calls is of type {type(calls).__name__}; needs a list", param=f"{where}.tool_calls"
+        )
     if not calls and "function_call" in fields:
         calls = [{"function": fields["function_call"]}]
     return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
@@ -150,7 +161,10 @@ def _tool_call(call: Any, where: str) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else call
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{where}.function.name is {name!r}; needs the name of the called tool")
+        raise UsageError(
+            f"{where}.function.name is {name!r}; needs the name of the called tool",
+            param=f"{where}.function.name",
+        )
     described = {
         "type": "function",
         "function": {"name": name, "arguments": _arguments(function.get("arguments"))},

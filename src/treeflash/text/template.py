@@ -263,10 +263,14 @@ def _checked_tools(tools: Any) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list | tuple):
-        raise UsageError(f"tools is of type {type(tools).__name__}; needs a list of tool descriptions")
+        raise UsageError(
+            f"tools is of type {type(tools).__name__}; needs a list of tool descriptions", param="tools"
+        )
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise UsageError(f"tools[{i}] is of type {type(tool).__name__}; needs an object")
+            raise UsageError(
+                f"tools[{i}] is of type {type(tool).__name__}; needs an object", param=f"tools[{i}]"
+            )
     return list(tools)
 
 

@@ -55,13 +55,17 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name or any(mark in name for mark in "<>\n\"'"):
-            raise UsageError(f"tools[{index}].function.name is {name!r}, needed the name of a function")
+            raise UsageError(
+                f"tools[{index}].function.name is {name!r}, needed the name of a function",
+                param=f"tools[{index}].function.name",
+            )
         assert isinstance(function, Mapping)
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, Mapping):
             raise UsageError(
                 f"tools[{index}].function.parameters is of type {type(parameters).__name__},"
-                " needed a JSON schema"
+                " needed a JSON schema",
+                param=f"tools[{index}].function.parameters",
             )
         found.append(Tool(name, parameters, bool(function.get("strict"))))
     return found

@@ -1,4 +1,4 @@
-// Draws /openapi.json as a list of routes; text is only ever set as text.
+// Renders /openapi.json as a list of routes, with text nodes only.
 
 function element(name, attributes = {}, ...children) {
   const made = Object.assign(document.createElement(name), attributes);
@@ -19,7 +19,7 @@ function fields(schema, schemas) {
   const rows = Object.entries(schema.properties ?? {}).map(([name, each]) =>
     element("tr", {},
       element("td", {}, element("code", { textContent: name })),
-      element("td", { textContent: typeOf(each, schemas) + (required.has(name) ? ", needed" : "") }),
+      element("td", { textContent: typeOf(each, schemas) + (required.has(name) ? ", required" : "") }),
       element("td", { textContent: each.description ?? "" })));
   return element("table", {}, element("tbody", {}, ...rows));
 }
@@ -34,13 +34,13 @@ function route(path, method, described, schemas) {
 }
 
 async function main() {
-  const place = document.getElementById("routes");
-  const answer = await fetch("openapi.json");
-  if (!answer.ok) {
-    place.textContent = `openapi.json: ${answer.status}`;
+  const host = document.getElementById("routes");
+  const response = await fetch("openapi.json");
+  if (!response.ok) {
+    host.textContent = `openapi.json: ${response.status}`;
     return;
   }
-  const api = await answer.json();
+  const api = await response.json();
   const groups = new Map();
   for (const [path, methods] of Object.entries(api.paths)) {
     for (const [method, described] of Object.entries(methods)) {
@@ -49,7 +49,7 @@ async function main() {
       groups.get(group).push(route(path, method, described, api.components.schemas));
     }
   }
-  place.replaceChildren(...[...groups].flatMap(([group, routes]) => [element("h2", { textContent: group }), ...routes]));
+  host.replaceChildren(...[...groups].flatMap(([group, routes]) => [element("h2", { textContent: group }), ...routes]));
 }
 
 main();

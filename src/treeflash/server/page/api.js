@@ -1,4 +1,4 @@
-// The server's HTTP interface: requests, event streams, failures in words; knows no elements.
+// The server's HTTP interface: requests, event streams and error messages. Does not touch the DOM.
 
 /** `kind`: unreachable, key, busy, loading, refused or broken. */
 export class RequestFailed extends Error {
@@ -27,13 +27,13 @@ async function send(path, { body, key, signal } = {}) {
     });
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new RequestFailed("unreachable", "The server does not answer.", {
+    throw new RequestFailed("unreachable", "The server does not respond.", {
       hint: "Is “treeflash serve” still running? Nothing you typed is lost.",
     });
   }
 }
 
-/** Server messages are clauses; here they stand as sentences. */
+/** Turns a server message, which is a clause, into a sentence. */
 function sentence(text) {
   return text && text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 }
@@ -44,7 +44,7 @@ async function failure(response) {
     const body = await response.json();
     error = body.error ?? body;
   } catch {
-    // Not ours: a proxy, or a server that died while answering.
+    // Not JSON: from a proxy, or the server died during the response.
   }
   const message = typeof error === "string" ? error : error.message;
   return new RequestFailed(KINDS[response.status] ?? "refused", sentence(message) || `The server answered ${response.status} ${response.statusText}.`, {
@@ -53,14 +53,14 @@ async function failure(response) {
   });
 }
 
-/** GET of a JSON document; throws RequestFailed. */
+/** Returns a JSON document; throws RequestFailed. */
 export async function getJson(path, options) {
   const response = await send(path, options);
   if (!response.ok) throw await failure(response);
   return response.json();
 }
 
-/** {ready, message}: `ready` is false while the model loads; throws RequestFailed when nobody answers. */
+/** Returns {ready, message}; `ready` is false while the model loads. Throws RequestFailed if the server is unreachable. */
 export async function health(signal) {
   const response = await send("health", { signal });
   if (response.ok) return { ready: true, message: "" };
@@ -106,8 +106,8 @@ function* chunkEvents(chunk) {
 }
 
 /**
- * Asks for one answer and yields what comes: content, reasoning, tree, progress, note, finish, stats, usage.
- * Throws RequestFailed; when `signal` aborts, the abort error.
+ * Requests one answer and yields its events: content, reasoning, tree, progress, note, finish, stats, usage.
+ * Throws RequestFailed, or the abort error when `signal` aborts.
  */
 export async function* streamChat(body, { key, signal }) {
   const response = await send("v1/chat/completions", { body, key, signal });
@@ -130,7 +130,7 @@ export async function* streamChat(body, { key, signal }) {
     }
   } catch (error) {
     if (signal.aborted || error instanceof RequestFailed) throw error;
-    throw new RequestFailed("broken", "The connection broke off.", { hint: "What had come so far is kept." });
+    throw new RequestFailed("broken", "The connection was lost.", { hint: "The text received so far is kept." });
   }
-  if (!complete) throw new RequestFailed("broken", "The connection broke off.", { hint: "What had come so far is kept." });
+  if (!complete) throw new RequestFailed("broken", "The connection was lost.", { hint: "The text received so far is kept." });
 }

@@ -1,18 +1,18 @@
-// The page's buttons, keys and scrolling, tied to the conversation; knows neither requests nor drawing.
+// The page's buttons, keyboard shortcuts, scrolling and health checks.
 
 import { getJson, health } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { connectChats, connectSettings } from "./dialogs.js";
 import { Panel } from "./panel.js";
-import { chats, draft, key, settings as kept, theme } from "./store.js";
+import { chats, draft, key, settings as storedSettings, theme } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const HEALTH_EVERY_MS = 10000;
 const HEALTH_SOON_MS = 1500;
-// Distance from the end, in pixels, that still counts as being there.
+// Pixels from the end within which the view follows new text.
 const NEAR_END = 60;
 
-let settings = kept.load();
+let settings = storedSettings.load();
 let modelName = "";
 let following = true;
 let healthTimer = 0;
@@ -27,7 +27,7 @@ const conversation = new Conversation($("messages"), {
 
 function change(values) {
   settings = { ...settings, ...values };
-  kept.save(settings);
+  storedSettings.save(settings);
 }
 
 function showState(running, comparing) {
@@ -60,7 +60,7 @@ function submit() {
   if (!text.trim() || conversation.abort) return;
   following = true;
   const sent = conversation.send(text);
-  // Only now: the chat that holds the text is saved.
+  // Clear the field only after the chat with this text is saved.
   setPrompt("");
   return sent;
 }
@@ -69,7 +69,7 @@ async function copy(text, control) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    // Plain HTTP beyond loopback has no clipboard interface.
+    // Plain HTTP on other hosts than loopback has no clipboard API.
     const field = Object.assign(document.createElement("textarea"), { value: text });
     document.body.append(field);
     field.select();
@@ -90,7 +90,7 @@ function onMessageClick(event) {
   else if (action === "copy") copy(view.message.content, control);
   else if (action === "regenerate") {
     following = true;
-    // The button goes with the answer; the focus must not go with it.
+    // The focused button is removed with the answer: move the focus first.
     $("scroll").focus({ preventScroll: true });
     conversation.regenerate(view);
   } else if (action === "edit") {
@@ -113,7 +113,7 @@ function onKey(event) {
 
 const narrow = matchMedia("(max-width: 60rem)");
 
-/** Beside the chat where there is room; over it, and only when asked for, where there is not. */
+/** Shows the panel beside the chat on wide screens, over it on narrow ones. */
 function showPanel(open) {
   document.body.classList.toggle("panel-over", narrow.matches && open);
   document.body.classList.toggle("panel-beside", !narrow.matches && open);
@@ -139,7 +139,7 @@ async function checkHealth() {
       wait = HEALTH_SOON_MS;
       say("loading", state.message || "The model is loading");
     } else {
-      if (!modelName) await learnModel();
+      if (!modelName) await fetchModelName();
       say("ready", modelName || "Ready");
     }
   } catch {
@@ -150,15 +150,15 @@ async function checkHealth() {
   healthTimer = setTimeout(checkHealth, document.hidden ? HEALTH_EVERY_MS * 3 : wait);
 }
 
-async function learnModel() {
-  // A key that was refused is not tried again at every health check.
+async function fetchModelName() {
+  // Do not retry a rejected key at every health check.
   if (triedKey === key.load()) return;
   try {
     const models = await getJson("v1/models", { key: key.load() });
     modelName = models.data?.[0]?.id ?? "";
     document.title = modelName ? `${modelName} · TreeFlash` : "TreeFlash";
   } catch (error) {
-    // The name stays unknown until there is a key; the first message asks for one.
+    // Without a key the model name stays empty; the first message prompts for one.
     if (error.kind === "key") triedKey = key.load();
   }
 }
@@ -178,7 +178,7 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", (event) => {
   conversation.stop();
-  // Only after a key press: on a telephone the focus would bring up the keyboard.
+  // Only after a key press: on a phone the focus would open the on-screen keyboard.
   if (event.detail === 0) $("prompt").focus();
 });
 $("messages").addEventListener("click", onMessageClick);

@@ -1,4 +1,4 @@
-// The chat on screen and the answer being written; knows storage, the server and views, not the page's buttons.
+// The open chat: sends messages, receives answers, saves both.
 
 import { RequestFailed } from "./api.js";
 import { askForKey } from "./dialogs.js";
@@ -11,9 +11,9 @@ const SAVE_EVERY_MS = 1000;
 
 const optional = (name, value) => (value === "" ? {} : { [name]: Number(value) });
 
-/** The body of a chat request. A seed is always sent, so that the answer can be repeated. */
+/** Returns the body of a chat request. It always has a seed, so that the answer can be repeated. */
 function requestBody(messages, settings, { model, seed, budget, trees }) {
-  // An answer that never came is no part of the conversation.
+  // Skip answers that have no text.
   const history = messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
   if (settings.system.trim()) history.unshift({ role: "system", content: settings.system });
   return {
@@ -43,14 +43,14 @@ export class Conversation {
     this.open(chats.reopen() ?? chats.create());
   }
 
-  /** Leaves the chat on screen without keeping it. */
+  /** Closes the open chat without saving it. */
   discard() {
     this.chat.messages = [];
     this.open(chats.create());
   }
 
   open(chat) {
-    // Now: when the abort is noticed, another chat is on screen.
+    // Save before stopping: the abort handler runs when another chat is already open.
     if (this.abort) this.#save();
     this.stop();
     this.chat = chat;
@@ -62,10 +62,10 @@ export class Conversation {
     for (const message of chat.messages) this.#show(message);
     this.panel.clear();
     this.hooks.onStatus("");
-    this.#tell();
+    this.#notify();
   }
 
-  #tell() {
+  #notify() {
     this.hooks.onState(Boolean(this.abort), Boolean(this.comparing));
   }
 
@@ -100,7 +100,7 @@ export class Conversation {
 
   #save() {
     this.chat.updated = Date.now();
-    if (!chats.save(this.chat)) this.hooks.onStatus("This browser’s storage is full: the chat is not kept.");
+    if (!chats.save(this.chat)) this.hooks.onStatus("This browser’s storage is full: the chat is not saved.");
   }
 
   send(text) {
@@ -137,11 +137,11 @@ export class Conversation {
     this.panel.show(run.trace);
     const abort = new AbortController();
     this.abort = abort;
-    this.#tell();
+    this.#notify();
     this.hooks.onStatus("Sent.");
     this.hooks.onGrow();
     try {
-      await runTurn(body, { ...this.#turnHooks(abort), onEvent: (event) => this.#take(run, event) });
+      await runTurn(body, { ...this.#turnHooks(abort), onEvent: (event) => this.#handle(run, event) });
       if (message.state === "writing") message.state = "done";
       this.hooks.onStatus("Done.");
     } catch (error) {
@@ -152,7 +152,7 @@ export class Conversation {
     this.panel.refresh();
     if (this.abort !== abort) return;
     this.abort = null;
-    this.#tell();
+    this.#notify();
     this.hooks.onGrow();
     if (this.getSettings().compare) await this.compareLast();
   }
@@ -165,7 +165,7 @@ export class Conversation {
     };
   }
 
-  #take(run, event) {
+  #handle(run, event) {
     const { message } = run;
     if (event.type === "content") message.content += event.text;
     else if (event.type === "reasoning") message.reasoning += event.text;
@@ -216,7 +216,7 @@ export class Conversation {
     }
   }
 
-  /** Asks for the last answer once more with no tree and the same seed, and shows both speeds. */
+  /** Repeats the last answer without trees and with the same seed, and shows both speeds. */
   async compareLast() {
     const run = this.last;
     if (!run || this.running || !run.message.content || run.message.state === "failed") return;
@@ -226,10 +226,10 @@ export class Conversation {
     const wanted = run.message.reasoning + run.message.content;
     const comparison = { state: "running", plain, characters: 0, difference: -1 };
     const texts = { reasoning: "", content: "" };
-    // A stopped answer has no end of its own to reach, so the repetition goes as far as it went.
+    // A stopped answer is repeated up to the length it had.
     const enough = () => run.message.state === "stopped" && texts.content.length >= run.message.content.length;
     this.panel.compare(comparison);
-    this.#tell();
+    this.#notify();
     try {
       const body = { ...run.body, treeflash: { trees: true, budget: 0 } };
       await runTurn(body, {
@@ -254,6 +254,6 @@ export class Conversation {
     this.panel.refresh();
     if (this.comparing !== abort) return;
     this.comparing = null;
-    this.#tell();
+    this.#notify();
   }
 }

@@ -1,4 +1,4 @@
-// The settings, chats and key dialogs; knows storage and the forms, not the conversation on screen.
+// The settings, chats and key dialogs.
 
 import { element } from "./messages.js";
 import { DEFAULTS, chats, key } from "./store.js";
@@ -21,13 +21,13 @@ function fill(form, values) {
   showBudget(form);
 }
 
-/** Every change counts at once; `onChange(values)` hears the settings that differ from the page's others. */
+/** Connects the settings form; every change calls `onChange(values)` at once. */
 export function connectSettings(current, onChange) {
   const form = $("settings-form");
   const dialog = $("settings-dialog");
   const changed = () => {
     const values = { thinking: form.elements.thinking.value };
-    // An impossible number stays in the field, marked, and the last possible one stays in force.
+    // An invalid number stays in the field, marked, and the last valid value stays in effect.
     for (const name of TEXT_FIELDS) if (form.elements[name].validity.valid) values[name] = form.elements[name].value;
     const budget = Number(form.elements.budget_range.value);
     values.budget = budget < 0 ? "" : budget;
@@ -64,8 +64,7 @@ function ago(time) {
 export function connectChats({ onOpen, onRemove }) {
   const dialog = $("chats-dialog");
   const list = () => {
-    const kept = chats.list();
-    const rows = kept.map((chat) => {
+    const rows = chats.list().map((chat) => {
       const open = element("button", { type: "button", className: "chat-open" }, element("span", {}, chats.title(chat)), element("small", {}, ago(chat.updated)));
       open.addEventListener("click", () => {
         dialog.close();
@@ -89,14 +88,14 @@ export function connectChats({ onOpen, onRemove }) {
   closeOnBackdrop(dialog);
 }
 
-/** The key typed by the user, or null when they would rather not. */
+/** Returns the key typed by the user, or null if they cancel. */
 export function askForKey() {
   const dialog = $("key-dialog");
   const input = $("key-input");
   const wrong = Boolean(key.load());
   $("key-message").textContent = wrong
-    ? "The key kept here is not the server’s. Your message is kept and goes out once the key is right."
-    : "Your message is kept and goes out once the key is right.";
+    ? "The saved key is wrong. Your message is kept and is sent once the key is right."
+    : "Your message is kept and is sent once the key is right.";
   input.value = "";
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => {

@@ -1,4 +1,4 @@
-// Light colouring of code by a handful of patterns that most languages share; knows no language's grammar.
+// Simple syntax highlighting with patterns that most languages share.
 
 const WORDS = new Set(
   ("abstract and as assert async await break case catch class const continue def default defer del do elif else enum except export extends " +
@@ -23,7 +23,7 @@ function commentPattern(language) {
   return String.raw`//[^\n]*|/\*[\s\S]*?(?:\*/|$)`;
 }
 
-/** Spans and strings that together hold exactly `source`. */
+/** Returns spans and strings whose text together is exactly `source`. */
 export function highlight(source, language) {
   const name = language.toLowerCase();
   if (PLAIN.has(name)) return [source];

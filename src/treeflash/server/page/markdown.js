@@ -1,4 +1,4 @@
-// Markdown to elements, never through HTML source: text can only ever become text. Knows nothing of chats.
+// Markdown to DOM elements, never through HTML source, so that model output cannot inject markup.
 
 import { highlight } from "./highlight.js";
 
@@ -10,8 +10,8 @@ const QUOTE = /^ {0,3}> ?(.*)$/;
 const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const BLANK = /^\s*$/;
 const SAFE_LINK = /^(https?:|mailto:)/i;
-// Deep nesting is never meant; without a limit a long run of ">" would exhaust the stack.
-const DEEPEST = 12;
+// Nesting limit: a long run of ">" would exhaust the stack.
+const MAX_DEPTH = 12;
 
 function element(name, className, ...children) {
   const made = document.createElement(name);
@@ -32,7 +32,7 @@ const INLINE = [
   ["break", /(?: {2,}|\\)\n/y],
 ];
 
-// What can begin one of these; everything up to the next such character is copied at once.
+// Characters that can start an inline element; text up to the next one is copied at once.
 const MARK = /[\\`!\[<*_~h ]/g;
 
 function anchor(address, ...children) {
@@ -48,7 +48,7 @@ function inlineNode(kind, match, depth) {
   const inner = (text) => inline(text, depth + 1);
   if (kind === "escape") return match[1];
   if (kind === "code") return element("code", "", match[2].replace(/\n/g, " ").replace(/^ (.*\S.*) $/, "$1"));
-  // A picture would be fetched from elsewhere, so it stays a link.
+  // An image would be fetched from another server, so it becomes a link.
   if (kind === "image") return anchor(match[2], match[1] || match[2]);
   if (kind === "link") return anchor(match[2], ...inner(match[1]));
   if (kind === "url") return anchor(match[1], match[1]);
@@ -58,40 +58,40 @@ function inlineNode(kind, match, depth) {
   return element("br");
 }
 
-/** A line of text with its marks, as an array of nodes and strings. */
+/** Returns inline Markdown as an array of nodes and strings. */
 export function inline(text, depth = 0) {
-  if (depth > DEEPEST) return [text];
+  if (depth > MAX_DEPTH) return [text];
   const nodes = [];
   let plain = "";
-  let place = 0;
-  while (place < text.length) {
-    MARK.lastIndex = place;
+  let offset = 0;
+  while (offset < text.length) {
+    MARK.lastIndex = offset;
     const next = MARK.exec(text)?.index ?? text.length;
-    if (next > place) {
-      plain += text.slice(place, next);
-      place = next;
+    if (next > offset) {
+      plain += text.slice(offset, next);
+      offset = next;
       continue;
     }
     let found = null;
     for (const [kind, pattern] of INLINE) {
-      pattern.lastIndex = place;
+      pattern.lastIndex = offset;
       const match = pattern.exec(text);
       if (!match) continue;
-      const insideWord = /\w/.test(text[place - 1] ?? "");
-      const endsInWord = /\w/.test(text[place + match[0].length] ?? "");
-      if (text[place] === "_" && (insideWord || endsInWord)) continue;
+      const insideWord = /\w/.test(text[offset - 1] ?? "");
+      const endsInWord = /\w/.test(text[offset + match[0].length] ?? "");
+      if (text[offset] === "_" && (insideWord || endsInWord)) continue;
       if (kind === "url" && insideWord) continue;
       found = { kind, match };
       break;
     }
     if (!found) {
-      plain += text[place++];
+      plain += text[offset++];
       continue;
     }
     if (plain) nodes.push(plain);
     plain = "";
     nodes.push(inlineNode(found.kind, found.match, depth));
-    place += found.match[0].length;
+    offset += found.match[0].length;
   }
   if (plain) nodes.push(plain);
   return nodes;
@@ -170,7 +170,7 @@ function fenceEnd(lines, start, fence) {
   return end;
 }
 
-/** Top-level blocks of the text: {from, to, make}, `make` builds the element. An open fence lasts to the end. */
+/** Returns top-level blocks {from, to, make}; `make` builds the element. An unclosed fence extends to the end. */
 function blocks(lines, depth = 0) {
   const found = [];
   const add = (from, to, make) => found.push({ from, to, make: () => make(lines.slice(from, to)) });
@@ -194,7 +194,7 @@ function blocks(lines, depth = 0) {
     } else if (RULE.test(line)) {
       index++;
       add(start, index, () => element("hr"));
-    } else if (QUOTE.test(line) && depth < DEEPEST) {
+    } else if (QUOTE.test(line) && depth < MAX_DEPTH) {
       while (index < lines.length && QUOTE.test(lines[index])) index++;
       const inner = lines.slice(start, index).map((text) => QUOTE.exec(text)[1]);
       add(start, index, () => element("blockquote", "", ...blocks(inner, depth + 1).map((block) => block.make())));
@@ -202,7 +202,7 @@ function blocks(lines, depth = 0) {
       index += 2;
       while (index < lines.length && lines[index].includes("|") && !BLANK.test(lines[index])) index++;
       add(start, index, table);
-    } else if (item && depth < DEEPEST) {
+    } else if (item && depth < MAX_DEPTH) {
       index = listEnd(lines, start, /\d/.test(item[2]));
       add(start, index, (own) => list(own, depth));
     } else {
@@ -234,7 +234,7 @@ function listEnd(lines, start, ordered) {
     const sameKind = item && /\d/.test(item[2]) === ordered;
     if (indentOf(line) > base + (item ? 0 : 1)) continue;
     if (item && sameKind && indentOf(line) >= base) continue;
-    // A line straight below an item's text goes on with it.
+    // A line directly below an item's text continues it.
     if (!item && !BLANK.test(lines[index - 1]) && !startsBlock(lines, index)) continue;
     break;
   }
@@ -242,7 +242,7 @@ function listEnd(lines, start, ordered) {
   return index;
 }
 
-/** Shows growing text in `host`; only blocks whose source changed are made again. */
+/** Renders growing text in `host`; only blocks whose source changed are rebuilt. */
 export class MarkdownView {
   constructor(host) {
     this.host = host;

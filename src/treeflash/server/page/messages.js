@@ -1,4 +1,4 @@
-// Elements for messages and their controls; knows neither storage nor the server.
+// DOM elements of messages and their controls.
 
 import { MarkdownView } from "./markdown.js";
 
@@ -16,7 +16,7 @@ function button(action, text, extra = {}) {
 
 const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-/** The one grey line below an answer. */
+/** Returns the line of statistics below an answer. */
 export function statsInWords(stats) {
   const parts = [];
   const speed = stats.decode_tok_s || stats.tok_s;
@@ -28,12 +28,12 @@ export function statsInWords(stats) {
 }
 
 const STATES = {
-  stopped: "Stopped. What had come is kept.",
+  stopped: "Stopped. The text received so far is kept.",
   length: "Cut at the length limit. Raise “Most tokens” in Settings for more.",
 };
 
 export class MessageView {
-  /** `message` is read again at each refresh(); its index in the chat is found by the caller from the element. */
+  /** `message` is read again at each refresh(). */
   constructor(message) {
     this.message = message;
     this.body = element("div", { className: "body" });
@@ -104,7 +104,7 @@ export class MessageView {
     return notice;
   }
 
-  /** Turns a user message into a field; `onSave(text)` when it is sent, nothing changes when it is cancelled. */
+  /** Makes a user message editable; calls `onSave(text)` when it is sent, nothing when it is cancelled. */
   edit(onSave) {
     this.editing = true;
     const field = element("textarea", { value: this.message.content, rows: Math.min(12, this.message.content.split("\n").length + 1) });

@@ -1,11 +1,11 @@
-// The picture beside the chat: curves, last trees, tree against plain; knows neither chats nor the server.
+// The speculation panel: throughput curves, recent trees, comparison with plain decoding.
 
-import { drawChart } from "./chart.js";
+import { renderChart } from "./chart.js";
 import { element } from "./messages.js";
-import { drawThumbnail, drawTree, visible } from "./tree.js";
+import { renderThumbnail, renderTree, visible } from "./tree.js";
 
 const THUMBNAIL = { width: 40, height: 42, unit: 4, radius: 1.3 };
-// A faster picture than this cannot be read; people who asked for less motion get one a second.
+// Faster updates cannot be read; with reduced motion the panel updates once a second.
 const FRAME_MS = 140;
 const CALM_FRAME_MS = 1000;
 
@@ -22,23 +22,23 @@ const speedText = (value) => (value >= 100 ? Math.round(value).toLocaleString("e
 export class Panel {
   constructor() {
     this.trace = null;
-    this.coming = null;
+    this.pending = null;
     this.plain = null;
     this.comparison = null;
     this.chosen = null;
     this.timer = null;
-    this.drawnAt = 0;
-    this.drawn = null; // what the tree's picture shows
+    this.renderedAt = 0;
+    this.rendered = null; // inputs of the tree on screen
     const strip = $("strip");
     strip.addEventListener("click", (event) => this.#choose(Number(event.target.closest("[data-number]")?.dataset.number)));
     strip.addEventListener("keydown", (event) => this.#stripKey(event));
     new ResizeObserver(() => this.#schedule()).observe($("panel"));
-    $("sketch").append(drawThumbnail(SKETCH, { width: 200, height: 150, unit: 22, radius: 4 }));
+    $("sketch").append(renderThumbnail(SKETCH, { width: 200, height: 150, unit: 22, radius: 4 }));
   }
 
-  /** A new answer's trace; the one before it stays until the first step comes, so that the picture never blinks. */
+  /** Sets a new answer's trace; the previous one stays until the first step arrives, so that nothing flickers. */
   show(trace) {
-    this.coming = trace;
+    this.pending = trace;
     this.#schedule();
   }
 
@@ -48,7 +48,7 @@ export class Panel {
   }
 
   #replace(trace) {
-    Object.assign(this, { trace, coming: null, plain: null, comparison: null, chosen: null });
+    Object.assign(this, { trace, pending: null, plain: null, comparison: null, chosen: null });
   }
 
   refresh() {
@@ -57,7 +57,7 @@ export class Panel {
 
   /** `comparison`: {state: running | done | stopped | failed, plain: Trace, characters, difference, message}. */
   compare(comparison) {
-    if (this.coming) this.#replace(this.coming);
+    if (this.pending) this.#replace(this.pending);
     this.comparison = comparison;
     this.plain = comparison?.plain ?? null;
     this.#schedule();
@@ -66,56 +66,56 @@ export class Panel {
   #schedule() {
     if (this.timer !== null) return;
     const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    const wait = Math.max(0, this.drawnAt + (calm ? CALM_FRAME_MS : FRAME_MS) - performance.now());
+    const wait = Math.max(0, this.renderedAt + (calm ? CALM_FRAME_MS : FRAME_MS) - performance.now());
     this.timer = setTimeout(() => {
       this.timer = null;
-      this.drawnAt = performance.now();
-      this.#draw();
+      this.renderedAt = performance.now();
+      this.#render();
     }, wait);
   }
 
-  #draw() {
-    if (this.coming?.steps) this.#replace(this.coming);
+  #render() {
+    if (this.pending?.steps) this.#replace(this.pending);
     const anything = Boolean(this.trace?.steps || this.comparison);
     $("panel-empty").hidden = anything;
     $("panel-body").hidden = !anything;
     if (!anything || !$("panel").checkVisibility()) return;
-    this.#drawCurves();
-    this.#drawStrip();
-    this.#drawTree();
-    this.#drawVersus();
+    this.#renderCurves();
+    this.#renderStrip();
+    this.#renderTree();
+    this.#renderComparison();
   }
 
-  #drawCurves() {
+  #renderCurves() {
     const { trace, plain } = this;
     $("speed-now").textContent = trace.speed ? speedText(trace.speed) : "–";
     $("length-now").textContent = trace.length ? twoDigits(trace.length) : "–";
     const speeds = [{ className: "tree-line", points: trace.speeds }];
     if (plain) speeds.unshift({ className: "plain", points: plain.speeds });
     const round = (value) => Math.round(value).toLocaleString("en");
-    drawChart($("speed-chart"), speeds, { label: `Tokens a second over time, ${speedText(trace.speed)} on average`, format: round });
-    drawChart($("length-chart"), [{ className: "tree-line", points: trace.lengths }], {
-      label: `Tokens kept by a step over time, ${twoDigits(trace.length)} on average`,
+    renderChart($("speed-chart"), speeds, { label: `Tokens a second over time, ${speedText(trace.speed)} on average`, format: round });
+    renderChart($("length-chart"), [{ className: "tree-line", points: trace.lengths }], {
+      label: `Tokens accepted per step over time, ${twoDigits(trace.length)} on average`,
       format: (value) => (Number.isInteger(value) ? String(value) : oneDigit(value)),
     });
   }
 
-  /** As many as fit in a row. */
+  /** Returns how many thumbnails fit in a row. */
   #thumbnails() {
     return Math.max(4, Math.floor($("tree").clientWidth / (THUMBNAIL.width + 4)));
   }
 
-  #drawStrip() {
+  #renderStrip() {
     $("strip").hidden = !this.trace.trees.length;
     const last = this.trace.trees.slice(-this.#thumbnails());
     if (this.chosen !== null && !last.some((tree) => tree.number === this.chosen.number)) last.splice(0, 1, this.chosen);
     const shownNumber = this.#shownTree()?.number;
     $("strip").replaceChildren(...last.map((tree) => {
       const option = element("div", { className: "thumbnail", id: `tree-${tree.number}`, dataset: { number: tree.number } });
-      option.append(drawThumbnail(tree, THUMBNAIL));
+      option.append(renderThumbnail(tree, THUMBNAIL));
       option.setAttribute("role", "option");
       option.setAttribute("aria-selected", String(tree.number === shownNumber));
-      option.setAttribute("aria-label", `Step ${tree.number}: kept ${tree.accepted.length} of ${tree.parents.length}`);
+      option.setAttribute("aria-label", `Step ${tree.number}: accepted ${tree.accepted.length} of ${tree.parents.length}`);
       return option;
     }));
     if (shownNumber) $("strip").setAttribute("aria-activedescendant", `tree-${shownNumber}`);
@@ -125,19 +125,19 @@ export class Panel {
     return this.chosen ?? this.trace.trees.at(-1);
   }
 
-  #drawTree() {
+  #renderTree() {
     const tree = this.#shownTree();
     if (!tree) {
-      this.drawn = null;
+      this.rendered = null;
       $("readout").replaceChildren();
-      $("tree").replaceChildren(element("p", { className: "note" }, "None yet: every step so far was a single token, because no guess promised to pay, or the tree size is 0."));
+      $("tree").replaceChildren(element("p", { className: "note" }, "None yet: every step so far was a single token, because no draft was expected to pay off, or the tree size is 0."));
       return;
     }
-    // A picture that would look the same stays, and with it what is said of the node under the pointer.
-    const drawn = [tree, this.trace.levels, this.trace.labelLength, $("tree").clientWidth];
-    if (this.drawn?.every((value, index) => value === drawn[index])) return;
-    this.drawn = drawn;
-    drawTree($("tree"), tree, { levels: this.trace.levels, labelLength: this.trace.labelLength, onNode: (node) => this.#readout(tree, node) });
+    // Keep an unchanged tree, and with it the readout of the node under the pointer.
+    const inputs = [tree, this.trace.levels, this.trace.labelLength, $("tree").clientWidth];
+    if (this.rendered?.every((value, index) => value === inputs[index])) return;
+    this.rendered = inputs;
+    renderTree($("tree"), tree, { levels: this.trace.levels, labelLength: this.trace.labelLength, onNode: (node) => this.#readout(tree, node) });
     this.#readout(tree, null);
   }
 
@@ -146,19 +146,19 @@ export class Panel {
     const host = $("readout");
     if (node === null) {
       const step = `Step ${tree.number.toLocaleString("en")}`;
-      host.replaceChildren(`${step}: kept ${kept.size} of ${tree.parents.length}, ${oneDigit(tree.step_ms)} ms`);
+      host.replaceChildren(`${step}: accepted ${kept.size} of ${tree.parents.length}, ${oneDigit(tree.step_ms)} ms`);
       return;
     }
-    const verdict = node === 0 ? "was decided by the step before" : kept.has(node) ? "was accepted" : "was rejected";
+    const verdict = node === 0 ? "was committed by the step before" : kept.has(node) ? "was accepted" : "was rejected";
     host.replaceChildren(element("code", {}, visible(tree.tokens[node])), ` ${verdict}`);
   }
 
   #choose(number) {
     if (!number) return;
     const tree = this.trace.trees.find((candidate) => candidate.number === number);
-    // The last one means: go on following.
+    // Choosing the last tree resumes following.
     this.chosen = tree && tree !== this.trace.trees.at(-1) ? tree : null;
-    this.drawnAt = 0;
+    this.renderedAt = 0;
     this.#schedule();
   }
 
@@ -172,11 +172,11 @@ export class Panel {
     this.#choose(trees[next].number);
   }
 
-  #drawVersus() {
+  #renderComparison() {
     const { comparison, trace } = this;
     const host = $("versus");
     if (!comparison) {
-      const said = $("compare").checked ? "Each answer is repeated without trees once it is complete." : "Gives the same answer once more, one token a step.";
+      const said = $("compare").checked ? "Each answer is repeated without trees once it is complete." : "Generates the same answer again, one token a step.";
       host.replaceChildren(element("p", { className: "note" }, said));
       return;
     }
@@ -201,7 +201,7 @@ export class Panel {
       const factor = trace.speed / comparison.plain.speed;
       if (Number.isFinite(factor)) line.append(element("strong", {}, `${oneDigit(factor)} times as fast. `));
       if (comparison.difference < 0) line.append(`Same text, all ${characters} characters.`);
-      else line.append(`The texts part at character ${(comparison.difference + 1).toLocaleString("en")}. On a GPU that can happen where two words were almost equally likely.`);
+      else line.append(`The texts diverge at character ${(comparison.difference + 1).toLocaleString("en")}. On a GPU that can happen where two tokens are almost equally likely.`);
       line.classList.toggle("same", comparison.difference < 0);
     }
     return line;

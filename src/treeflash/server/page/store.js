@@ -1,7 +1,7 @@
-// Settings, chats and the key as kept by the browser; knows neither the page's elements nor the server.
+// Settings, chats and the key in the browser's storage.
 
 const PREFIX = "treeflash.";
-const CHATS_KEPT = 50;
+const MAX_CHATS = 50;
 
 export const DEFAULTS = Object.freeze({
   system: "",
@@ -24,7 +24,7 @@ function read(key, fallback) {
   }
 }
 
-/** Returns whether it was kept: storage can be full or forbidden. */
+/** Returns whether the value was stored: storage can be full or blocked. */
 function write(key, value) {
   try {
     localStorage.setItem(PREFIX + key, JSON.stringify(value));
@@ -38,7 +38,7 @@ function remove(key) {
   try {
     localStorage.removeItem(PREFIX + key);
   } catch {
-    // Nothing was kept, so nothing is left.
+    // Storage is blocked, so there is nothing to remove.
   }
 }
 
@@ -52,7 +52,7 @@ export const key = {
   save: (value) => (value ? write("key", value) : remove("key")),
 };
 
-/** Text typed and not yet sent. */
+/** The unsent text of the message field. */
 export const draft = {
   load: () => read("draft", ""),
   save: (value) => (value ? write("draft", value) : remove("draft")),
@@ -65,13 +65,13 @@ export const theme = {
     try {
       localStorage.setItem(PREFIX + "theme", value);
     } catch {
-      // The choice then lasts as long as the page.
+      // Storage is blocked: the choice lasts until the page is closed.
     }
     document.documentElement.dataset.theme = value;
   },
 };
 
-// One entry a chat, so that two tabs do not overwrite each other's.
+// One entry per chat, so that two tabs do not overwrite each other's.
 export const chats = {
   create: () => ({ id: `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`, updated: Date.now(), messages: [] }),
 
@@ -89,11 +89,11 @@ export const chats = {
     return found.sort((a, b) => b.updated - a.updated);
   },
 
-  /** When storage is full the oldest chats make room. */
+  /** Removes the oldest chats when storage is full. */
   save(chat) {
     if (!chat.messages.length) return true;
     const older = this.list().filter((other) => other.id !== chat.id);
-    for (const extra of older.splice(CHATS_KEPT - 1)) this.remove(extra.id);
+    for (const extra of older.splice(MAX_CHATS - 1)) this.remove(extra.id);
     while (!write(`chat.${chat.id}`, chat)) {
       const oldest = older.pop();
       if (!oldest) return false;
@@ -104,7 +104,7 @@ export const chats = {
 
   remove: (id) => remove(`chat.${id}`),
 
-  /** The chat this tab had open, else none: a new tab begins afresh. */
+  /** Returns the chat that this tab had open; null in a new tab. */
   reopen() {
     try {
       const id = sessionStorage.getItem(`${PREFIX}open`);
@@ -118,7 +118,7 @@ export const chats = {
     try {
       sessionStorage.setItem(`${PREFIX}open`, chat.id);
     } catch {
-      // The next load then begins with a new chat.
+      // Storage is blocked: the next load starts a new chat.
     }
   },
 

@@ -4,6 +4,6 @@
     const choice = localStorage.getItem("treeflash.theme");
     if (choice === "light" || choice === "dark") document.documentElement.dataset.theme = choice;
   } catch {
-    // Storage may be blocked; the system's scheme is used then.
+    // Storage is blocked: use the system's scheme.
   }
 })();

@@ -1,9 +1,9 @@
-// The steps of one answer as they arrive, and what can be read off them; knows no elements.
+// The steps of one answer as they arrive, and their statistics.
 
 import { labelLength } from "./tree.js";
 
-const TREES_KEPT = 240;
-// Steps a point of the curves averages over: one step's outcome is noise to the eye.
+const MAX_TREES = 240;
+// Steps that each point of the curves averages over: single steps are too noisy to read.
 const WINDOW = 8;
 
 export class Trace {
@@ -31,15 +31,15 @@ export class Trace {
     const time = this.recent.reduce((sum, [, milliseconds]) => sum + milliseconds, 0);
     if (time > 0) this.speeds.push([this.elapsed, (count * 1000) / time]);
     this.lengths.push([this.elapsed, count / this.recent.length]);
-    // A step of the root alone guessed nothing: there is no tree to look at.
+    // A step with the root alone has no tree to show.
     if (tree.parents.length < 2) return;
     this.trees.push({ ...tree, number: this.steps });
-    if (this.trees.length > TREES_KEPT) this.trees.shift();
+    if (this.trees.length > MAX_TREES) this.trees.shift();
     this.levels = Math.max(this.levels, depthOf(tree.parents));
     this.labelLength = Math.max(this.labelLength, labelLength(tree));
   }
 
-  /** Tokens a second: the server's figure once it is known, before that what the steps took. */
+  /** Returns tokens a second: from the steps so far, then from the server's statistics. */
   get speed() {
     return this.stats?.decode_tok_s || this.stats?.tok_s || (this.elapsed ? this.tokens / this.elapsed : 0);
   }
@@ -55,10 +55,10 @@ function depthOf(parents) {
   return Math.max(1, ...depth);
 }
 
-/** Where two answers part: -1 when they are the same text. */
+/** Returns the index at which two texts diverge, -1 if they are identical. */
 export function firstDifference(one, other) {
   if (one === other) return -1;
-  let place = 0;
-  while (place < one.length && one[place] === other[place]) place++;
-  return place;
+  let index = 0;
+  while (index < one.length && one[index] === other[index]) index++;
+  return index;
 }

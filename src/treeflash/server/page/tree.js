@@ -1,4 +1,4 @@
-// Draws one draft tree: the accepted path straight down the left, rejected branches to its right. Knows no page.
+// Renders one draft tree: the accepted path straight down the left, rejected branches to its right.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -9,7 +9,7 @@ export function svg(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Blanks made visible, so that a token is never an empty label; indentation is counted. */
+/** Returns a token with visible whitespace; runs of spaces are counted. */
 export function visible(token) {
   return token.replace(/ {4,}/g, (run) => `·×${run.length}`).replace(/\r/g, "␍").replace(/\n/g, "↵").replace(/\t/g, "→").replace(/ /g, "·") || "∅";
 }
@@ -20,8 +20,8 @@ function shorten(text, length) {
 }
 
 /**
- * Lanes (columns) and depths (rows) of a tree's nodes. At each depth nodes keep the order of a walk that
- * takes accepted children first, so lines never cross and the accepted path is lane 0.
+ * Returns lanes (columns) and depths (rows) of a tree's nodes. At each depth nodes have depth-first order with
+ * accepted children first, so that edges never cross and the accepted path is lane 0.
  */
 export function layout({ parents, accepted }) {
   const kept = new Set(accepted);
@@ -33,20 +33,20 @@ export function layout({ parents, accepted }) {
   const depth = new Array(parents.length).fill(0);
   const free = [];
 
-  function place(node, level, least) {
+  function assign(node, level, least) {
     depth[node] = level;
     lane[node] = Math.max(least, free[level] ?? 0);
     free[level] = lane[node] + 1;
-    for (const child of children[node]) place(child, level + 1, lane[node]);
+    for (const child of children[node]) assign(child, level + 1, lane[node]);
   }
 
-  if (parents.length) place(0, 0, 0);
+  if (parents.length) assign(0, 0, 0);
   return { lane, depth, kept, lanes: Math.max(...lane, 0) + 1, levels: Math.max(...depth, 0) + 1 };
 }
 
 /**
- * How far below its row, as a share of the row's height, each parent's line turns towards its children. Parents to
- * the right turn higher: their children are further right too, so no line crosses another.
+ * Returns how far below its row, as a share of the row's height, each parent's edge turns towards its children.
+ * Parents further right turn higher: their children are further right too, so that no edges cross.
  */
 function turns({ lane, depth }, parents) {
   const rows = new Map();
@@ -92,22 +92,22 @@ const ROW = 21;
 const TOP = 14;
 const CHARACTER = 7.3;
 const GUESS_CHARACTER = 6.7;
-const LONGEST_LABEL = 13;
+const MAX_LABEL = 13;
 
-/** Characters of the widest label of a tree's accepted path. */
+/** Returns the length of the longest label on the accepted path. */
 export function labelLength(tree) {
   const lengths = tree.accepted.map((node) => [...visible(tree.tokens[node])].length);
-  return Math.min(LONGEST_LABEL, Math.max(3, ...lengths));
+  return Math.min(MAX_LABEL, Math.max(3, ...lengths));
 }
 
-/** Rejected tokens of each row in one column, as far as there is room to the right of the tree. */
+/** Returns the rejected tokens of each row as one label to the right of the tree, if there is room. */
 function rejectedLabels(tree, shape, { x, y, width }) {
   const column = svg("g", { class: "labels guesses" });
   const rows = [];
   tree.parents.forEach((_, node) => shape.kept.has(node) || (rows[shape.depth[node]] ??= []).push(node));
   const left = Math.max(...tree.parents.map((_, node) => x(node))) + 14;
   const room = Math.floor((width - left) / GUESS_CHARACTER);
-  if (room < LONGEST_LABEL) return column;
+  if (room < MAX_LABEL) return column;
   for (const row of rows.filter(Boolean)) {
     row.sort((a, b) => shape.lane[a] - shape.lane[b]);
     const label = svg("text", { x: left, y: y(row[0]) });
@@ -118,10 +118,10 @@ function rejectedLabels(tree, shape, { x, y, width }) {
 }
 
 /**
- * The tree at reading size, in `host`, with room for `levels` and for labels of so many characters, so that the
- * picture stays in place from tree to tree; `onNode(node | null)` hears of the node under the pointer.
+ * Renders the tree in `host`, with room for `levels` and for labels of `labelLength` characters, so that the layout
+ * does not move from tree to tree. Calls `onNode(node | null)` for the node under the pointer.
  */
-export function drawTree(host, tree, { levels, labelLength: characters, onNode }) {
+export function renderTree(host, tree, { levels, labelLength: characters, onNode }) {
   const shape = layout(tree);
   const width = Math.max(240, host.clientWidth);
   const labelWidth = characters * CHARACTER;
@@ -133,7 +133,7 @@ export function drawTree(host, tree, { levels, labelLength: characters, onNode }
   tree.parents.forEach((_, node) => {
     if (shape.kept.has(node)) {
       const label = svg("text", { x: labelWidth, y: y(node), class: node === 0 ? "root" : "" });
-      label.textContent = shorten(visible(tree.tokens[node]), LONGEST_LABEL);
+      label.textContent = shorten(visible(tree.tokens[node]), MAX_LABEL);
       labels.append(label);
     }
     const target = svg("circle", { cx: x(node), cy: y(node), r: Math.min(11, Math.max(6, laneWidth / 2)) });
@@ -147,8 +147,8 @@ export function drawTree(host, tree, { levels, labelLength: characters, onNode }
   host.replaceChildren(picture);
 }
 
-/** The same picture without words, `unit` pixels from node to node where there is room. */
-export function drawThumbnail(tree, { width, height, unit, radius }) {
+/** Returns the tree without labels, at most `unit` pixels from node to node. */
+export function renderThumbnail(tree, { width, height, unit, radius }) {
   const shape = layout(tree);
   const rowHeight = Math.min(unit, (height - 4 * radius) / Math.max(1, shape.levels - 1));
   const laneWidth = Math.min(unit, (width - 6 * radius) / Math.max(1, shape.lanes - 1));

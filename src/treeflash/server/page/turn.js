@@ -1,4 +1,4 @@
-// One answer from first try to last: waits for a loading or busy server, asks for a key; knows no elements.
+// One answer with retries: waits for a loading or busy server and prompts for a key. Does not touch the DOM.
 
 import { RequestFailed, health, streamChat } from "./api.js";
 
@@ -31,8 +31,8 @@ async function waitWhileLoading({ signal, onWait }) {
 }
 
 /**
- * Streams the answer to `body` into `onEvent`. `getKey(again)` gives the key, asking the user when `again`,
- * and null when the user would not say; `onWait` gets sentences while nothing can come.
+ * Streams the answer to `body` into `onEvent`. `getKey(again)` returns the key, prompting the user if `again`, or
+ * null if the user cancels. `onWait` receives status messages while the server is not ready.
  */
 export async function runTurn(body, { signal, getKey, onEvent, onWait }) {
   let key = await getKey(false);
@@ -49,7 +49,7 @@ export async function runTurn(body, { signal, getKey, onEvent, onWait }) {
         await pause(LOADING_POLL_MS, signal);
         await waitWhileLoading({ signal, onWait });
       } else if (error.kind === "key") {
-        onWait("The server wants a key.");
+        onWait("The server needs a key.");
         key = await getKey(true);
         if (key === null) throw error;
       } else {
@@ -59,7 +59,7 @@ export async function runTurn(body, { signal, getKey, onEvent, onWait }) {
   }
 }
 
-/** What a keep-alive comment says, as a sentence; empty when it says nothing. */
+/** Returns a keep-alive comment as a sentence; empty if it has no progress. */
 export function noteInWords(text) {
   const queue = /queue\D*(\d+)/i.exec(text);
   if (queue) {
