@@ -1,23 +1,26 @@
-"""Every error a user can cause, as one tree; knows nothing about terminals or HTTP beyond a code for each.
+"""Every error a user can cause, as one tree, with an exit code and an HTTP status for each.
+
+A message or hint names a setting in backquotes, as a Python name: `max_ctx`. The CLI turns it into its flag,
+the HTTP server drops the backquotes.
 
 TreeFlashError
-├── UsageError             a flag or a request field has a value that cannot be honoured
+├── UsageError             a setting or a request field has an invalid value
 │   └── PromptTooLong      the prompt does not fit in the context
 ├── ModelNotFound          a name that is neither a file nor a repository we can read
-│   └── DownloadFailed     the hub said no, or the network broke off
+│   └── DownloadFailed     the hub refused, or the connection broke
 ├── ModelFileError         a file that is damaged or not what it claims to be
 │   ├── BadGGUF            the container: magic, version, counts, offsets, keys
-│   ├── UnsupportedQuant   a tensor of a type we cannot read
-│   └── UnsupportedModel   a sound file of an architecture or variant we do not run
+│   ├── UnsupportedQuant   a tensor type that has no reader
+│   └── UnsupportedModel   a valid file of an unsupported architecture or variant
 ├── TemplateFailed         the model's chat template refused the conversation
-├── ResourceError          memory or disk is too small for what was asked
-└── Unavailable            the server cannot take a request now: it loads, it stops, its model is gone
-    └── QueueFull          as many requests wait as may
+├── ResourceError          not enough memory or disk space
+└── Unavailable            the server cannot take a request now: loading, stopping, or its model failed
+    └── QueueFull          the queue of waiting requests is full
 """
 
 
 class TreeFlashError(Exception):
-    """What was wrong, the value seen and the value needed; `hint` is the command or flag that helps."""
+    """`message` says what is wrong, the value seen and the value needed; `hint` the command or setting that helps."""
 
     exit_code = 1
     http_status = 500
@@ -29,14 +32,20 @@ class TreeFlashError(Exception):
 
 
 class UsageError(TreeFlashError):
+    """`param` is the request field or the setting at fault."""
+
     exit_code = 2
     http_status = 400
 
+    def __init__(self, message: str, hint: str = "", *, param: str | None = None):
+        super().__init__(message, hint)
+        self.param = param
+
 
 class PromptTooLong(UsageError):
-    """Carries both lengths, because protocol adapters repeat them in their own words."""
+    """Carries both lengths for the protocol adapters, which word the message themselves."""
 
-    def __init__(self, tokens: int, limit: int, hint: str = "shorten the prompt or raise --max-ctx"):
+    def __init__(self, tokens: int, limit: int, hint: str = "shorten the prompt or raise `max_ctx`"):
         super().__init__(f"the prompt has {tokens} tokens, the context holds {limit}", hint)
         self.tokens = tokens
         self.limit = limit
