@@ -15,7 +15,7 @@ from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import named
 from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.memory.device import kv_pair
+from treeflash.memory.device import kv_formats
 from treeflash.models.decoder import Decoder
 from treeflash.session.session import Finished, Session, TextRequest
 from treeflash.spec.draft import Drafter
@@ -132,7 +132,9 @@ def test_heads_that_no_block_fits_are_refused_at_load(tiny_model: Callable[..., 
 
 def test_a_gpu_has_its_own_default(target: Decoder) -> None:
     gpu = torch.device("cuda")
-    names = [format.name for format in (*kv_pair(target.spec, gpu), *kv_pair(target.spec, target.device))]
+    names = [
+        format.name for format in (*kv_formats(target.spec, gpu), *kv_formats(target.spec, target.device))
+    ]
     assert names == ["f16", "f16", "f32", "f32"]
     with pytest.raises(UsageError, match="f32 is for a CPU"):
-        kv_pair(target.spec, gpu, ("f32", "auto"))
+        kv_formats(target.spec, gpu, ("f32", "auto"))

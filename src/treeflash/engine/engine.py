@@ -17,7 +17,7 @@ from treeflash.engine.sampler import Sampler, SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.kernels.kv_cache.format import KVFormat
-from treeflash.memory.device import kv_pair, total_memory
+from treeflash.memory.device import kv_formats, total_memory
 from treeflash.memory.estimate import chunk_size
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step, padded_rows
@@ -124,7 +124,7 @@ class Engine:
             max_ctx=max_ctx,
             max_rows=padded_rows(max_rows) if padded else max_rows,
             device=target.device,
-            kv=kv or kv_pair(target.spec, target.device),
+            kv=kv or kv_formats(target.spec, target.device),
             window=window,
             input_dtype=target.dtype,
             whole=padded,

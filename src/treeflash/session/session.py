@@ -18,7 +18,7 @@ from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
 from treeflash.kernels.quant_matmul import prepare
-from treeflash.memory.device import available_memory, device_name, hold_to, pick_device
+from treeflash.memory.device import available_memory, device_name, limit_allocator, pick_device
 from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
 from treeflash.memory.planner import MemoryPlan, plan_memory
 from treeflash.models.decoder import Decoder
@@ -104,7 +104,7 @@ class Session:
                 )
             plan = plan_memory(file, spec, config, device)
             if device.type == "cuda":
-                hold_to(plan.room, device)
+                limit_allocator(plan.budget, device)
             card = recognise(
                 [spec.name, path.stem],
                 architecture=spec.architecture,
