@@ -122,9 +122,11 @@ def test_the_embedded_pair_writes_the_text_of_plain_decoding(kv: tuple[str, str]
 
 def test_heads_that_no_block_fits_are_refused_at_load(tiny_model: Callable[..., Path]) -> None:
     path = tiny_model("qwen2")
-    with pytest.raises(UsageError, match="heads of 16 values, q4_0 needs a multiple of 32") as error:
+    with pytest.raises(
+        UsageError, match="head size of 16, a KV cache in q4_0 needs a multiple of 32"
+    ) as error:
         Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_v="q4_0"))
-    assert "--kv f16" in error.value.hint
+    assert "`kv` f16" in error.value.hint
     with pytest.raises(UsageError, match=r"'q9'.* needed one of f32, f16"):
         Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_k="q9"))
     assert Session.load(path, EngineConfig(device="cpu", max_ctx=64, kv_k="f16")).plan.kv_per_token

@@ -17,7 +17,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step, padded_rows
 from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.session.constraint import Guide, GuidePlan
+from treeflash.session.constraint import ConstraintSpec, TokenConstraint
 from treeflash.session.requests import TextRequest
 from treeflash.spec.controller import Costs
 from treeflash.spec.draft import BlockDraft, Drafter
@@ -316,9 +316,9 @@ def test_limits_on_what_may_follow_hold_in_padded_steps(target: Decoder, samplin
     """A limit on reasoning is a mask a row: its closing words come at the same place, then the same text."""
     closing = [40, 41, 42, 300]
 
-    def guide() -> Guide:
-        return Guide(
-            GuidePlan(
+    def guide() -> TokenConstraint:
+        return TokenConstraint(
+            ConstraintSpec(
                 vocabulary=target.spec.vocab_size,
                 reasoning="open",
                 end_reasoning=300,
@@ -344,9 +344,9 @@ def test_a_guided_draft_over_fixed_tensors() -> None:
     prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
     vocabulary = made.engine.target.spec.vocab_size
 
-    def guide() -> Guide:
-        return Guide(
-            GuidePlan(
+    def guide() -> TokenConstraint:
+        return TokenConstraint(
+            ConstraintSpec(
                 vocabulary=vocabulary, reasoning="open", end_reasoning=12, budget=20, closing=[10, 11, 12]
             )
         )

@@ -100,7 +100,7 @@ def test_token_ids_are_a_prompt_as_they_are(session: Session) -> None:
 def test_bad_requests(session: Session, tiny_model: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="either messages or a raw prompt"):
         answer(session)
-    with pytest.raises(UsageError, match="--max-ctx is 10000000"):
+    with pytest.raises(UsageError, match="`max_ctx` is 10000000"):
         Session.load(tiny_model(), EngineConfig(max_ctx=10_000_000))
     with pytest.raises(ResourceError, match="`device` is 'tpu', needed auto"):
         pick_device("tpu")

@@ -21,13 +21,13 @@ from treeflash.memory.device import kv_formats, total_memory
 from treeflash.memory.estimate import chunk_size
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import MAX_ROWS, Step, padded_rows
-from treeflash.prefix_cache.boundaries import Kind, cuts, worth_keeping
+from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends, snapshot_positions
 from treeflash.prefix_cache.cache import PrefixCache
 from treeflash.prefix_cache.files import SnapshotFiles
 from treeflash.spec.draft import Drafter, NoDrafter, Outcome, Rank, TreeGuide
 from treeflash.spec.tree import DraftTree
 from treeflash.state.sequences import SequenceStates
-from treeflash.state.snapshots import SavedStates
+from treeflash.state.snapshots import SnapshotStore
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -46,7 +46,7 @@ class Request:
     draft_budget: int | None = None  # nodes of a tree, at most; None: as many as the engine was made for
     trees: bool = False  # report every step's tree
     # Behind how many of the prompt's tokens turns begin; None: nothing of this request is worth keeping.
-    boundaries: Mapping[int, Kind] | None = None
+    boundaries: Mapping[int, SnapshotKind] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Engine:
             whole=padded,
         )
         self.steps = StepParts(target, self.states, self.drafter, max_rows=max_rows, padded=padded)
-        self.prefixes = PrefixCache(SavedStates(self.states), budget=prefix_cache, files=prefix_files)
+        self.prefixes = PrefixCache(SnapshotStore(self.states), budget=prefix_cache, files=prefix_files)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
@@ -189,7 +189,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats, slot: int) -> Iterator[Event]:
         hidden, done = None, 0
-        ends = cuts(len(request.prompt), request.boundaries or {}, self._chunk)
+        ends = chunk_ends(len(request.prompt), request.boundaries or {}, self._chunk)
         stats.cached_tokens = self._resume(request, slot, ends)
         for last, count in self._prefill(request, slot, ends):
             hidden, done = last, count
@@ -254,19 +254,19 @@ class Engine:
 
     def _resume(self, request: Request, slot: int, ends: list[int]) -> int:
         """Puts the slot where an earlier request left a beginning of this prompt; how many tokens that is."""
-        found = self.prefixes.resume(slot, request.prompt, ends)
+        found = self.prefixes.restore(slot, request.prompt, ends)
         if found is None:
             return 0
         self.drafter.restore(request.prompt[: found.length], found.draft)
         return found.length
 
-    def _remember(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
-        if request.boundaries is not None and tokens and self.prefixes.keeps:
-            self.prefixes.put(slot, tokens, kind, self.drafter.save)
+    def _remember(self, request: Request, tokens: list[int], kind: SnapshotKind, slot: int) -> None:
+        if request.boundaries is not None and tokens and self.prefixes.enabled:
+            self.prefixes.insert(slot, tokens, kind, self.drafter.save)
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Room for the rows, if need be for the price of what is remembered of other requests."""
-        self.prefixes.make_room(slot, rows)
+        self.prefixes.reserve(slot, rows)
         self.states.reserve(slot, rows)
 
     def _prefill(self, request: Request, slot: int, ends: list[int]) -> Iterator[tuple[Tensor | None, int]]:
@@ -274,7 +274,7 @@ class Engine:
         device, start = self.target.device, self.states.lengths[slot]
         prompt = torch.tensor([request.prompt], device=device)
         slots = torch.tensor([slot], device=device)
-        kept = worth_keeping(ends, request.boundaries or {})
+        kept = snapshot_positions(ends, request.boundaries or {})
         yield None, start
         for stop in (end for end in ends if end > start):
             if request.cancelled():

@@ -175,7 +175,7 @@ class Session:
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         prompt = self._prompts.encode(request)
-        answer = self._prompts.answer(request, prompt)
+        answer = self._prompts.output(request, prompt)
         tokens: list[int] = []
         logprobs: list[TokenLogprob] | None = None if request.sampling.logprobs is None else []
         fresh: list[TokenLogprob] | None = None if logprobs is None else []
@@ -189,7 +189,7 @@ class Session:
                 cut=answer.write,
                 may_cut=answer.may_end,
                 cancelled=request.cancelled,
-                guide=self._prompts.guide(request, prompt),
+                guide=self._prompts.constraint(request, prompt),
                 draft_budget=request.draft_budget,
                 trees=request.trees,
                 boundaries=prompt.boundaries,

@@ -83,12 +83,12 @@ class SequenceStates:
         return slot
 
     def close(self, slot: int) -> None:
-        self.pages.release(slot)
+        self.pages.free_slot(slot)
         self._free_slots.append(slot)
 
     def begin(self, slot: int, pages: list[int], length: int) -> None:
         """Lets a slot that was just opened begin with `length` tokens whose full pages others hold, too."""
-        self.pages.adopt(slot, pages)
+        self.pages.share(slot, pages)
         self.buffers.page_table[slot, : len(pages)] = torch.tensor(
             pages, dtype=torch.int64, device=self._device
         )
@@ -106,14 +106,14 @@ class SequenceStates:
         pages = -(-(self.lengths[slot] + rows) // PAGE)
         self._provide(self.pages.missing(slot, pages))
         start = len(self.pages.owned[slot])
-        new = self.pages.take(slot, pages)
+        new = self.pages.extend(slot, pages)
         if new:
             self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
 
     def grant(self, count: int) -> list[int]:
         """Pages of the pool that the caller holds."""
         self._provide(count - self.pages.free)
-        return self.pages.grant(count)
+        return self.pages.allocate(count)
 
     def _provide(self, missing: int) -> None:
         """Makes the pool larger by `missing` pages, at least."""
