@@ -82,7 +82,7 @@ def test_a_round_of_tool_calls(arguments: object):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     text = render(
         ASK,
-        {"role": "assistant", "content": "Old.", "reasoning_content": "Left out behind a new question."},
+        {"role": "assistant", "content": "Old.", "reasoning_content": "Left out after a new user message."},
         ASK,
         {"role": "assistant", "content": None, "tool_calls": [call, call], "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},

@@ -15,7 +15,7 @@ SnapshotKind = Literal["head", "question", "turn", "answer", "grid"]
 
 GRID = 8192  # tokens
 # A chunk ends at a turn if it then has at least this fraction of the chunk size and of the text so far: a
-# chunk of a few tokens costs nearly as much as one of a hundred, and some conversations have a thousand turns.
+# chunk of a few tokens costs nearly as much as one of a hundred, and conversations may have a thousand turns.
 _CHUNK_FRACTION, _TEXT_FRACTION = 16, 16
 
 

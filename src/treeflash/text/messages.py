@@ -28,9 +28,10 @@ THOUGHTS = re.compile(r"(?:\s*<think>.*?(?:</think>\n*|\Z))+", re.DOTALL)
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return at most one leading system message, text contents, tool arguments as objects, one reasoning field.
+    """Return at most one system message, at the start, and others with text contents.
 
-    The template decides which reasoning to render again: within a round of tool calls, not of older turns.
+    Tool arguments become objects, and reasoning is in one field. The template decides which reasoning to
+    render again: within a round of tool calls, not of older turns.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise UsageError(f"messages is of type {type(messages).__name__}; needs a list of messages")

@@ -199,7 +199,7 @@ class _Reader:
         if missing:
             raise self._bad(
                 "tokens",
-                f"lacks {len(missing)} of the {len(NEEDED_SYMBOLS)} single-byte symbols,"
+                f"lacks {len(missing)} of the {len(NEEDED_SYMBOLS)} symbols of single bytes,"
                 f" among them {missing[0]!r}; byte-level BPE needs each as a normal token",
             )
         parts = (merge.partition(" ") for merge in self._strings("merges"))
