@@ -61,9 +61,7 @@ class Prompts:
 
     def _raw(self, request: TextRequest, tools: list[Tool]) -> Prompt:
         if tools:
-            raise UsageError(
-                "tools need messages: a raw prompt is not rendered by the chat template", param="tools"
-            )
+            raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
         prompt = request.prompt
         ids = (
             self._with_bos(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt or ())
