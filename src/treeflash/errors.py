@@ -20,7 +20,7 @@ TreeFlashError
 
 
 class TreeFlashError(Exception):
-    """`message` says what is wrong, the value seen and the value needed; `hint` the command or setting that helps."""
+    """`message` says what is wrong, the value seen and the value needed; `hint` says what helps."""
 
     exit_code = 1
     http_status = 500
