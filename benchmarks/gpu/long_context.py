@@ -29,7 +29,7 @@ from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.kernels.attention import prefill
 from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.memory.estimate import token_bytes
+from treeflash.memory.estimate import kv_bytes_per_token
 from treeflash.memory.planner import MemoryPlan
 from treeflash.models.decoder import Decoder
 from treeflash.session.loading import load_session
@@ -236,7 +236,7 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
             ms = step_ms(engine, context, count)
             found[context, count] = ms
             moved = plan.weights - target.embed.data.nbytes + 2 * plan.recurrent
-            moved += token_bytes(target.spec, formats) * context
+            moved += kv_bytes_per_token(target.spec, formats) * context
             spec = target.spec
             products = 4 * count * spec.heads * spec.head_dim * context * spec.attention_layers
             floors = [1e3 * moved / bandwidth, 1e3 * products / rate]

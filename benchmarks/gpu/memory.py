@@ -177,7 +177,7 @@ def large(report: Report, device: torch.device, folder: Path, limit: int, tokens
     report.check("64 tokens behind the prompt", 0 < len(found) <= 64, tokens=len(found), prompt=count)
     most = max(seen.values())
     report.check("no more in use than planned", most <= plan.total, used=most, planned=plan.total)
-    report.check("no more in use than allowed", most <= plan.room.limit, used=most, limit=plan.room.limit)
+    report.check("no more in use than allowed", most <= plan.budget.limit, used=most, limit=plan.budget.limit)
     report.tell("beside the model", before_mib=before >> 20, spare_mib=(plan.total - most) >> 20)
 
 

@@ -127,7 +127,7 @@ def spill(session: Session) -> None:
     states = session.engine.states
     with torch.inference_mode():
         slot = states.open()
-        session.engine.prefixes.make_room(slot, states.buffers.page_table.shape[1] * 64)
+        session.engine.prefixes.reserve(slot, states.buffers.page_table.shape[1] * 64)
         states.close(slot)
 
 
@@ -141,22 +141,22 @@ def saving(options: Options) -> dict[str, Any]:
 def _copies(options: Options, session: Session, ids: list[int]) -> dict[str, Any]:
     """What taking and restoring a state costs; restored ones are bit for bit what was taken."""
     engine = session.engine
-    saves = engine.prefixes.saves
+    store = engine.prefixes.store
     times: dict[str, list[float]] = {"restore_ms": [], "save_ms": []}
     with torch.inference_mode():
         for _ in range(8):
             slot = engine.states.open()
             started = _now(options.device)
-            found = engine.prefixes.resume(slot, ids, range(len(ids)))
+            found = engine.prefixes.restore(slot, ids, range(len(ids)))
             assert found is not None
             middle = _now(options.device)
-            again = saves.save(slot)
+            again = store.save(slot)
             times["restore_ms"].append(1000 * (middle - started))
             times["save_ms"].append(1000 * (_now(options.device) - middle))
             for old, new in zip(found.state.layers, again.layers, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
             assert found.state.pages == again.pages
-            saves.forget(again)
+            store.release(again)
             engine.states.close(slot)
     return {name: round(statistics.median(values), 3) for name, values in times.items()}
 

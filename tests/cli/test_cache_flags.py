@@ -43,7 +43,7 @@ def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
     lossy = treeflash(*ask, "--kv", "q4_0", "--kv-k", "q8_0", "--window", 100)
     assert lossy.exit_code == 0
     start, plan, line, *_ = lossy.stderr.splitlines()
-    assert plan.startswith("Keys and values in q8_0/q4_0 (as asked for), context ")
+    assert plan.startswith("KV cache in q8_0/q4_0 (as requested), context ")
     assert start.startswith("Approximate: values in q4_0, a window of 100 tokens.")
     assert line.startswith("8 tok · ") and " · values in q4_0 · a window of 100 tokens · " in line
     answer = json.loads(treeflash(*ask, "--kv-q4", "--json").stdout)

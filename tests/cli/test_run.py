@@ -185,7 +185,7 @@ def test_approximate_keys_and_values_are_told_of(treeflash, model):
     assert result.exit_code == 0
     notice, line, *_ = result.stderr.splitlines()
     assert notice == "Approximate: keys and values in q4_0. docs/long-context.md has the cost."
-    assert line.startswith("Keys and values in q4_0 (as asked for), context 128 tokens, 0.0")
+    assert line.startswith("KV cache in q4_0 (as requested), context 128 tokens, 0.0")
     exact = treeflash("run", model, "hello", "-n", 2, "--kv", "q8_0")
     assert exact.exit_code == 0 and "Keys and values" not in exact.stderr
     refused = treeflash("run", model, "hello", "--vram-limit", "24g", "--device", "cpu")

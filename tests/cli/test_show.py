@@ -10,7 +10,7 @@ import torch
 from treeflash.cli.show import show
 from treeflash.config import EngineConfig
 from treeflash.convert.tiny import FAMILIES
-from treeflash.memory.planner import LADDER, LAST
+from treeflash.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
 from treeflash.session.loading import load_session
 
 
@@ -81,13 +81,15 @@ def test_what_fits_on_a_gpu_that_is_not_here(treeflash, tiny_model):
     assert (plan["keys"], plan["values"], plan["context"]) == ("f16", "f16", 4096)
     assert sum(plan["parts"].values()) == plan["total_bytes"] < 2 << 30
     names = [(pair["keys"], pair["values"]) for pair in facts["pairs"]]
-    assert names == [*LADDER, LAST] and all(pair["max_context"] == 4096 for pair in facts["pairs"])
+    assert names == [*AUTO_FORMATS, OPT_IN_FORMATS] and all(
+        pair["max_context"] == 4096 for pair in facts["pairs"]
+    )
     shown = " ".join(treeflash("show", path, "--fit", "--vram-limit", "2g").stdout.split())
     for part in ("On a GPU with 2.00 GiB", "token embedding", "f16 4,096", "chosen", "q8_0/q5_0", "tq3_0"):
         assert part in shown, part
     small = treeflash("show", path, "--fit", "--vram-limit", "256MiB")
     assert small.exit_code == 0 and "too large" in small.stdout
-    assert "hint: what would fit: a smaller model" in " ".join(small.stdout.split())
+    assert "hint: this would fit: a smaller model" in " ".join(small.stdout.split())
     long = treeflash("show", path, "--fit", "--vram-limit", "2g", "--max-ctx", "8k")
     assert long.exit_code == 2 and "--max-ctx is 8192" in long.stderr and "1 to 4096 tokens" in long.stderr
 

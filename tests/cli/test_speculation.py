@@ -116,7 +116,7 @@ def test_without_a_known_draft_one_quiet_line(treeflash, model):
         (["--logit-bias", "3:4"], "--logit-bias is '3:4', needed a token's number and a value"),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "--logit-bias names token 3 twice"),
         (["--logit-bias", "320=1"], "logit_bias has token 320, the vocabulary has ids 0 to 319"),
-        (["--draft", "qwen3.5-2b"], "no draft is known for qwen3.5-2b"),
+        (["--draft", "qwen3.5-2b"], "no draft is listed for qwen3.5-2b"),
     ],
 )
 def test_what_contradicts_itself(treeflash, model, flags, message):

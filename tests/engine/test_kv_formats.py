@@ -15,7 +15,7 @@ from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import named
 from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.memory.device import kv_pair
+from treeflash.memory.device import kv_formats
 from treeflash.models.decoder import Decoder
 from treeflash.session.loading import load_session
 from treeflash.session.session import Finished, TextRequest
@@ -123,9 +123,11 @@ def test_the_embedded_pair_writes_the_text_of_plain_decoding(kv: tuple[str, str]
 
 def test_heads_that_no_block_fits_are_refused_at_load(tiny_model: Callable[..., Path]) -> None:
     path = tiny_model("qwen2")
-    with pytest.raises(UsageError, match="heads of 16 values, q4_0 needs a multiple of 32") as error:
+    with pytest.raises(
+        UsageError, match="head size of 16, a KV cache in q4_0 needs a multiple of 32"
+    ) as error:
         load_session(path, EngineConfig(device="cpu", max_ctx=64, kv_v="q4_0"))
-    assert "--kv f16" in error.value.hint
+    assert "`kv` f16" in error.value.hint
     with pytest.raises(UsageError, match=r"'q9'.* needed one of f32, f16"):
         load_session(path, EngineConfig(device="cpu", max_ctx=64, kv_k="q9"))
     assert load_session(path, EngineConfig(device="cpu", max_ctx=64, kv_k="f16")).plan.kv_per_token
@@ -133,7 +135,9 @@ def test_heads_that_no_block_fits_are_refused_at_load(tiny_model: Callable[..., 
 
 def test_a_gpu_has_its_own_default(target: Decoder) -> None:
     gpu = torch.device("cuda")
-    names = [format.name for format in (*kv_pair(target.spec, gpu), *kv_pair(target.spec, target.device))]
+    names = [
+        format.name for format in (*kv_formats(target.spec, gpu), *kv_formats(target.spec, target.device))
+    ]
     assert names == ["f16", "f16", "f32", "f32"]
     with pytest.raises(UsageError, match="f32 is for a CPU"):
-        kv_pair(target.spec, gpu, ("f32", "auto"))
+        kv_formats(target.spec, gpu, ("f32", "auto"))

@@ -20,7 +20,7 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step, padded_rows
 from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.session.constraint import Guide, GuidePlan
+from treeflash.session.constraint import ConstraintSpec, TokenConstraint
 from treeflash.session.requests import TextRequest
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.drafter import Drafter
@@ -322,9 +322,9 @@ def test_limits_on_what_may_follow_hold_in_padded_steps(target: Decoder, samplin
     """A limit on reasoning is a mask a row: its closing words come at the same place, then the same text."""
     closing = [40, 41, 42, 300]
 
-    def guide() -> Guide:
-        return Guide(
-            GuidePlan(
+    def guide() -> TokenConstraint:
+        return TokenConstraint(
+            ConstraintSpec(
                 vocabulary=target.spec.vocab_size,
                 reasoning="open",
                 end_reasoning=300,
@@ -333,8 +333,9 @@ def test_limits_on_what_may_follow_hold_in_padded_steps(target: Decoder, samplin
             )
         )
 
-    plain = tokens_of(events(Engine(target, max_ctx=1024), PROMPT, sampling, constraint=guide(),
-    max_tokens=60)) assert any(plain[place : place + 4] == closing for place in range(len(plain)))
+    engine = Engine(target, max_ctx=1024)
+    plain = tokens_of(events(engine, PROMPT, sampling, constraint=guide(), max_tokens=60))
+    assert any(plain[place : place + 4] == closing for place in range(len(plain)))
     for kind in ("22", "lookup", "random trees"):
         drafter = proposer(kind, plain, target.spec.vocab_size)
         engine = Engine(target, max_ctx=1024, drafter=drafter, max_rows=64, runner="graph")
@@ -350,9 +351,9 @@ def test_a_guided_draft_over_fixed_tensors() -> None:
     prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
     vocabulary = made.engine.target.spec.vocab_size
 
-    def guide() -> Guide:
-        return Guide(
-            GuidePlan(
+    def guide() -> TokenConstraint:
+        return TokenConstraint(
+            ConstraintSpec(
                 vocabulary=vocabulary, reasoning="open", end_reasoning=12, budget=20, closing=[10, 11, 12]
             )
         )

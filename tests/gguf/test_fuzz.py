@@ -74,30 +74,32 @@ def mutate(whole: bytes, header: int, rng: random.Random) -> bytes:
     content = bytearray(whole)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         # most of the interest is in the header
-        place = rng.randrange(header if rng.random() < 0.95 else len(content)) % max(len(content), 1)
+        offset = rng.randrange(header if rng.random() < 0.95 else len(content)) % max(len(content), 1)
         kind = rng.randrange(9)
         if kind == 0:
-            content[place : place + 1] = bytes([content[place] ^ 1 << rng.randrange(8)]) if content else b""
+            content[offset : offset + 1] = (
+                bytes([content[offset] ^ 1 << rng.randrange(8)]) if content else b""
+            )
         elif kind == 1:
-            content[place : place + 1] = bytes([rng.randrange(256)])
+            content[offset : offset + 1] = bytes([rng.randrange(256)])
         elif kind == 2:
-            content[place : place + 4] = rng.choice(VALUES).to_bytes(4, "little")
+            content[offset : offset + 4] = rng.choice(VALUES).to_bytes(4, "little")
         elif kind == 3:
-            content[place : place + 8] = rng.choice(VALUES_64).to_bytes(8, "little")
+            content[offset : offset + 8] = rng.choice(VALUES_64).to_bytes(8, "little")
         elif kind == 4:
-            content[place:place] = rng.randbytes(rng.choice((1, 4, 8, 32)))
+            content[offset:offset] = rng.randbytes(rng.choice((1, 4, 8, 32)))
         elif kind == 5:
-            del content[place : place + rng.choice((1, 4, 8, 32))]
+            del content[offset : offset + rng.choice((1, 4, 8, 32))]
         elif kind == 6:
             del content[rng.randrange(len(content) + 1) :]
         elif kind == 7:
             other, length = rng.randrange(len(content) + 1), rng.choice((4, 8, 16, 40))
-            here, there = content[place : place + length], content[other : other + length]
-            content[place : place + length], content[other : other + length] = there, here
+            here, there = content[offset : offset + length], content[other : other + length]
+            content[offset : offset + length], content[other : other + length] = there, here
         else:
             # a small change of a field keeps more of the file plausible than any special value
-            value = int.from_bytes(content[place : place + 8].ljust(8, b"\0"), "little")
-            content[place : place + 8] = ((value + rng.randint(-40, 40)) % 2**64).to_bytes(8, "little")
+            value = int.from_bytes(content[offset : offset + 8].ljust(8, b"\0"), "little")
+            content[offset : offset + 8] = ((value + rng.randint(-40, 40)) % 2**64).to_bytes(8, "little")
         if not content:
             break
     return bytes(content)

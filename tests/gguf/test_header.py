@@ -59,7 +59,7 @@ def test_odd_bytes_in_vocabularies_and_texts(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "looks", "hint"),
+    ("content", "resembles", "hint"),
     [
         (b"<!DOCTYPE html><html>", "a web page", "not the page"),
         (b"\n\n<html lang=en>", "a web page", "not the page"),
@@ -75,8 +75,8 @@ def test_odd_bytes_in_vocabularies_and_texts(path: Path) -> None:
         (b"GGU", "b'GGU'", "server"),
     ],
 )
-def test_other_files(path: Path, content: bytes, looks: str, hint: str) -> None:
-    error = refuse(path, content, BadGGUF, "no GGUF file", "needed: b'GGUF'", looks)
+def test_other_files(path: Path, content: bytes, resembles: str, hint: str) -> None:
+    error = refuse(path, content, BadGGUF, "not a GGUF file", "needed: b'GGUF'", resembles)
     assert hint in error.hint
 
 

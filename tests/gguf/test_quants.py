@@ -172,7 +172,7 @@ def test_result_is_on_the_device_of_the_data(
 
 
 class FromTheHost(TorchDispatchMode):
-    """Counts tensors that are made of numbers or copied from another device."""
+    """Counts tensors that are created from numbers or on another device."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""The reader on files of the gguf package and of our writer, on split models, and its typed look-up."""
+"""GGUFFile on files of the gguf package and of our writer, on split models, and its typed access."""
 
 import errno
 import os

@@ -95,7 +95,7 @@ def test_hub_out_of_reach_uses_the_copy_and_says_so(hub, tmp_path):
     assert "using the copy in the cache" in seen.notices[0]
     with pytest.raises(DownloadFailed, match="cannot be reached") as caught:
         download.fetch(RepoName("someone/else"), **nowhere)
-    assert "--offline" in caught.value.hint
+    assert "`offline`" in caught.value.hint
     hub.failing = 503
     assert get(hub, tmp_path) == path
     with pytest.raises(DownloadFailed, match="answered 503"):

@@ -118,7 +118,7 @@ def test_without_a_quantisation_the_only_model_is_meant():
 def test_two_models_of_one_quantisation_are_not_guessed():
     both = sets("base-Q4_K_M.gguf", "chat-Q4_K_M.gguf")
     with pytest.raises(
-        ModelNotFound, match=r"means 2 models: base-Q4_K_M.gguf .* chat-Q4_K_M.gguf"
+        ModelNotFound, match=r"matches 2 models: base-Q4_K_M.gguf .* chat-Q4_K_M.gguf"
     ) as caught:
         choose(both, REPO)
     assert caught.value.hint == "name one file: hf://u/r/base-Q4_K_M.gguf"

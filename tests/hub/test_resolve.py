@@ -65,7 +65,7 @@ def test_folders(folder):
         ("mistral", "mistral: no such file", "USER/REPO[:QUANT]"),
         ("qwen3.6-72b", "qwen3.6-72b: no such file", "did you mean qwen3.6-27b"),
         ("qwen3.6-27b:", "qwen3.6-27b:: no such file", "did you mean qwen3.6-27b"),
-        ("Why is the sky blue?", "neither a file nor USER/REPO", "--prompt"),
+        ("Why is the sky blue?", "neither a file nor USER/REPO", "`prompt`"),
         ("a\0b", "no such file", ""),
         ("x" * 5000, "is not a file name", ""),
     ],
@@ -85,7 +85,7 @@ def test_a_link_to_nothing_is_named(folder):
         for find in (resolve, resolve_draft):
             with pytest.raises(ModelNotFound) as caught:
                 find(name)
-            assert caught.value.message == f"{name} is a link to gone.gguf, which is not there"
+            assert caught.value.message == f"{name} is a link to gone.gguf, which does not exist"
             assert caught.value.hint == ""
 
 
@@ -146,10 +146,10 @@ def test_drafts(folder):
         resolve_draft("nothing")
     with pytest.raises(ModelNotFound, match="draft holds a draft, needed: a ") as caught:
         resolve("draft")
-    assert caught.value.hint == "name the target, and this with --draft draft"
+    assert caught.value.hint == "name the target, and set `draft` to draft"
     with pytest.raises(ModelNotFound, match="no such file"):
         resolve_draft("qwen3.6-72b")
-    with pytest.raises(UsageError, match=r"no draft is known for qwen3.5-0.8b"):
+    with pytest.raises(UsageError, match=r"no draft is listed for qwen3.5-0.8b"):
         resolve_draft("qwen3.5-0.8b")
     cache_file(folder, "z-lab/Qwen3.6-27B-DFlash", "model.safetensors")
     cache_file(folder, "z-lab/Qwen3.6-27B-DFlash", "config.json")

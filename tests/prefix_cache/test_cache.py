@@ -1,4 +1,4 @@
-"""Earlier conversations are gone on from: same text, less work, and nothing unsound is ever kept."""
+"""Sessions with a prefix cache: the same text with fewer tokens to prefill, also after cancellations."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,7 +17,7 @@ from treeflash.session.session import Session
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 3}
 CHUNK = 64
-INVITATION = 20  # tokens, at most, that ask for an answer behind the last message
+GENERATION_PROMPT = 20  # tokens after the last message, at most
 GREEDY = SamplingParams(seed=1)
 WARM = SamplingParams(temperature=0.9, top_p=0.95, seed=4)
 
@@ -56,13 +56,13 @@ def answer(session: Session, messages: list[dict[str, str]], **options) -> tuple
 
 
 def nearly_all(last: Finished) -> int:
-    """Tokens of its prompt that the next one need not read again, rounded down to a cut."""
+    """Return how many tokens the next prompt finds cached at least, rounded down to a chunk end."""
     length = last.stats.prompt_tokens
-    return length - INVITATION - max(CHUNK // 16, length // 16)
+    return length - GENERATION_PROMPT - max(CHUNK // 16, length // 16)
 
 
 def turns(session: Session, questions: list[str], **options) -> list[Finished]:
-    """A conversation in which every answer is sent back as it came."""
+    """Run a conversation whose answers are sent back unchanged."""
     messages, found = [SYSTEM], []
     for question in questions:
         messages.append({"role": "user", "content": question})
@@ -73,7 +73,7 @@ def turns(session: Session, questions: list[str], **options) -> list[Finished]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_a_hit_gives_the_text_of_a_miss(load: Callable[..., Session], sampling: SamplingParams) -> None:
+def test_a_hit_and_a_miss_give_the_same_text(load: Callable[..., Session], sampling: SamplingParams) -> None:
     questions = ["What is a tree?", "And a forest?", "Why?", "Thanks " * 40]
     warm, cold = (turns(load(cache=kept), questions, sampling=sampling) for kept in (1 << 30, 0))
     assert [last.tokens for last in warm] == [last.tokens for last in cold]
@@ -84,12 +84,12 @@ def test_a_hit_gives_the_text_of_a_miss(load: Callable[..., Session], sampling: 
         assert after.stats.cached_tokens < after.stats.prompt_tokens
 
 
-def test_conversations_take_turns_and_share_a_head(load: Callable[..., Session]) -> None:
+def test_interleaved_conversations_share_a_system_prompt(load: Callable[..., Session]) -> None:
     session, cold = load(), load(cache=0)
     asked = {name: [SYSTEM, {"role": "user", "content": f"{name} question"}] for name in "ab"}
     answer(session, asked["a"])
     _, other = answer(session, asked["b"])
-    # Another question behind the same system message.
+    # Another user message after the same system message.
     assert 0 < other.stats.cached_tokens < other.stats.prompt_tokens - 5
     for name in "abab":
         again, last = answer(session, asked[name])
@@ -99,12 +99,12 @@ def test_conversations_take_turns_and_share_a_head(load: Callable[..., Session])
     assert isinstance(progress, Progress) and progress.cached == progress.done > 0
 
 
-def test_cancelling_at_any_moment_leaves_sound_states(load: Callable[..., Session]) -> None:
+def test_snapshots_are_valid_after_a_cancellation_at_any_time(load: Callable[..., Session]) -> None:
     session, cold = load(), load(cache=0)
     messages = [SYSTEM, {"role": "user", "content": "Tell me a long story. " * 8}]
     follow = [*messages, {"role": "assistant", "content": "Once"}, {"role": "user", "content": "Go on"}]
     expected = [answer(cold, asked, max_tokens=12)[0] for asked in (messages, follow)]
-    # The prompt is read in seven chunks; then come steps.
+    # The prompt has seven chunks; decode steps follow.
     for moment in (1, 2, 3, 5, 7, 8, 9, 12):
         session.engine.prefixes.clear()
         asked = 0
@@ -119,7 +119,7 @@ def test_cancelling_at_any_moment_leaves_sound_states(load: Callable[..., Sessio
         assert [answer(session, asked, max_tokens=12)[0] for asked in (messages, follow)] == expected
 
 
-def test_a_reader_that_leaves_keeps_nothing_open(load: Callable[..., Session]) -> None:
+def test_an_abandoned_generator_frees_its_slot(load: Callable[..., Session]) -> None:
     session = load()
     messages = [SYSTEM, {"role": "user", "content": "Hello " * 50}]
     for leave_after in range(1, 8):
@@ -130,7 +130,7 @@ def test_a_reader_that_leaves_keeps_nothing_open(load: Callable[..., Session]) -
     assert answer(session, messages)[0] == answer(load(cache=0), messages)[0]
 
 
-def test_memory_goes_to_the_request_at_hand(load: Callable[..., Session]) -> None:
+def test_the_running_request_evicts_snapshots(load: Callable[..., Session]) -> None:
     session, cold = load(max_ctx=320), load(cache=0, max_ctx=320)
     long = [{"role": "user", "content": f"{'word ' * 50}"}]
     length = len(session.encode(TextRequest(messages=long, thinking=False)))
@@ -144,7 +144,7 @@ def test_memory_goes_to_the_request_at_hand(load: Callable[..., Session]) -> Non
     assert states.shortage(slot, states.max_ctx) == 0
 
 
-def test_raw_prompts_are_remembered_when_long(load: Callable[..., Session]) -> None:
+def test_long_raw_prompts_are_cached(load: Callable[..., Session]) -> None:
     session = load()
     found = []
     for prompt in ("short", "long " * 200, "long " * 200, "long " * 200 + "er"):

@@ -1,4 +1,4 @@
-"""Snapshots in files: what is damaged, foreign or too large is left alone, and never is anything an error."""
+"""SnapshotFiles: damaged, foreign and too large files are ignored, and never raise an error."""
 
 import os
 import random
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.prefix_cache.remembered import IDENTITY, Reader
+from tests.prefix_cache.recorder import IDENTITY, Recorder
 from treeflash.errors import UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
 from treeflash.prefix_cache.files import SnapshotFiles, identity
 from treeflash.state.sequences import PAGE
 
-WORDS = [place % 190 + 1 for place in range(3 * PAGE)]
+WORDS = [position % 190 + 1 for position in range(3 * PAGE)]
 END = 2 * PAGE + 9
 
 
@@ -26,8 +26,8 @@ def spec(tiny_model: Callable[..., Path]) -> ModelSpec:
 
 
 def written(spec: ModelSpec, folder: Path) -> Path:
-    """The one file of a reader that has ended."""
-    reader = Reader(spec, folder=folder)
+    """Return the only file that a recorder has written."""
+    reader = Recorder(spec, folder=folder)
     reader.read(WORDS, {END: "turn"})
     assert reader.files is not None
     reader.files.flush()
@@ -40,18 +40,18 @@ def test_damage_is_ignored_with_one_warning(
 ) -> None:
     path, choose = written(spec, tmp_path), random.Random(5)
     content = path.read_bytes()
-    places = [*range(0, 60, 7), *choose.sample(range(len(content)), 40), *range(-8, 0)]
-    flipped = [bytearray(content) for _ in places]
-    for place, changed in zip(places, flipped, strict=True):
-        changed[place] ^= 1 << choose.randrange(8)
+    offsets = [*range(0, 60, 7), *choose.sample(range(len(content)), 40), *range(-8, 0)]
+    flipped = [bytearray(content) for _ in offsets]
+    for offset, changed in zip(offsets, flipped, strict=True):
+        changed[offset] ^= 1 << choose.randrange(8)
     cut = [content[: choose.randrange(len(content))] for _ in range(20)]
     for damaged in (*flipped, *cut, b"", content + b"x"):
         path.write_bytes(damaged)
         caplog.clear()
-        assert Reader(spec, folder=tmp_path).read(WORDS, {}) == 0
+        assert Recorder(spec, folder=tmp_path).read(WORDS, {}) == 0
         assert len(caplog.records) == 1 and "ignored" in caplog.text
     path.write_bytes(content)
-    assert Reader(spec, folder=tmp_path).read(WORDS, {}) == END
+    assert Recorder(spec, folder=tmp_path).read(WORDS, {}) == END
 
 
 def test_another_model_leaves_its_files_alone(
@@ -59,34 +59,34 @@ def test_another_model_leaves_its_files_alone(
 ) -> None:
     path = written(spec, tmp_path)
     other = f"fedcba98{IDENTITY[8:]}"
-    assert Reader(spec, folder=tmp_path, identity=other).read(WORDS, {}) == 0
+    assert Recorder(spec, folder=tmp_path, identity=other).read(WORDS, {}) == 0
     assert not caplog.records
-    # Given our name, it is still what it was.
+    # Renamed, its header still holds the other identity.
     path.rename(path.with_name(path.name.replace(IDENTITY[:16], other[:16])))
-    assert Reader(spec, folder=tmp_path, identity=other).read(WORDS, {}) == 0
+    assert Recorder(spec, folder=tmp_path, identity=other).read(WORDS, {}) == 0
     assert len(caplog.records) == 1
 
 
-def test_an_identity_is_that_of_files_and_facts(tmp_path: Path) -> None:
+def test_the_identity_covers_files_and_facts(tmp_path: Path) -> None:
     model, draft = tmp_path / "model.gguf", tmp_path / "draft"
     draft.mkdir()
     model.write_bytes(bytes(3_000_000))
     (draft / "weights").write_bytes(bytes(5000))
-    known = identity([model, draft], kv="f16")
-    assert known == identity([model, draft], kv="f16") and len(known) == 32
-    assert known != identity([model, draft], kv="q8_0") != identity([model], kv="q8_0")
+    first = identity([model, draft], kv="f16")
+    assert first == identity([model, draft], kv="f16") and len(first) == 32
+    assert first != identity([model, draft], kv="q8_0") != identity([model], kv="q8_0")
     (draft / "weights").write_bytes(bytes(4999) + b"x")
-    assert known != identity([model, draft], kv="f16")
+    assert first != identity([model, draft], kv="f16")
     (draft / "weights").write_bytes(bytes(5000))
     model.write_bytes(bytes(3_000_001))
-    assert known != identity([model, draft], kv="f16")
+    assert first != identity([model, draft], kv="f16")
 
 
 def test_a_full_disk_is_one_warning(
     spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    reader = Reader(spec, folder=tmp_path)
+    reader = Recorder(spec, folder=tmp_path)
     assert reader.files is not None
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -97,20 +97,20 @@ def test_a_full_disk_is_one_warning(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(caplog.records) == 1 and "cannot be written" in caplog.text
     assert not list(tmp_path.iterdir()) and reader.read([0, *WORDS], {}) == END
-    # There is room again.
+    # Writing works again once there is space.
     reader.read([9, *WORDS], {END: "turn"})
     reader.files.flush()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_folder_holds_no_more_than_it_may(
+def test_the_folder_size_is_limited(
     spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = written(spec, tmp_path).stat().st_size
-    reader = Reader(spec, folder=tmp_path, limit=3 * size + 100)
+    reader = Recorder(spec, folder=tmp_path, limit=3 * size + 100)
     assert reader.files is not None
     for seed in range(4):
-        # Files of other models count, and older ones go first.
+        # Files of other models count; the least recently used is deleted first.
         for age, path in enumerate(sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)):
             os.utime(path, (1000 + age, 1000 + age))
         reader.read([seed, *WORDS[:-1]], {END: "turn"})
@@ -120,17 +120,17 @@ def test_a_folder_holds_no_more_than_it_may(
     assert usage.disk_snapshots == 3 and usage.disk_bytes == 3 * size
     again = reader.restarted(spec, folder=tmp_path)
     assert [again.read([seed, *WORDS[:-1]], {}) for seed in range(4)] == [0, END, END, END]
-    small = Reader(spec, folder=tmp_path, limit=size - 1)
+    small = Recorder(spec, folder=tmp_path, limit=size - 1)
     assert small.files is not None
     assert not caplog.records
     small.read([7, *WORDS], {END: "turn"})
     small.files.flush()
     assert len(list(tmp_path.iterdir())) == 3
-    assert len(caplog.records) == 1 and "--prefix-cache-dir-size" in caplog.text
+    assert len(caplog.records) == 1 and "`prefix_cache_dir_size`" in caplog.text
 
 
-def test_a_later_state_takes_an_earlier_ones_place(spec: ModelSpec, tmp_path: Path) -> None:
-    reader = Reader(spec, folder=tmp_path)
+def test_a_later_snapshot_supersedes_an_earlier_one(spec: ModelSpec, tmp_path: Path) -> None:
+    reader = Recorder(spec, folder=tmp_path)
     reader.read(WORDS, {20: "head", 90: "turn"})
     reader.read(WORDS, {150: "turn"})
     reader.read(WORDS, {160: "answer", 100: "grid"})
@@ -143,25 +143,23 @@ def test_a_later_state_takes_an_earlier_ones_place(spec: ModelSpec, tmp_path: Pa
     ]
 
 
-def test_a_file_that_vanishes_is_not_missed(
-    spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_deleted_file_is_ignored(spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = written(spec, tmp_path)
-    reader = Reader(spec, folder=tmp_path)
+    reader = Recorder(spec, folder=tmp_path)
     path.unlink()
     assert reader.read(WORDS, {}) == 0 and not caplog.records
 
 
-def test_a_folder_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_an_error_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match="a folder that can be written: Not a directory"):
+    with pytest.raises(UsageError, match="a writable folder: Not a directory"):
         SnapshotFiles(tmp_path / "file" / "below", IDENTITY, limit=1)
 
 
-def test_what_nobody_finished_is_swept_away(spec: ModelSpec, tmp_path: Path) -> None:
+def test_old_partial_files_are_deleted(spec: ModelSpec, tmp_path: Path) -> None:
     old, new = tmp_path / "a.1.part", tmp_path / "b.2.part"
     for path in (old, new):
         path.write_bytes(b"begun")
     os.utime(old, (1000, 1000))
-    Reader(spec, folder=tmp_path)
+    Recorder(spec, folder=tmp_path)
     assert not old.exists() and new.exists()

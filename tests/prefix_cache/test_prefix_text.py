@@ -1,4 +1,4 @@
-"""Random edit sequences: with the prefix cache the text is what it is without, whatever was remembered."""
+"""Random edit sequences: the text with a prefix cache is identical to the text without one."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
-from treeflash.prefix_cache.boundaries import Kind, cuts
+from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends
 from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.policy import StepCosts
@@ -35,7 +35,7 @@ class Pair:
     texts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def engine(self, **options) -> Engine:
-        # Rings that are shorter than the texts: what is restored has wrapped around.
+        # Rings shorter than the texts, so that restored rings have wrapped around.
         buffers = draft_buffers(self.draft.spec, max_ctx=MAX_CTX, context=96)
         block = DFlashModel(self.draft, self.target, buffers)
         drafter = Speculator(block, SpecConfig(budget=7, adaptive=False), StepCosts())
@@ -44,7 +44,7 @@ class Pair:
         )
 
     def expected(self, prompt: list[int]) -> list[int]:
-        """The text of an engine that remembers nothing."""
+        """Return the text of an engine without a prefix cache."""
         key = tuple(prompt)
         if key not in self.texts:
             self.texts[key] = ask(self.engine(), prompt)[0]
@@ -60,21 +60,21 @@ def pair(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return Pair(target, DFlashDraft.load(folder, target.spec))
 
 
-def boundaries(prompt: Sequence[int]) -> dict[int, Kind]:
-    places = [place for place, token in enumerate(prompt) if token == OPENER and place]
-    found: dict[int, Kind] = dict.fromkeys(places, "turn")
-    return found | dict.fromkeys(places[:1], "head") | dict.fromkeys(places[-1:], "question")
+def boundaries(prompt: Sequence[int]) -> dict[int, SnapshotKind]:
+    starts = [start for start, token in enumerate(prompt) if token == OPENER and start]
+    found: dict[int, SnapshotKind] = dict.fromkeys(starts, "turn")
+    return found | dict.fromkeys(starts[:1], "head") | dict.fromkeys(starts[-1:], "question")
 
 
 def ask(engine: Engine, prompt: list[int], *, cancel: int = 0) -> tuple[list[int], int]:
-    """The text, and how many of the prompt's tokens were cached; `cancel`: at which look."""
+    """Return the text and the number of cached tokens; `cancel`: at which check to cancel."""
     text: list[int] = []
-    looks = 0
+    checks = 0
 
     def cancelled() -> bool:
-        nonlocal looks
-        looks += 1
-        return looks == cancel
+        nonlocal checks
+        checks += 1
+        return checks == cancel
 
     request = Request(
         prompt,
@@ -88,11 +88,11 @@ def ask(engine: Engine, prompt: list[int], *, cancel: int = 0) -> tuple[list[int
             text += event.ids
         elif isinstance(event, Done):
             return text, event.stats.cached_tokens
-    raise AssertionError("the engine ended without saying so")
+    raise AssertionError("the engine ended without a Done event")
 
 
 class Clients:
-    """Two or three conversations over one system prompt, changed and asked about in any order."""
+    """Two or three conversations with one system prompt, edited and continued in any order."""
 
     def __init__(self, seed: int):
         self.choose = random.Random(seed)
@@ -106,17 +106,17 @@ class Clients:
         return [OPENER, *self._words(self.choose.choice((4, 12, 30, 100)))]
 
     def prompt(self) -> tuple[int, list[int]]:
-        """Of the client that asks next, its history as it was or edited."""
+        """Return a client and its next prompt, the history unchanged or edited."""
         which = self.choose.randrange(len(self.talks))
         talk = self.talks[which]
-        places = [place for place, token in enumerate(talk) if token == OPENER][2:]
-        if len(talk) > MAX_CTX - 150 or (places and self.choose.random() < 0.3):
-            talk = [*talk[: self.choose.choice(places)], *self._turn()]
+        starts = [start for start, token in enumerate(talk) if token == OPENER][2:]
+        if len(talk) > MAX_CTX - 150 or (starts and self.choose.random() < 0.3):
+            talk = [*talk[: self.choose.choice(starts)], *self._turn()]
         self.talks[which] = talk
         return which, [*talk, OPENER, 5]
 
     def answered(self, which: int, prompt: list[int], text: list[int]) -> None:
-        """The answer as it came, or as a template rewrites it, and a new question."""
+        """Append the answer, unchanged or as a template rewrites it, and a new user message."""
         kept = text if self.choose.random() < 0.6 else text[2:]
         self.talks[which] = [*prompt, *kept, *self._turn()]
 
@@ -126,18 +126,18 @@ def folder_of(engine: Engine) -> Sequence[SnapshotFile]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_text_with_the_cache_is_text_without(pair: Pair, tmp_path: Path, seed: int) -> None:
+def test_text_is_the_same_with_and_without_the_cache(pair: Pair, tmp_path: Path, seed: int) -> None:
     clients, choose = Clients(seed), random.Random(100 + seed)
     whole = pair.engine(prefix_cache=1 << 30)
     ask(whole, [OPENER, *range(10, 90), OPENER, 5])
     each = whole.prefixes.usage.host_bytes // 3
-    # From a budget that holds a snapshot or two, spilled pages included, to one that holds everything.
+    # From a budget that holds a snapshot or two, offloaded pages included, to one that holds everything.
     budget = int(each * choose.choice((1.5, 4, 10, 1000)))
     files = seed % 2 == 0
 
     def engine() -> Engine:
         folder = SnapshotFiles(tmp_path, "tiny" * 8, limit=60 * each) if files else None
-        # Every third one has a pool that is whole from the start and steps over fixed tensors, like a GPU.
+        # Every third one allocates its pool at start and runs steps over static buffers, as on a GPU.
         return pair.engine(prefix_cache=budget, prefix_files=folder, padded=seed % 3 == 2)
 
     cached, hits = engine(), 0
@@ -155,22 +155,22 @@ def test_text_with_the_cache_is_text_without(pair: Pair, tmp_path: Path, seed: i
         assert text == pair.expected(prompt)
         hits += found > 0
         assert found < len(prompt)
-        places = cuts(len(prompt), boundaries(prompt), CHUNK)
-        assert found == 0 or found in places or found in answers
+        ends = chunk_ends(len(prompt), boundaries(prompt), CHUNK)
+        assert found == 0 or found in ends or found in answers
         clients.answered(which, prompt, text)
     assert hits > (5 if budget >= 4 * each else 0)
 
 
-def test_a_state_at_a_cut_is_the_state_of_a_fresh_start_bit_for_bit(pair: Pair) -> None:
+def test_a_restored_prefill_leads_to_the_same_state_bit_for_bit(pair: Pair) -> None:
     choose = random.Random(9)
     prompt = [OPENER, *(choose.randrange(10, 200) for _ in range(150)), OPENER, 7, 8, 9, OPENER, 5]
     longer = [*prompt[:-2], *range(20, 60), OPENER, *range(60, 100), OPENER, 5]
     warm, cold = pair.engine(prefix_cache=1 << 30), pair.engine(prefix_cache=1 << 30)
     with torch.inference_mode():
         ask(warm, prompt)
-        # The answer was not sent back, so what remains is a cut of the prompt.
+        # The answer was not sent back, so the match is a chunk end of the prompt.
         *_, found = ask(warm, longer)
-        assert found in cuts(len(longer), boundaries(longer), CHUNK)
+        assert found in chunk_ends(len(longer), boundaries(longer), CHUNK)
         ask(cold, longer)
         (one,), (other,) = (
             [each for each in engine.prefixes._snapshots if each.kind == "question" and each.length > found]

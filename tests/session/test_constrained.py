@@ -1,6 +1,6 @@
 """Grammars, tools, reasoning budgets, stop strings on the embedded pair: obeyed, the same with any tree.
 
-The pair knows little of JSON or tools: that its answers are valid all the same is the grammar's doing.
+The model was hardly trained on JSON and tools, so valid answers are due to the grammar.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Masks for every row of a tree: what a lone walk along the row's path would allow, and nothing is moved."""
+"""TokenConstraint: a row's mask equals the mask after accepting its path, and masks change no state."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.vocabulary import trained
-from treeflash.session.constraint import Guide, GuidePlan, Mask
+from treeflash.session.constraint import ConstraintSpec, Mask, TokenConstraint
 from treeflash.text.grammar import Grammar, GrammarCompiler
 from treeflash.text.tokenizer import Tokenizer
 
@@ -19,8 +19,8 @@ CLOSING = [X, END_THINK]
 GAP = TOKENIZER.encode("\n\n")
 
 
-def plan(**options) -> GuidePlan:
-    return GuidePlan(
+def spec(**options) -> ConstraintSpec:
+    return ConstraintSpec(
         vocabulary=VOCABULARY,
         ends=TOKENIZER.stop_ids,
         begin_reasoning=THINK,
@@ -41,36 +41,36 @@ def bits(mask: Mask | None) -> set[int] | None:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY]).tolist())
 
 
-def mask(guide: Guide) -> set[int] | None:
-    return bits(guide.masks([0], [-1])[0])
+def mask(constraint: TokenConstraint) -> set[int] | None:
+    return bits(constraint.masks([0], [-1])[0])
 
 
 OPTIONS = {
-    "grammar": lambda: plan(answer=grammar()),
-    "after reasoning": lambda: plan(reasoning="open", budget=3, answer=grammar()),
-    "maybe reasoning": lambda: plan(reasoning="possible", budget=2, answer=grammar()),
-    "reasoning alone": lambda: plan(reasoning="open", budget=4),
-    "calls": lambda: plan(call_token=CALL, call=grammar("ab|cx")),
+    "grammar": lambda: spec(answer=grammar()),
+    "after reasoning": lambda: spec(reasoning="open", budget=3, answer=grammar()),
+    "maybe reasoning": lambda: spec(reasoning="possible", budget=2, answer=grammar()),
+    "reasoning alone": lambda: spec(reasoning="open", budget=4),
+    "calls": lambda: spec(call_token=CALL, call=grammar("ab|cx")),
 }
 tokens = st.sampled_from([*LETTERS, THINK, END_THINK, CALL, *GAP, *sorted(TOKENIZER.stop_ids)])
 
 
-def alone(name: str, text: list[int]) -> Guide | None:
-    """A guide that went along `text`; None where it may not."""
-    guide = Guide(OPTIONS[name]())
+def after(name: str, text: list[int]) -> TokenConstraint | None:
+    """Return a constraint that has accepted `text`, None where it may not."""
+    constraint = TokenConstraint(OPTIONS[name]())
     for token in text:
-        legal = mask(guide)
-        if (legal is not None and token not in legal) or guide.complete:
+        legal = mask(constraint)
+        if (legal is not None and token not in legal) or constraint.complete:
             return None
-        guide.accept([token])
-    return guide
+        constraint.accept([token])
+    return constraint
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(OPTIONS)))
-def test_every_row_sees_its_own_path(data: st.DataObject, name: str) -> None:
+def test_masks_of_rows_follow_their_paths(data: st.DataObject, name: str) -> None:
     before = data.draw(st.lists(tokens, max_size=6))
-    while (guide := alone(name, before)) is None:
+    while (constraint := after(name, before)) is None:
         before.pop()
     count = data.draw(st.integers(1, 14))
     parents = [-1] + [data.draw(st.integers(max(0, row - 3), row - 1)) for row in range(1, count)]
@@ -78,63 +78,63 @@ def test_every_row_sees_its_own_path(data: st.DataObject, name: str) -> None:
     paths: list[list[int]] = [before]
     for row in range(1, count):
         paths.append([*paths[parents[row]], rows[row]])
-    expected = [alone(name, path) for path in paths]
-    now = mask(guide)
-    assert guide.kept(rows, parents) == [row for row, each in enumerate(expected) if each is not None]
-    found = guide.masks(rows, parents)
+    expected = [after(name, path) for path in paths]
+    now = mask(constraint)
+    assert constraint.kept(rows, parents) == [row for row, each in enumerate(expected) if each is not None]
+    found = constraint.masks(rows, parents)
     for row, each in enumerate(expected):
         assert bits(found[row]) == (None if each is None else mask(each))
-    assert mask(guide) == now
+    assert mask(constraint) == now
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(OPTIONS)))
-def test_forced_text_can_come_and_moves_nothing(data: st.DataObject, name: str) -> None:
+def test_forced_tokens_are_allowed_and_change_no_state(data: st.DataObject, name: str) -> None:
     before = data.draw(st.lists(tokens, max_size=6))
-    while (guide := alone(name, before)) is None:
+    while (constraint := after(name, before)) is None:
         before.pop()
-    now = mask(guide)
-    forced = guide.forced(5)
-    assert len(forced) <= 5 and mask(guide) == now
-    assert alone(name, before + forced) is not None
+    now = mask(constraint)
+    forced = constraint.forced(5)
+    assert len(forced) <= 5 and mask(constraint) == now
+    assert after(name, before + forced) is not None
 
 
 def test_reasoning_is_closed_at_its_budget_and_the_grammar_follows() -> None:
-    guide = Guide(plan(reasoning="open", budget=2, answer=grammar("ab")))
-    # Anything but an end, which would leave the grammar without its text.
-    assert mask(guide) == set(range(VOCABULARY)) - TOKENIZER.stop_ids and guide.forced(9) == []
-    assert mask(Guide(plan(reasoning="open", budget=2))) is None
-    guide.accept([A, A])
-    assert mask(guide) == {X}
-    assert guide.forced(9) == [*CLOSING, *GAP, *guide.forced(9)[len(CLOSING) + len(GAP) :]]
-    assert TOKENIZER.decode(guide.forced(9)[len(CLOSING) + len(GAP) :]) == "ab"
-    assert guide.accept([*CLOSING, *GAP, A]) is None
-    assert not guide.complete
-    assert guide.accept([B, B]) == 1
-    assert guide.complete
+    constraint = TokenConstraint(spec(reasoning="open", budget=2, answer=grammar("ab")))
+    # Any token but an end token: the grammar is still to come.
+    assert mask(constraint) == set(range(VOCABULARY)) - TOKENIZER.stop_ids and constraint.forced(9) == []
+    assert mask(TokenConstraint(spec(reasoning="open", budget=2))) is None
+    constraint.accept([A, A])
+    assert mask(constraint) == {X}
+    assert constraint.forced(9) == [*CLOSING, *GAP, *constraint.forced(9)[len(CLOSING) + len(GAP) :]]
+    assert TOKENIZER.decode(constraint.forced(9)[len(CLOSING) + len(GAP) :]) == "ab"
+    assert constraint.accept([*CLOSING, *GAP, A]) is None
+    assert not constraint.complete
+    assert constraint.accept([B, B]) == 1
+    assert constraint.complete
 
 
 def test_reasoning_may_end_before_its_budget() -> None:
-    guide = Guide(plan(reasoning="possible", budget=5))
-    guide.accept([THINK, A, END_THINK])
-    assert mask(guide) is None
-    guide.accept([A] * 20)
-    assert mask(guide) is None and not guide.complete
+    constraint = TokenConstraint(spec(reasoning="possible", budget=5))
+    constraint.accept([THINK, A, END_THINK])
+    assert mask(constraint) is None
+    constraint.accept([A] * 20)
+    assert mask(constraint) is None and not constraint.complete
 
 
 def test_an_answer_that_may_begin_with_reasoning() -> None:
-    guide = Guide(plan(reasoning="possible", answer=grammar("ab")))
-    assert mask(guide) >= {THINK, A} and B not in mask(guide)
-    assert guide.accept([A, B]) == 2
+    constraint = TokenConstraint(spec(reasoning="possible", answer=grammar("ab")))
+    assert mask(constraint) >= {THINK, A} and B not in mask(constraint)
+    assert constraint.accept([A, B]) == 2
 
 
 def test_a_call_is_free_text_before_and_after() -> None:
-    guide = Guide(plan(call_token=CALL, call=grammar("ab|cx")))
-    guide.accept([X, X])
-    assert mask(guide) is None
-    guide.accept([CALL])
-    assert {A, C} <= mask(guide) and X not in mask(guide)
-    guide.accept([C, X, B])
-    assert mask(guide) is None
-    guide.accept([CALL, A])
-    assert B in mask(guide) and X not in mask(guide)
+    constraint = TokenConstraint(spec(call_token=CALL, call=grammar("ab|cx")))
+    constraint.accept([X, X])
+    assert mask(constraint) is None
+    constraint.accept([CALL])
+    assert {A, C} <= mask(constraint) and X not in mask(constraint)
+    constraint.accept([C, X, B])
+    assert mask(constraint) is None
+    constraint.accept([CALL, A])
+    assert B in mask(constraint) and X not in mask(constraint)

@@ -11,8 +11,8 @@ from treeflash.engine.engine import Progress
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
-from treeflash.memory.device import Room, pick_device
-from treeflash.memory.planner import Survey
+from treeflash.memory.device import MemoryBudget, pick_device
+from treeflash.memory.planner import MemoryPlanner
 from treeflash.models.spec import ModelSpec
 from treeflash.session.loading import load_session, sampling_of
 from treeflash.session.session import Finished, Session, Text, TextRequest
@@ -101,11 +101,11 @@ def test_token_ids_are_a_prompt_as_they_are(session: Session) -> None:
 def test_bad_requests(session: Session, tiny_model: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="either messages or a raw prompt"):
         answer(session)
-    with pytest.raises(UsageError, match="--max-ctx is 10000000"):
+    with pytest.raises(UsageError, match="`max_ctx` is 10000000"):
         load_session(tiny_model(), EngineConfig(max_ctx=10_000_000))
-    with pytest.raises(ResourceError, match="'tpu' is not known"):
+    with pytest.raises(ResourceError, match="`device` is 'tpu', needed auto"):
         pick_device("tpu")
-    with pytest.raises(ResourceError, match=r"'cuda:77' asked for, \d+ CUDA devices found"):
+    with pytest.raises(ResourceError, match=r"'cuda:77', \d+ CUDA devices found"):
         pick_device("cuda:77")
 
 
@@ -127,7 +127,7 @@ def test_the_plan_expands_what_fits_and_refuses_what_does_not(
         packed = sum(info.nbytes for info in file.tensors.values())
 
         def plan(free: int):
-            return Survey.of(file, spec, EngineConfig(), cpu, Room(free, 0)).decide()
+            return MemoryPlanner.create(file, spec, EngineConfig(), cpu, MemoryBudget(free, 0)).plan()
 
         assert plan(1 << 40).expanded
         assert plan(1 << 40).max_ctx == min(spec.context_length, 32768)
@@ -135,7 +135,9 @@ def test_the_plan_expands_what_fits_and_refuses_what_does_not(
         assert not small.expanded and packed <= small.weights < 1.1 * packed
         # The context shrinks to what is left when none was asked for.
         assert 256 <= small.max_ctx < spec.context_length and small.total <= 0.9 * floats
-        longer = small.needs.kv(small.kv, small.max_ctx + 64) - small.needs.kv(small.kv, small.max_ctx)
+        longer = small.estimate.kv_bytes(small.kv, small.max_ctx + 64) - small.estimate.kv_bytes(
+            small.kv, small.max_ctx
+        )
         assert small.total + longer > int(0.9 * floats)
         with pytest.raises(
             ResourceError, match=r"needs .* GiB with a context of 256 tokens in f32, .* GiB are free"

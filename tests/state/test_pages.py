@@ -5,25 +5,25 @@ def test_lowest_pages_first_and_back_again() -> None:
     pages = PageAllocator(2)
     assert pages.missing(0, 3) == 3
     pages.grow(4)
-    assert pages.take(0, 2) == [0, 1]
-    assert pages.take(1, 1) == [2]
-    assert pages.take(0, 3) == [3]
-    assert pages.take(0, 3) == []
+    assert pages.extend(0, 2) == [0, 1]
+    assert pages.extend(1, 1) == [2]
+    assert pages.extend(0, 3) == [3]
+    assert pages.extend(0, 3) == []
     assert pages.missing(1, 3) == 2
-    pages.release(0)
-    assert pages.take(1, 3) == [0, 1]
+    pages.free_slot(0)
+    assert pages.extend(1, 3) == [0, 1]
     assert pages.owned == [[], [2, 0, 1]]
 
 
 def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
     pages = PageAllocator(2)
     pages.grow(4)
-    pages.take(0, 3)
-    pages.hold([0, 1])
-    pages.release(0)
+    pages.extend(0, 3)
+    pages.retain([0, 1])
+    pages.free_slot(0)
     assert pages.missing(1, 3) == 1
-    pages.adopt(1, [0, 1])
-    pages.drop([0, 1])
-    assert pages.take(1, 4) == [2, 3]
-    pages.release(1)
+    pages.share(1, [0, 1])
+    pages.release([0, 1])
+    assert pages.extend(1, 4) == [2, 3]
+    pages.free_slot(1)
     assert pages.missing(0, 4) == 0

@@ -11,7 +11,7 @@ from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
-from treeflash.state.snapshots import SavedStates
+from treeflash.state.snapshots import SnapshotStore
 
 MAX_ROWS = 8
 
@@ -61,11 +61,11 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     if in_tree:
         # Accepted rows that are not the tree's first, still to be folded into the recurrent states.
         first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
-    saves = SavedStates(states)
-    saved = saves.save(first.slot)
+    store = SnapshotStore(states)
+    saved = store.save(first.slot)
     expected = first.go_on()
     second = Sequence(target, states)
-    saves.restore(second.slot, saved)
+    store.restore(second.slot, saved)
     assert states.lengths[second.slot] == saved.length == length + (4 if in_tree else 0)
     assert torch.equal(second.go_on(), expected)
     states.close(first.slot)
@@ -74,9 +74,9 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     other = Sequence(target, states)
     other.chunk(400, seed=3)
     third = Sequence(target, states)
-    saves.restore(third.slot, saved)
+    store.restore(third.slot, saved)
     assert torch.equal(third.go_on(), expected)
-    saves.forget(saved)
+    store.release(saved)
     for sequence in (other, third):
         states.close(sequence.slot)
     fresh = Sequence(target, states)
@@ -94,14 +94,15 @@ def test_every_format_is_saved_restored_and_trimmed(
     target: Decoder, kv: tuple[str, str], static: bool
 ) -> None:
     formats = FORMATS[kv[0]], FORMATS[kv[1]]
-    states = SequenceStates(target.spec, max_ctx=512, slots=3, max_rows=MAX_ROWS,
-    cache=CacheConfig(*formats), static=static) first = Sequence(target, states)
+    options = {"slots": 3, "max_rows": MAX_ROWS, "cache": CacheConfig(*formats), "static": static}
+    states = SequenceStates(target.spec, max_ctx=512, **options)
+    first = Sequence(target, states)
     first.chunk(PAGE + 9, seed=1)
     # The last rows of an accepted path are taken back: as if it had been shorter.
     first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
     states.rollback(first.slot, 2)
-    saves = SavedStates(states)
-    saved = saves.save(first.slot)
+    store = SnapshotStore(states)
+    saved = store.save(first.slot)
     shorter = Sequence(target, states)
     shorter.chunk(PAGE + 9, seed=1)
     shorter.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 2)
@@ -112,12 +113,12 @@ def test_every_format_is_saved_restored_and_trimmed(
     states.close(shorter.slot)
     for spilled in (False, True):
         for page in saved.pages if spilled else ():
-            saves.copy_out(page)
-            saves.leave_pool(page)
+            store.offload(page)
+            store.evict(page)
         other = Sequence(target, states)
         other.chunk(300, seed=3)
         again = Sequence(target, states)
-        saves.restore(again.slot, saved)
+        store.restore(again.slot, saved)
         assert torch.equal(again.go_on(), expected)
         states.close(other.slot)
         states.close(again.slot)
@@ -127,47 +128,51 @@ def test_full_pages_are_shared_and_room_is_counted(target: Decoder) -> None:
     states = SequenceStates(target.spec, max_ctx=4 * PAGE - MAX_ROWS, max_rows=MAX_ROWS)
     sequence = Sequence(target, states)
     sequence.chunk(2 * PAGE + 1, seed=1)
-    saves = SavedStates(states)
-    saved = saves.save(sequence.slot)
+    store = SnapshotStore(states)
+    saved = store.save(sequence.slot)
     assert len(saved.pages) == 2 and saved.tail is not None
-    assert saves.missing(saved) == 1 and saves.device_bytes == 2 * saves.cell_bytes
+    assert store.pages_to_load(saved) == 1 and store.device_bytes == 2 * store.page_bytes
     states.close(sequence.slot)
     slot = states.open()
     assert [states.shortage(slot, count) for count in (2 * PAGE, 2 * PAGE + 1, 4 * PAGE)] == [0, 1, 2]
-    saves.restore(slot, saved)
+    store.restore(slot, saved)
     assert states.shortage(slot, PAGE) == 0
 
 
 def test_pages_leave_the_pool_and_come_back(target: Decoder) -> None:
     states = SequenceStates(target.spec, max_ctx=8 * PAGE - MAX_ROWS, slots=2, max_rows=MAX_ROWS)
-    saves = SavedStates(states)
+    store = SnapshotStore(states)
     first = Sequence(target, states)
     first.chunk(3 * PAGE + 7, seed=1)
-    short = saves.save(first.slot)
+    short = store.save(first.slot)
     first.chunk(2 * PAGE, seed=2)
-    saved = saves.save(first.slot)
+    saved = store.save(first.slot)
     expected = first.go_on()
-    assert saved.pages[:3] == short.pages and not any(map(saves.is_idle, saved.pages))
+    assert saved.pages[:3] == short.pages and not any(map(store.is_evictable, saved.pages))
     states.close(first.slot)
-    assert all(map(saves.is_idle, saved.pages))
+    assert all(map(store.is_evictable, saved.pages))
     for page in saved.pages[1:]:
-        saves.copy_out(page)
-        saves.leave_pool(page)
-    assert saves.device_bytes == saves.cell_bytes and saves.missing(saved) == 5 and saves.missing(short) == 3
+        store.offload(page)
+        store.evict(page)
+    assert (
+        store.device_bytes == store.page_bytes
+        and store.pages_to_load(saved) == 5
+        and store.pages_to_load(short) == 3
+    )
     other = Sequence(target, states)
     other.chunk(6 * PAGE, seed=3)  # over all that is free
     states.close(other.slot)
     for _ in range(2):
         again = Sequence(target, states)
-        saves.restore(again.slot, saved)
-        assert saves.missing(saved) == 1
+        store.restore(again.slot, saved)
+        assert store.pages_to_load(saved) == 1
         assert torch.equal(again.go_on(), expected)
         states.close(again.slot)
     # What of the longer one is shared stays with the shorter one.
-    saves.forget(saved)
-    assert [page.holders for page in short.pages] == [1, 1, 1]
-    assert saves.device_bytes == 3 * saves.cell_bytes and saves.cells_bytes == 3 * saves.cell_bytes
-    saves.forget(short)
-    assert saves.device_bytes == saves.cells_bytes == 0
+    store.release(saved)
+    assert [page.references for page in short.pages] == [1, 1, 1]
+    assert store.device_bytes == 3 * store.page_bytes and store.host_page_bytes == 3 * store.page_bytes
+    store.release(short)
+    assert store.device_bytes == store.host_page_bytes == 0
     fresh = Sequence(target, states)
     assert states.shortage(fresh.slot, states.max_ctx) == 0

@@ -1,6 +1,6 @@
 """Chat templates written for these tests, with the rules that models of each family are strict about."""
 
-# The rules of Qwen3.5: one system message and only in front, a user's question somewhere, calls as XML-like
+# The rules of Qwen3.5: one system message at the start only, at least one user message, calls as XML-like
 # text from a mapping, reasoning kept in the current turn only, the reply opened with a thought.
 QWEN35 = r"""
 {%- macro call(function) %}

@@ -9,8 +9,8 @@ WORDS = st.text("abc\n", min_size=1, max_size=4)
 
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    return [text[a:b] for a, b in itertools.pairwise(places)]
+    offsets = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 @given(st.text("abc\n", max_size=40), st.lists(WORDS, max_size=3), st.lists(st.integers(0, 40), max_size=8))

@@ -82,7 +82,7 @@ def test_a_round_of_tool_calls(arguments: object):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     text = render(
         ASK,
-        {"role": "assistant", "content": "Old.", "reasoning_content": "Left out behind a new question."},
+        {"role": "assistant", "content": "Old.", "reasoning_content": "Left out after a new user message."},
         ASK,
         {"role": "assistant", "content": None, "tool_calls": [call, call], "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
@@ -314,8 +314,8 @@ def test_the_last_question_has_a_boundary_of_its_own():
         *({"role": "assistant", "content": f"Step {i}."} for i in range(12)),
     ]
     rendered = TEMPLATE.render(conversation, boundaries=True)
-    assert rendered.question in rendered.boundaries
-    assert rendered.text[: rendered.question].endswith("Hi<|im_end|>\n")
-    assert TEMPLATE.is_control_at(rendered.text, rendered.question)
-    assert not TEMPLATE.is_control_at(rendered.text, rendered.question - 1)
-    assert TEMPLATE.render(conversation).question is None
+    assert rendered.last_user_end in rendered.boundaries
+    assert rendered.text[: rendered.last_user_end].endswith("Hi<|im_end|>\n")
+    assert TEMPLATE.is_control_at(rendered.text, rendered.last_user_end)
+    assert not TEMPLATE.is_control_at(rendered.text, rendered.last_user_end - 1)
+    assert TEMPLATE.render(conversation).last_user_end is None

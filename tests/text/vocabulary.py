@@ -74,7 +74,7 @@ def _tokenizer(pre: str, vocabulary: dict[str, int], merges: list[tuple[str, str
     return tokenizer
 
 
-# Code points that Python's Unicode tables do not know yet may combine in newer ones.
+# Code points that are missing in Python's Unicode tables may combine in newer ones.
 plain_text = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=60)
 awkward = st.sampled_from(
     [

@@ -18,42 +18,42 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         raise ResourceError("--fit needs Triton, whose buffers it counts; it is not installed")
     import torch
 
-    from treeflash.memory.device import room_on, supposed_room
-    from treeflash.memory.planner import Survey
+    from treeflash.memory.device import assumed_budget, memory_budget
+    from treeflash.memory.planner import MemoryPlanner
 
     device = torch.device("cuda")
     if torch.cuda.is_available():
-        room = room_on(device, config.vram_limit)
+        budget = memory_budget(device, config.vram_limit)
     elif config.vram_limit is None:
         raise UsageError("there is no GPU here to plan for", "--vram-limit 24g plans for one of that size")
     else:
-        room = supposed_room(config.vram_limit)
-    found = Survey.of(file, spec, config, device, room)
+        budget = assumed_budget(config.vram_limit)
+    planner = MemoryPlanner.create(file, spec, config, device, budget)
     facts: dict[str, Any] = {
-        "limit_bytes": room.limit,
-        "in_use_bytes": room.taken,
-        "context": found.context,
+        "limit_bytes": budget.limit,
+        "in_use_bytes": budget.in_use,
+        "context": planner.context,
         "draft": str(config.draft.path) if config.draft else None,
         "pairs": [
             {
-                "keys": choice.pair[0].name,
-                "values": choice.pair[1].name,
-                "max_context": choice.max_ctx,
-                "total_bytes": choice.total,
-                "fits": choice.fits,
-                "host_embedding": choice.host_embedding,
+                "keys": option.formats[0].name,
+                "values": option.formats[1].name,
+                "max_context": option.max_ctx,
+                "total_bytes": option.total,
+                "fits": option.fits,
+                "host_embedding": option.host_embedding,
             }
-            for choice in found.choices()
+            for option in planner.options()
         ],
         "plan": None,
         "problem": None,
     }
     try:
-        plan = found.decide()
+        plan = planner.plan()
     except ResourceError as error:
         return facts | {"problem": {"message": error.message, "hint": error.hint}}
-    for choice, row in zip(found.choices(), facts["pairs"], strict=True):
-        if choice.pair == plan.kv and plan.max_ctx == found.context:
+    for option, row in zip(planner.options(), facts["pairs"], strict=True):
+        if option.formats == plan.kv and plan.max_ctx == planner.context:
             row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
     chosen = {
         "keys": plan.kv[0].name,

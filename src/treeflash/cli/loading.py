@@ -119,7 +119,7 @@ def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen)
     draft = f" and its draft {view.amount(session.plan.draft)}" if session.plan.draft else ""
     screen.warning(
         f"the weights need {view.amount(need.weights)}{draft} expanded, with room for the context, and "
-        f"{view.amount(session.plan.room.free)} are free on this CPU: they stay packed, "
+        f"{view.amount(session.plan.budget.free)} are free on this CPU: they stay packed, "
         "and answers come very slowly",
         f"close other programs, {'use --no-draft, ' if draft else ''}take a model with fewer parameters, "
         "or a machine with more memory; a smaller quantisation does not help",

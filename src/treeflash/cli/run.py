@@ -95,7 +95,7 @@ def run(
     speculation = decide(wishes, target, offline=offline, screen=screen)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.engine.sampler import SamplingParams
-        from treeflash.memory.planner import named
+        from treeflash.memory.planner import format_names
         from treeflash.session.session import TextRequest
     messages = None
     if not raw:
@@ -144,7 +144,7 @@ def run(
     answer.end()
     if as_json:
         paths = {"model": target.path, "draft": speculation.draft.path if speculation.draft else None}
-        kept = named(session.plan.kv)
+        kept = format_names(session.plan.kv)
         view.print_json(report.result(answer.text, finished, paths, session.tokenizer, kv=kept))
     else:
         screen.statistics(

@@ -207,7 +207,7 @@ def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[
 
 def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     """For /props, from what is loaded."""
-    from treeflash.memory.planner import named
+    from treeflash.memory.planner import format_names
 
     session = loaded["session"]
     model = session.engine.target
@@ -217,7 +217,7 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "context_length": model.spec.context_length,
         "device": str(model.device),
         "weights_bytes": session.plan.weights,
-        "kv": named(session.plan.kv),
+        "kv": format_names(session.plan.kv),
         "window": session.engine.states.buffers.window,
         "approximate": session.engine.states.approximate,
         "draft": engine.draft.path.name if engine.draft else None,

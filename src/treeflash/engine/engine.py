@@ -18,16 +18,16 @@ from treeflash.engine.sequence import Launched, Phase, Request, Sequence
 from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.kernels.tree import MAX_ROWS
-from treeflash.memory.device import kv_pair, total_memory
+from treeflash.memory.device import kv_formats, total_memory
 from treeflash.memory.estimate import chunk_size
 from treeflash.models.decoder import Decoder, check_taps
 from treeflash.models.step import Step
-from treeflash.prefix_cache.boundaries import Kind, cuts, worth_keeping
+from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends, snapshot_positions
 from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from treeflash.spec.drafter import Drafter, NoDrafter, StepOutcome
 from treeflash.spec.tree import Tree
 from treeflash.state.sequences import CacheConfig, SequenceStates
-from treeflash.state.snapshots import SavedStates
+from treeflash.state.snapshots import SnapshotStore
 
 __all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens", "VerifiedTree"]
 
@@ -60,12 +60,12 @@ class Engine:
             max_ctx=max_ctx,
             max_rows=kind.step_rows(max_rows),
             device=target.device,
-            cache=cache or CacheConfig(*kv_pair(target.spec, target.device)),
+            cache=cache or CacheConfig(*kv_formats(target.spec, target.device)),
             input_dtype=target.dtype,
             static=kind.asynchronous,
         )
         self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
-        self.prefixes = PrefixCache(SavedStates(self.states), prefix_cache or PrefixCacheConfig())
+        self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
         self._scheduler = Scheduler()
 
     @torch.inference_mode()
@@ -222,8 +222,8 @@ class Engine:
         self.runner.begin(sorted(request.stop_ids))
         masked = request.constraint is not None
         self.runner.sampler.begin(sequence.sampling, request.prompt, masked=masked)
-        sequence.chunk_ends = cuts(len(request.prompt), request.boundaries or {}, self.prefill_chunk)
-        found = self.prefixes.resume(slot, request.prompt, sequence.chunk_ends)
+        sequence.chunk_ends = chunk_ends(len(request.prompt), request.boundaries or {}, self.prefill_chunk)
+        found = self.prefixes.restore(slot, request.prompt, sequence.chunk_ends)
         if found is not None:
             self.drafter.restore(request.prompt[: found.length], found.draft)
             sequence.processed = sequence.stats.cached_tokens = found.length
@@ -232,7 +232,7 @@ class Engine:
 
     def _prefill(self, chunk: PrefillChunk) -> list[Event]:
         sequence, request = chunk.sequence, chunk.sequence.request
-        kept = worth_keeping(sequence.chunk_ends, request.boundaries or {})
+        kept = snapshot_positions(sequence.chunk_ends, request.boundaries or {})
         hidden = self._forward_chunk(chunk, {*kept, len(request.prompt)})
         sequence.processed = chunk.stop
         if chunk.stop in kept:
@@ -386,13 +386,13 @@ class Engine:
         sequence.stats.notes = self.drafter.warnings()
         return Done(sequence.reason, sequence.stats)
 
-    def _cache_prefix(self, request: Request, tokens: list[int], kind: Kind, slot: int) -> None:
-        if request.boundaries is not None and tokens and self.prefixes.keeps:
-            self.prefixes.put(slot, tokens, kind, self.drafter.save)
+    def _cache_prefix(self, request: Request, tokens: list[int], kind: SnapshotKind, slot: int) -> None:
+        if request.boundaries is not None and tokens and self.prefixes.enabled:
+            self.prefixes.insert(slot, tokens, kind, self.drafter.save)
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Allocate pages for the rows, if need be at the expense of cached prefixes."""
-        self.prefixes.make_room(slot, rows)
+        self.prefixes.reserve(slot, rows)
         self.states.reserve(slot, rows)
 
 

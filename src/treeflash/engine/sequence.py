@@ -9,7 +9,7 @@ from treeflash.engine.events import FinishReason
 from treeflash.engine.runner import Forward
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.stats import RequestStats
-from treeflash.prefix_cache.boundaries import Kind
+from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.spec.drafter import Constraint
 from treeflash.spec.tree import Tree
 
@@ -27,7 +27,7 @@ class Request:
     draft_budget: int | None = None  # nodes of a tree, at most; None: the engine's own limit
     trees: bool = False  # report every step's tree
     # Prompt positions where turns begin; None: nothing of this request goes to the prefix cache.
-    boundaries: Mapping[int, Kind] | None = None
+    boundaries: Mapping[int, SnapshotKind] | None = None
 
 
 class Phase(Enum):

@@ -1,6 +1,6 @@
-"""Parses the header of one GGUF file from a buffer: metadata and tensor directory. Knows no files, no torch.
+"""Parses the header of a GGUF file from a buffer: metadata and tensor directory. Does no I/O.
 
-A header is untrusted: every count and length is compared with the bytes that are left before anything is
+A header is untrusted: every count and length is checked against the remaining bytes before anything is
 allocated for it, and every failure is a TreeFlashError that names the file.
 """
 
@@ -23,13 +23,13 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
-# Real headers have about 11 MB and 750,000 array elements; a damaged one must not eat the machine.
+# Real headers have about 11 MB and 750,000 array elements; a damaged one must not exhaust memory.
 MAX_HEADER_BYTES = 1 << 28
 MAX_HEADER_ITEMS = 1 << 23
-# What one key or tensor is charged of MAX_HEADER_ITEMS: its objects weigh about as much as 16 short strings.
+# Share of MAX_HEADER_ITEMS for a key or tensor: its objects take as much memory as about 16 short strings.
 ENTRY_ITEMS = 16
 
-FETCH_AGAIN = "the file is damaged or its download stopped early: fetch it again"
+FETCH_AGAIN = "the file is damaged or its download is incomplete: fetch it again"
 
 
 class ValueType(IntEnum):
@@ -98,7 +98,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says; `offsets` count from the start of the file."""
+    """A parsed header; `offsets` are from the start of the file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -106,7 +106,7 @@ class Header:
 
 
 def read_header(path: Path, data: mmap.mmap | bytes) -> Header:
-    """Parses and checks the whole header; `path` only names the file in errors."""
+    """Parse and check the whole header; `path` names the file in errors."""
     cursor = _Cursor(path, data)
     _check_magic(cursor)
     _check_version(cursor)
@@ -119,19 +119,19 @@ def read_header(path: Path, data: mmap.mmap | bytes) -> Header:
         cursor.what = "metadata key 'general.alignment'"
         cursor.fail(f"is {shorten(alignment)}, needed: a power of two up to {MAX_ALIGNMENT}")
     data_start = -(-cursor.position // alignment) * alignment
-    _check_places(cursor, tensors, offsets, alignment=alignment, data_start=data_start)
+    _check_layout(cursor, tensors, offsets, alignment=alignment, data_start=data_start)
     return Header(metadata, tensors, {name: data_start + offset for name, offset in offsets.items()})
 
 
 def shorten(value: object) -> str:
-    """repr() that stays short and cheap for long strings and arrays, and printable for any bytes."""
+    """Return a repr() that is short and cheap for long strings and arrays, and printable for any bytes."""
     text = reprlib.Repr()
     text.maxstring = text.maxlong = text.maxother = 80
     return text.repr(value)
 
 
 class _Cursor:
-    """A position in the header; `what` says in errors which part of it is being read."""
+    """A position in the header; `what` names the current part in errors."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes):
         self.path = path
@@ -145,7 +145,7 @@ class _Cursor:
         raise BadGGUF(f"{self.path}: {self.what} {problem}", hint)
 
     def skip(self, size: int) -> int:
-        """Moves over `size` bytes that must be there and returns where they start."""
+        """Advance by `size` bytes, which must exist, and return where they start."""
         start = self.position
         if size > self.end - start:
             self.fail(f"needs {size} bytes at offset {start}, {self._limit()}")
@@ -153,7 +153,7 @@ class _Cursor:
         return start
 
     def reserve(self, count: int, *, smallest: int, items: int = 1) -> None:
-        """Refuses a count that cannot be true, given the bytes of the smallest possible element."""
+        """Refuse a count that exceeds the remaining bytes, given the size of the smallest element."""
         if count * smallest > self.end - self.position:
             self.fail(
                 f"claims {count} elements of at least {smallest} bytes at offset {self.position}, "
@@ -180,7 +180,7 @@ class _Cursor:
         return self.data[start : start + length]
 
     def name(self) -> str:
-        """The name of a key or tensor, which is real UTF-8 and not empty."""
+        """Read the name of a key or tensor: valid UTF-8 and not empty."""
         encoded = self.string()
         if not encoded:
             self.fail("has an empty name, needed: at least one character")
@@ -228,7 +228,7 @@ class _Cursor:
         return values.tolist()
 
     def strings(self, count: int) -> list[str]:
-        # The one hot loop of opening a file, half a million turns: no call for each length.
+        # The only hot loop of opening a file, half a million iterations: no call per length.
         self.reserve(count, smallest=8)
         data, end, position = self.data, self.end, self.position
         strings = []
@@ -247,14 +247,14 @@ def _check_magic(cursor: _Cursor) -> None:
     start = cursor.data[:256]
     if start[:4] == MAGIC:
         return
-    looks, hint = _guess(start)
+    resembles, hint = _guess(start)
     raise BadGGUF(
-        f"{cursor.path}: this is no GGUF file: it starts with {start[:8]!r}{looks}, needed: {MAGIC!r}", hint
+        f"{cursor.path}: not a GGUF file: it starts with {start[:8]!r}{resembles}, needed: {MAGIC!r}", hint
     )
 
 
 def _guess(start: bytes) -> tuple[str, str]:
-    """What a file that is not GGUF looks like, and what to do about it."""
+    """Return what a file that is not GGUF resembles, and a hint."""
     text = start.lstrip().lower()
     if start[:4] == MAGIC[::-1]:
         return " like a big-endian GGUF file", "fetch or convert a little-endian file"
@@ -274,7 +274,7 @@ def _guess(start: bytes) -> tuple[str, str]:
     if not start.strip(b"\0"):
         return " like a download that has not begun", FETCH_AGAIN
     if not start.translate(None, b"\r\n\t" + bytes(range(32, 127))):
-        return " like text", "look into it: it may hold a server's error message instead of the model"
+        return " like text", "open it: it may hold a server's error message instead of the model"
     return "", FETCH_AGAIN
 
 
@@ -309,7 +309,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 
 def _read_tensors(cursor: _Cursor, count: int) -> tuple[dict[str, TensorInfo], dict[str, int]]:
-    """The tensor directory, with offsets from the start of the data."""
+    """Read the tensor directory, with offsets from the start of the data."""
     # the smallest entry: length and one character of the name, dimension count, one dimension, type, offset
     cursor.what = "tensor directory"
     cursor.reserve(count, smallest=33, items=ENTRY_ITEMS)
@@ -329,9 +329,9 @@ def _read_tensors(cursor: _Cursor, count: int) -> tuple[dict[str, TensorInfo], d
             cursor.fail(f"has shape {list(shape)}, needed: no dimension of 0")
         type_number = cursor.u32()
         if type_number not in QuantType._value2member_map_:
-            known = _OTHER_TYPES.get(type_number, "unknown")
+            name_of_type = _OTHER_TYPES.get(type_number, "unknown")
             raise UnsupportedQuant(
-                f"{cursor.path}: {cursor.what} has type {type_number} ({known}), "
+                f"{cursor.path}: {cursor.what} has type {type_number} ({name_of_type}), "
                 f"needed: one of {', '.join(each.name for each in QuantType)}",
                 "choose another quantisation of the model, such as Q4_K_M",
             )
@@ -345,7 +345,7 @@ def _read_tensors(cursor: _Cursor, count: int) -> tuple[dict[str, TensorInfo], d
     return tensors, offsets
 
 
-def _check_places(
+def _check_layout(
     cursor: _Cursor,
     tensors: dict[str, TensorInfo],
     offsets: dict[str, int],
@@ -353,7 +353,7 @@ def _check_places(
     alignment: int,
     data_start: int,
 ) -> None:
-    """Every tensor lies aligned inside the file and on no other."""
+    """Check that every tensor is aligned, inside the file, and overlaps no other."""
     size = len(cursor.data)
     previous, free_from = "", 0
     for name, offset in sorted(offsets.items(), key=lambda item: item[1]):

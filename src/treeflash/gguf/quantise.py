@@ -1,4 +1,4 @@
-"""Floats to the tensor types we write, in plain torch; knows the block layouts, no files and no models.
+"""Quantises floats to the tensor types that TreeFlash writes, in plain torch.
 
 The types with super-blocks are fitted in three moves: a search over candidate scales per sub-block with a
 least squares fit for each, a search over the neighbours of the rounded sub-block scales, and a refit of the
@@ -168,9 +168,9 @@ def _fit_affine(blocks: _Blocks) -> tuple[Tensor, Tensor]:
     scale, offset, least = torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, torch.inf)
     for candidate in _CANDIDATES:
         q = _rounded(above, inverse_span * (top + candidate), blocks.levels)
-        product = weights * q
-        sum_q = product.sum(-1, keepdim=True)
-        sum_qq = product.mul_(q).sum(-1, keepdim=True)
+        weighted_q = weights * q
+        sum_q = weighted_q.sum(-1, keepdim=True)
+        sum_qq = weighted_q.mul_(q).sum(-1, keepdim=True)
         sum_xq = q.mul_(weighted).sum(-1, keepdim=True)
         # with all integers equal this is rounding noise, and a slope from it would be anything
         determinant = sum_w * sum_qq - sum_q * sum_q

@@ -1,4 +1,4 @@
-"""Bytes of every tensor type to floats, in plain torch; knows the block layouts, no files and no models.
+"""Dequantises every tensor type to floats, in plain torch.
 
 The arithmetic order is part of the format: scales are multiplied together first, then by the integer, then
 the minimum is subtracted, all in float32. Kernels are tested against this module.
@@ -75,7 +75,7 @@ def _lookup(table: tuple[int, ...], index: Tensor) -> Tensor:
 
 @cache
 def _values(table: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, because a CUDA graph that decodes an embedding's rows may copy nothing from the host."""
+    """Cached, because a CUDA graph that decodes rows of an embedding may not copy from the host."""
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 

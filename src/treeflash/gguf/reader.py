@@ -1,4 +1,4 @@
-"""Opens GGUF files: mapping, split files, typed look-up of keys and tensors. Knows no models and no torch."""
+"""GGUFFile: a memory-mapped GGUF model with typed access to keys and tensors. Imports no torch."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One file on disk and what its header says."""
+    """One file on disk and its header."""
 
     path: Path
     mapping: mmap.mmap
@@ -33,7 +33,7 @@ class _Part:
 class GGUFFile:
     """A GGUF model, of one file or of several split files, mapped read-only.
 
-    Metadata values are plain int, float, bool, str and list, however long. Strings inside arrays
+    Metadata values are plain int, float, bool, str and list. Strings inside arrays
     (vocabularies) keep bytes that are not UTF-8 as surrogate escapes; in single strings they become U+FFFD.
     """
 
@@ -50,7 +50,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path | str) -> "GGUFFile":
-        """Opens a model by its file, or by any one of its split files."""
+        """Open a model by its file, or by any of its split files."""
         parts = [_read_part(Path(path))]
         try:
             count = _typed(parts[0].path, parts[0].header.metadata, "split.count", int, default=1)
@@ -66,7 +66,7 @@ class GGUFFile:
             raise
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes without a copy, read-only: uint8 [*shape[:-1], row_bytes]."""
+        """Return the tensor's bytes without a copy, read-only: uint8 [*shape[:-1], row_bytes]."""
         info = self.require_tensor(name)
         assert self._parts, f"{self.path} was closed"
         part = self._part_of[name]
@@ -74,15 +74,15 @@ class GGUFFile:
         return flat.reshape(*info.shape[:-1], info.row_bytes)
 
     def require(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """A metadata value of that type: a bool is no int, an int will do as a float, floats are finite."""
+        """Return a metadata value of that type; a bool is no int, an int converts to a finite float."""
         return _typed(self.path, self.metadata, key, kind)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        """As `require`, but `default` when the key is absent."""
+        """Return a metadata value as `require` does, or `default` when the key is absent."""
         return _typed(self.path, self.metadata, key, kind, default=default)
 
     def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:
-        """The tensor's description, checked against `shape` (torch order) where one is given."""
+        """Return the tensor's description, checked against `shape` (torch order) where one is given."""
         info = self.tensors.get(name)
         if info is None:
             needed = "" if shape is None else f" of shape {list(shape)}"
@@ -98,7 +98,7 @@ class GGUFFile:
         return self.require("general.architecture", str)
 
     def close(self) -> None:
-        """Unmaps the file, or leaves that to the last array from `raw` that is still in use."""
+        """Unmap the file, or leave that to the last array from `raw` that is still in use."""
         for part in self._parts:
             with contextlib.suppress(BufferError):
                 part.mapping.close()
@@ -141,7 +141,7 @@ def _typed(
 
 
 def _split_names(part: _Part, count: int) -> list[Path]:
-    """Paths of all parts, found beside the one given."""
+    """Return the paths of all parts, which are next to the given one."""
     number = _typed(part.path, part.header.metadata, "split.no", int) + 1
     match = _SPLIT_NAME.fullmatch(part.path.name)
     if match is None or (int(match["number"]), int(match["count"])) != (number, count):

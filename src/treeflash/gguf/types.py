@@ -1,4 +1,4 @@
-"""The tensor types of GGUF: ids, block sizes, names. Knows no torch and no files."""
+"""The tensor types of GGUF: ids, block sizes, names. Imports no torch."""
 
 from enum import IntEnum
 
@@ -37,7 +37,7 @@ class QuantType(IntEnum):
         return self.block_bytes * 8 / self.block_elements
 
     def row_bytes(self, elements: int) -> int:
-        """Bytes of a row of `elements` weights, which must be whole blocks."""
+        """Return the bytes of a row of `elements` weights, which must be whole blocks."""
         assert elements % self.block_elements == 0, (self.name, elements)
         return elements // self.block_elements * self.block_bytes
 

@@ -1,4 +1,4 @@
-"""Writes GGUF files: declare everything, then stream tensor by tensor. Knows no quantisers and no torch."""
+"""GGUFWriter: declares keys and tensors, then streams the data tensor by tensor. Imports no torch."""
 
 import contextlib
 import errno
@@ -27,13 +27,13 @@ from treeflash.gguf.types import QuantType
 
 VERSION = 3
 _FLOATS = (ValueType.FLOAT32, ValueType.FLOAT64)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class GGUFWriter:
-    """A file in the making: add() and add_tensor(), write_header(), write_tensor() in any order, close().
+    """Call add() and add_tensor(), write_header(), write_tensor() in any order, then close().
 
-    The data goes to a .part file beside PATH, which close() renames to PATH once every tensor is there.
+    The data goes to a .part file next to PATH, which close() renames to PATH once every tensor is written.
     Leaving a `with` closes the file, or removes the .part after an exception.
     """
 
@@ -56,7 +56,7 @@ class GGUFWriter:
             self.add("general.alignment", alignment)
 
     def add(self, key: str, value: Any, kind: ValueType | None = None) -> None:
-        """Sets a metadata value; `kind` is its type, or that of the elements of a list.
+        """Set a metadata value; `kind` is its type, or that of the elements of a list.
 
         Without `kind`: str, bool, float32, or the first of uint32, int32, uint64, int64 that holds the ints.
         """
@@ -80,7 +80,7 @@ class GGUFWriter:
         self._metadata[key] = self._string(what, key, errors="strict") + data
 
     def add_tensor(self, name: str, shape: tuple[int, ...], type: QuantType) -> None:
-        """Declares a tensor in torch order; the data of the file lies in the order of declaration."""
+        """Declare a tensor, its shape in torch order; the file has the data in the order of declaration."""
         assert self._file is None and not self._closed, "the header is written"
         info = TensorInfo(name, tuple(int(size) for size in shape), type)
         what = f"tensor {shorten(name)}"
@@ -100,7 +100,7 @@ class GGUFWriter:
         self._data_bytes += info.nbytes + self._padding(info.nbytes)
 
     def write_header(self) -> None:
-        """Checks that the disk has room for the whole file, then writes all but the tensor data."""
+        """Check that the disk has space for the whole file, then write all but the tensor data."""
         assert self._file is None and not self._closed, "the header is written"
         header = bytearray(MAGIC)
         header += struct.pack("<IQQ", VERSION, len(self._tensors), len(self._metadata))
@@ -127,7 +127,7 @@ class GGUFWriter:
             self._translate(error)
 
     def write_tensor(self, name: str, data: bytes | memoryview | np.ndarray) -> None:
-        """Writes the bytes of a declared tensor, rows of whole blocks as `GGUFFile.raw` gives them."""
+        """Write the bytes of a declared tensor, rows of whole blocks as `GGUFFile.raw` returns them."""
         assert self._file is not None, "write_header() comes first"
         if name not in self._unwritten:
             problem = "was already written" if name in self._tensors else "was not declared"
@@ -150,7 +150,7 @@ class GGUFWriter:
         self._unwritten.remove(name)
 
     def close(self) -> None:
-        """Puts the finished file in its place; a file that lacks tensors is an error and is removed."""
+        """Move the finished file to PATH; remove it and raise if tensors are missing."""
         if self._closed:
             return
         if self._file is None:
@@ -173,7 +173,7 @@ class GGUFWriter:
         self._closed = True
 
     def abort(self) -> None:
-        """Gives up: removes the .part and leaves what was at PATH before."""
+        """Remove the .part and leave PATH unchanged."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -203,11 +203,11 @@ class GGUFWriter:
         self.abort()
         raise ResourceError(
             f"{self.path}: {reason}: {needed}, {free} bytes are free on its disk",
-            "make room, or write to another disk",
+            "free some space, or write to another disk",
         )
 
     def _translate(self, error: OSError) -> NoReturn:
-        if error.errno in _NO_ROOM:
+        if error.errno in _NO_SPACE:
             self._refuse_space(os.strerror(error.errno))
         self.abort()
         problem = f"{self.path} cannot be written: {error.strerror or error}"
@@ -216,7 +216,7 @@ class GGUFWriter:
         raise TreeFlashError(problem) from error
 
     def _encode(self, what: str, values: list[Any], kind: ValueType) -> bytes | None:
-        """The values' bytes, or None where they are not of that kind."""
+        """Return the values' bytes, or None where they are not of that kind."""
         types = {type(value) for value in values}
         if kind is ValueType.STRING and types <= {str}:
             return b"".join(self._string(what, value) for value in values)
@@ -229,7 +229,7 @@ class GGUFWriter:
         return None
 
     def _string(self, what: str, text: str, *, errors: str = "surrogateescape") -> bytes:
-        """Length and UTF-8; values may hold the odd bytes that the reader keeps as surrogate escapes."""
+        """Return length and UTF-8; surrogate escapes, which the reader keeps, become their bytes again."""
         try:
             encoded = text.encode("utf-8", errors)
         except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Models and drafts in the hub's shared cache: what is there, and removing some of it. Reads no GGUF file."""
+"""Lists and removes models and drafts in the hub's shared cache. Reads no GGUF file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from treeflash.hub.names import GGUFSet, RepoName, group
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """The files of one model or draft, of the newest commit that has them."""
+    """The files of a model or draft, from the newest commit that has them."""
 
     repo: str
-    files: tuple[str, ...]  # names in the repository; of a split model in order, weights last for a draft
+    files: tuple[str, ...]  # names in the repository; of a split model in order, of a draft the weights last
     folder: Path
     size: int
 
     @property
     def quant(self) -> str:
-        """The quantisation as the file name has it; empty for safetensors."""
+        """Return the quantisation in the file name; empty for safetensors."""
         return GGUFSet(self.files, self.size).label if self.path.suffix == ".gguf" else ""
 
     @property
@@ -35,7 +35,7 @@ class Cached:
 
 
 def contents(cache: Path | None = None) -> list[Cached]:
-    """Every complete GGUF model, and every draft in safetensors."""
+    """Return every complete GGUF model and every draft in safetensors."""
     cache = cache or cache_folder()
     found = []
     for folder in sorted(cache.glob("models--*")):
@@ -58,7 +58,7 @@ def of_repo(repo: str, cache: Path | None = None) -> list[Cached]:
 
 
 def _draft(repo: str, snapshot: Path, files: dict[str, int]) -> list[tuple[str, ...]]:
-    """The files of the draft in safetensors, if there is one."""
+    """Return the files of a draft in safetensors, if there is one."""
     try:
         names = draft_files(RepoName(repo))(list(files.items()))
     except (ModelNotFound, UnsupportedModel):
@@ -67,7 +67,7 @@ def _draft(repo: str, snapshot: Path, files: dict[str, int]) -> list[tuple[str, 
 
 
 def unfinished(repo: str, cache: Path | None = None) -> list[Path]:
-    """What is left of downloads that were broken off."""
+    """Return the partial files of interrupted downloads."""
     from huggingface_hub.file_download import repo_folder_name
 
     folder = (cache or cache_folder()) / repo_folder_name(repo_id=repo, repo_type="model")
@@ -76,7 +76,7 @@ def unfinished(repo: str, cache: Path | None = None) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Files that are to go, from all commits, and the bytes that this frees."""
+    """Files to delete from all commits, and the bytes that this frees."""
 
     size: int
     _strategies: list[Any]  # of the hub's client, one for each repository
@@ -87,7 +87,7 @@ class Removal:
 
 
 def removal(models: Iterable[Cached], cache: Path | None = None) -> Removal:
-    """Plans what to delete; bytes that other commits of the repository still use stay."""
+    """Plan a removal; blobs that other files of the repository use stay."""
     from huggingface_hub import scan_cache_dir
 
     wanted: dict[str, set[str]] = {}
@@ -102,7 +102,7 @@ def removal(models: Iterable[Cached], cache: Path | None = None) -> Removal:
                 f"the cache of {name} is damaged: {'; '.join(map(str, info.warnings))}",
                 "remove its folder by hand",
             )
-        # Of this repository alone: a commit that was copied to another has the same name there.
+        # Of this repository only: a commit that was copied to another has the same hash there.
         strategies.append(_strategy(replace(info, repos=frozenset([repos[name]])), repos[name], files))
     return Removal(sum(strategy.expected_freed_size for strategy in strategies), strategies)
 

@@ -1,6 +1,6 @@
-"""Known models: a short name for a target and its draft, and what is recommended for them. No network.
+"""The catalogue: short names for targets and their drafts, with recommended settings. No network.
 
-Each is a TOML card in the folder `cards`, read when first asked for.
+Each model is a TOML card in the folder `cards`, read at first use.
 """
 
 import difflib
@@ -22,12 +22,12 @@ MODES = ("thinking", "plain")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """By what a file is known to be the card's target: a name it goes by, and its shape."""
+    """Identifies a file as the card's target, by its name and shape."""
 
     names: tuple[str, ...]
     architecture: str
     width: int
-    layers: int  # without prediction blocks
+    layers: int  # without MTP blocks
     without: tuple[str, ...] = ()  # words that make it another model
 
 
@@ -41,7 +41,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Files that come with the package."""
+    """Files that are part of the package."""
 
     target: Path
     draft: Path
@@ -52,22 +52,22 @@ class Card:
     name: str
     title: str
     aliases: tuple[str, ...]
-    target: RepoName | None  # None: its files come with the package
-    draft: RepoName | None  # None: none is known, or it comes with the package
+    target: RepoName | None  # None: part of the package
+    draft: RepoName | None  # None: there is none, or it is part of the package
     pair: Pair | None
     match: Match
     budget: int
-    thinking: bool  # whether it reasons unless told otherwise
+    thinking: bool  # whether it reasons by default
     sampling: Mapping[str, Sampling]  # recommended, by mode
 
 
 def cards() -> tuple[Card, ...]:
-    """All of them, in the order of their names."""
+    """Return all cards, sorted by name."""
     return _load(FOLDER)
 
 
 def named(text: str) -> tuple[Card, str | None] | None:
-    """The card and the quantisation of NAME or NAME:QUANT; None for any other text."""
+    """Return the card and the quantisation of NAME or NAME:QUANT, None for any other text."""
     name, colon, quant = text.partition(":")
     for card in cards():
         if name.lower() in (card.name, *card.aliases) and bool(colon) == bool(quant):
@@ -78,7 +78,7 @@ def named(text: str) -> tuple[Card, str | None] | None:
 def recognise(
     names: Iterable[str], *, architecture: str, width: int, layers: int, repo: str | None = None
 ) -> Card | None:
-    """The card of a model by its repository or, where the shape matches, by the first name that fits."""
+    """Return a model's card by its repository or, where the shape matches, by the first matching name."""
     for card in cards():
         if repo is not None and card.target is not None and card.target.repo.lower() == repo.lower():
             return card
@@ -86,34 +86,34 @@ def recognise(
         for card in cards():
             match = card.match
             shape = (match.architecture, match.width, match.layers)
-            if shape == (architecture, width, layers) and _goes_by(name, match):
+            if shape == (architecture, width, layers) and _matches(name, match):
                 return card
     return None
 
 
 def of_repo(repo: str) -> Card | None:
-    """The card whose target a repository seems to hold, by its name alone."""
+    """Return the card whose target a repository holds, judged by its name."""
     for card in cards():
         if card.target is not None and card.target.repo.lower() == repo.lower():
             return card
-    return next((card for card in cards() if _goes_by(repo.rpartition("/")[2], card.match)), None)
+    return next((card for card in cards() if _matches(repo.rpartition("/")[2], card.match)), None)
 
 
 def of_draft(repo: str) -> list[Card]:
-    """The cards whose draft a repository holds."""
+    """Return the cards whose draft a repository holds."""
     return [card for card in cards() if card.draft is not None and card.draft.repo.lower() == repo.lower()]
 
 
 def similar(text: str) -> list[str]:
-    """Names of cards that may have been meant."""
+    """Return names of cards similar to `text`."""
     return difflib.get_close_matches(text.lower(), [card.name for card in cards()], n=3)
 
 
-def _goes_by(name: str, match: Match) -> bool:
+def _matches(name: str, match: Match) -> bool:
     words = _words(name)
     # Some put the publisher before the name: Qwen_Qwen3.6-27B.
     words = words[1:] if words[:1] == ["qwen"] else words
-    begins = any(words[: len(_words(known))] == _words(known) for known in match.names)
+    begins = any(words[: len(_words(each))] == _words(each) for each in match.names)
     return begins and not set(match.without) & set(words)
 
 
@@ -180,7 +180,7 @@ def _sampling(table: "_Table") -> Sampling:
 
 
 class _Table:
-    """Values of a card, each taken once; what nobody took is a mistake."""
+    """Values of a card, each taken once; `finish` refuses those that are left."""
 
     def __init__(self, source: str, values: Mapping[str, Any]):
         self._source = source
@@ -192,7 +192,7 @@ class _Table:
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         value = self._values.pop(key, default)
         if type(value) is not kind or (kind is list and any(type(each) is not str for each in value)):
-            wanted = "a list of texts" if kind is list else f"a value of type {kind.__name__}"
+            wanted = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
             raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {wanted}")
         return value
 

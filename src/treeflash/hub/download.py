@@ -1,7 +1,7 @@
-"""Fetches a model from the Hugging Face hub into its shared cache; resumes what was broken off.
+"""Downloads models from the Hugging Face hub into its shared cache, and resumes interrupted downloads.
 
-The hub's own client starts a file again from nothing when a run ends early. So the bytes are fetched here,
-into a file beside the cache's blobs that survives, and handed to the client's cache once they are whole.
+The hub's own client restarts a file from zero after an interrupted run. So files are downloaded here, into a
+partial file next to the cache's blobs, and added to the client's cache once they are complete.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError, TreeF
 from treeflash.hub.failures import explained
 from treeflash.hub.names import RepoName, choose, group, readable
 
-TRIES = 5  # without a new byte
+TRIES = 5  # in a row without progress
 TIMEOUT_S = 15
-# Beyond it the site serves files only to its own client.
+# The site serves larger files to its own client only.
 MAX_FILE = 50_000_000_000
 
-# From a repository's (name, bytes) the files to take, in order; raises where it has them not.
+# Selects from a repository's (name, bytes) the files to download, in order; raises if they are missing.
 Pick = Callable[[list[tuple[str, int]]], tuple[str, ...]]
 
 
 class FetchProgress(Protocol):
-    """Told how far a download is; bytes."""
+    """Receives the progress of a download, in bytes."""
 
     def downloading(self, name: str, done: int, total: int) -> None: ...
 
@@ -38,7 +38,7 @@ class FetchProgress(Protocol):
 
 
 class Silent:
-    """Progress that nobody watches."""
+    """Discards progress."""
 
     def downloading(self, name: str, done: int, total: int) -> None:
         pass
@@ -52,7 +52,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file on the hub and its place in the cache."""
+    """A file on the hub and its path in the cache."""
 
     name: str
     url: str
@@ -66,7 +66,7 @@ class _File:
 
     @property
     def present(self) -> int:
-        """Bytes that need not be fetched."""
+        """Return the bytes that are already here."""
         if self.blob.exists():
             return self.size
         return self.partial.stat().st_size if self.partial.exists() else 0
@@ -80,14 +80,14 @@ def fetch(
     endpoint: str | None = None,
     cache: Path | None = None,
 ) -> Path:
-    """Path of the model's (first) GGUF file in the cache."""
+    """Download a model and return the path of its (first) GGUF file in the cache."""
     return fetch_files(
         name, gguf_files(name), offline=offline, progress=progress, endpoint=endpoint, cache=cache
     )[0]
 
 
 def gguf_files(name: RepoName) -> Pick:
-    """Picks the one model that `name` means."""
+    """Return a pick of the model that `name` refers to."""
     return lambda files: choose([each for each in group(files) if each.complete], name).files
 
 
@@ -101,7 +101,7 @@ def fetch_files(
     cache: Path | None = None,
     check: Callable[[Path], None] = lambda path: None,
 ) -> list[Path]:
-    """Paths in the cache of the files that `pick` takes; `check` may refuse each before the next is fetched.
+    """Download the files that `pick` selects; `check` may refuse each before the next. Return their paths.
 
     `endpoint` and `cache` default to the hub's settings.
     """
@@ -116,7 +116,7 @@ def fetch_files(
         with explained(name, site):
             info = HfApi(endpoint=endpoint).model_info(name.repo, files_metadata=True, timeout=TIMEOUT_S)
     except DownloadFailed as error:
-        # Without a network a copy from earlier will do; without that, the reason matters.
+        # Without a network use a cached copy; if there is none, report the network error.
         with contextlib.suppress(TreeFlashError):
             found = cached(name, pick, cache=cache)
             progress.notice(f"{error.message}: using the copy in the cache")
@@ -135,7 +135,7 @@ def fetch_files(
 
 
 def cache_folder() -> Path:
-    """Where the hub's client keeps its files."""
+    """Return the cache folder of the hub's client."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -150,17 +150,17 @@ def _download(
     progress: FetchProgress,
     check: Callable[[Path], None],
 ) -> dict[str, str]:
-    """Paths of the files in the cache, by name."""
+    """Download files and return their paths in the cache, by name."""
     from huggingface_hub import hf_hub_download
 
     described = [_describe(repo, file, endpoint=endpoint, cache=cache) for file in files]
-    _check_room(described, cache)
+    _check_space(described, cache)
     total = sum(file.size for file in described)
     before, paths = 0, {}
     for file in described:
         _complete(file, _Share(progress, file.name, before, total))
         before += file.size
-        # Finds the blob in place and adds the names by which the cache knows it.
+        # Finds the blob and adds the cache's links to it.
         paths[file.name] = hf_hub_download(repo, file.name, cache_dir=cache, endpoint=endpoint)
         check(Path(paths[file.name]))
     return paths
@@ -168,7 +168,7 @@ def _download(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One file's part of the whole download, for the progress."""
+    """Reports one file's share of the whole download."""
 
     progress: FetchProgress
     name: str
@@ -200,7 +200,7 @@ def _describe(repo: str, file: str, *, endpoint: str | None, cache: Path) -> _Fi
     return _File(file, url, size, etag, blobs / etag)
 
 
-def _check_room(files: list[_File], cache: Path) -> None:
+def _check_space(files: list[_File], cache: Path) -> None:
     needed = sum(file.size - min(file.present, file.size) for file in files)
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
@@ -212,7 +212,7 @@ def _check_room(files: list[_File], cache: Path) -> None:
 
 
 def _complete(file: _File, share: _Share) -> None:
-    """Fetches what is missing of a file, and puts it in its place once it is whole."""
+    """Download the rest of a file, check it, and move it into the cache."""
     from huggingface_hub.utils import WeakFileLock
 
     file.blob.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def _receive(file: _File, out: IO[bytes], share: _Share) -> None:
 
 
 def _stream(url: str, out: IO[bytes]) -> Iterator[bytes]:
-    """The bytes behind those that `out` has; empties it where the server sends them all."""
+    """Yield the bytes that follow those in `out`; truncate it where the server sends the whole file."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={out.tell()}-"}
@@ -261,7 +261,7 @@ def _stream(url: str, out: IO[bytes]) -> Iterator[bytes]:
 
 
 def _check(file: _File, share: _Share) -> None:
-    """Large files are named by their SHA-256: one that has another does not get into the cache."""
+    """Compare size and, for large files, whose ETag it is, the SHA-256; raise and delete on a mismatch."""
     size = file.partial.stat().st_size
     problem = f"has {size} bytes, needed {file.size}" if size != file.size else ""
     if not problem and re.fullmatch("[0-9a-f]{64}", file.etag):
@@ -278,9 +278,9 @@ def _check(file: _File, share: _Share) -> None:
 
 
 def cached(name: RepoName, pick: Pick, *, cache: Path | None = None) -> list[Path]:
-    """The files in the cache: of the branch's last known commit, or of the newest one that has them.
+    """Return cached files: of the branch's last seen commit, or of the newest one that has them.
 
-    A name without a quantisation means the only one there is.
+    A name without a quantisation refers to the only one in the cache.
     """
     cache = cache or cache_folder()
     problem = None
@@ -299,7 +299,7 @@ def cached(name: RepoName, pick: Pick, *, cache: Path | None = None) -> list[Pat
 
 
 def snapshots(repo: str, cache: Path) -> list[Path]:
-    """Folders of a repository's commits in the cache, the branch's last known one first, then the newest."""
+    """Return the cached commits of a repository, the branch's last seen one first, then the newest."""
     from huggingface_hub.file_download import repo_folder_name
 
     folder = cache / repo_folder_name(repo_id=repo, repo_type="model")

@@ -1,4 +1,4 @@
-"""Drafts on the hub: which of a repository's files make one, and fetching just those."""
+"""Drafts on the hub: selects and downloads the files of a draft in a repository."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from treeflash.hub.names import RepoName
 
 CONFIG = "config.json"
 ARCHITECTURE = "DFlashDraftModel"
-# A mask that is no token of the target: such drafts cannot be run, which is better known before the download.
+# The mask is not a token of the target: such drafts are unsupported, which is reported before the download.
 _MASK_FILE = "mask_embedding.pt"
 
 
@@ -22,7 +22,7 @@ def fetch_draft(
     endpoint: str | None = None,
     cache: Path | None = None,
 ) -> Path:
-    """Path in the cache of a draft's weights: safetensors with their config beside them, or a GGUF file."""
+    """Download a draft and return the path of its weights: safetensors next to a config, or a GGUF file."""
     return _weights(
         fetch_files(
             name,
@@ -37,7 +37,7 @@ def fetch_draft(
 
 
 def cached_draft(name: RepoName, *, cache: Path | None = None) -> Path | None:
-    """The same without asking anyone; None where it is not there."""
+    """Return the path of a cached draft's weights, None if it is not in the cache."""
     try:
         return _weights(cached(name, draft_files(name), cache=cache))
     except ModelNotFound:
@@ -45,7 +45,7 @@ def cached_draft(name: RepoName, *, cache: Path | None = None) -> Path | None:
 
 
 def draft_files(name: RepoName) -> Pick:
-    """Picks config.json and the one safetensors file, or a GGUF file where there are only such."""
+    """Return a pick of config.json and the only safetensors file, or of a GGUF file."""
 
     def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
         names = [file for file, _ in files]
@@ -56,7 +56,7 @@ def draft_files(name: RepoName) -> Pick:
             found = f"{len(weights)} .safetensors files and {'a' if CONFIG in names else 'no'} {CONFIG}"
             raise ModelNotFound(
                 f"{name.repo} holds no draft: found {found}, needed one and its {CONFIG}",
-                "treeflash list shows the drafts that are known",
+                "treeflash list shows the available drafts",
             )
         if _MASK_FILE in names:
             raise UnsupportedModel(
@@ -68,21 +68,21 @@ def draft_files(name: RepoName) -> Pick:
 
 
 def is_draft_config(path: Path) -> bool:
-    """Whether a config.json is that of a draft we know."""
+    """Return whether a config.json belongs to a supported draft."""
     return _architecture(path) == ARCHITECTURE
 
 
 def _check_config(path: Path) -> None:
-    """Before the weights follow: they may be many gigabytes of something else."""
+    """Refuse other models by their config, before gigabytes of weights are downloaded."""
     if path.name == CONFIG and (found := _architecture(path)) not in (ARCHITECTURE, None):
         raise UnsupportedModel(
             f"{path}: architectures is {found!r}, needed {ARCHITECTURE!r} for a draft",
-            "drafts are small models made for one target; treeflash list shows those that are known",
+            "drafts are small models made for one target; treeflash list shows the available ones",
         )
 
 
 def _architecture(path: Path) -> str | None:
-    """As the config names it; None where it does not say."""
+    """Return the architecture in the config, None if it has none."""
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
         return str(config["architectures"][0])

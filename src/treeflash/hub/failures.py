@@ -1,4 +1,4 @@
-"""Says in our errors what the hub's client means by its own; knows nothing of files."""
+"""Translates errors of the hub's client to ours."""
 
 import contextlib
 import errno
@@ -12,11 +12,11 @@ LOG_IN = "set HF_TOKEN to a token of yours, or run: hf auth login"
 
 @contextlib.contextmanager
 def explained(name: RepoName, site: str) -> Generator[None]:
-    """Turns whatever the client raises about the repository into one of our errors."""
+    """Translate errors that the client raises for a repository."""
     from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging
 
-    # What the client would log is said by our error, and a log line in the middle of a progress bar tears it.
+    # Our error replaces the client's log lines, which would break a progress bar.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -67,7 +67,7 @@ def _explain(error: Exception, name: RepoName, site: str) -> TreeFlashError:
     if response is None:
         return DownloadFailed(
             f"{site} cannot be reached: {str(error) or type(error).__name__}",
-            "check the network; --offline uses only what is in the cache",
+            "check the network; `offline` uses the cache only",
         )
     if response.status_code == 401:
         return ModelNotFound(f"{site} refused the token it was sent (401)", LOG_IN)

@@ -1,4 +1,4 @@
-"""Model files on disk: a folder that holds one model, or a good answer where there is no such file."""
+"""Model files on disk: the model in a folder, and helpful errors for files that do not exist."""
 
 import difflib
 import re
@@ -11,7 +11,7 @@ from treeflash.hub.names import group, listing
 
 
 def model_in(folder: Path) -> Path:
-    """The one model of a folder: its file, or the first of its split files."""
+    """Return the only model of a folder: its file, or the first of its split files."""
     sets = group((each.name, each.stat().st_size) for each in folder.iterdir() if each.is_file())
     if len(sets) == 1:
         return folder / sets[0].files[0]
@@ -23,7 +23,7 @@ def model_in(folder: Path) -> Path:
     if is_draft_config(folder / CONFIG):
         raise ModelNotFound(
             f"{folder} holds a draft, needed: a .gguf file of a target",
-            f"name the target, and this with --draft {folder}",
+            f"name the target, and set `draft` to {folder}",
         )
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors")):
         raise ModelNotFound(
@@ -33,7 +33,7 @@ def model_in(folder: Path) -> Path:
 
 
 def draft_in(folder: Path) -> Path:
-    """The draft of a folder: the folder itself where it is a checkpoint, else its one GGUF file."""
+    """Return the draft in a folder: the folder itself if it is a checkpoint, else its only GGUF file."""
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors")):
         return folder
     if any(folder.glob("*.gguf")):
@@ -42,7 +42,7 @@ def draft_in(folder: Path) -> Path:
 
 
 def meant_as_file(name: str) -> bool:
-    """Whether a name like USER/REPO is more likely a file of a folder here, with its ending spelt wrong."""
+    """Return whether a name like USER/REPO is more likely a local file with a misspelt suffix."""
     path = Path(name).expanduser()
     if not path.parent.is_dir():
         return False
@@ -50,12 +50,12 @@ def meant_as_file(name: str) -> bool:
     return ending is not None or path.with_name(f"{path.name}.gguf").is_file()
 
 
-def no_such_file(name: str, known: Sequence[str] = ()) -> ModelNotFound:
-    """What to say about a name that is neither there nor a repository's; `known`: names it may have meant."""
+def no_such_file(name: str, similar: Sequence[str] = ()) -> ModelNotFound:
+    """Return the error for a name that is neither a file nor a repository; `similar`: catalogue names."""
     if any(character.isspace() for character in name) and not name.lower().endswith(".gguf"):
         return ModelNotFound(
             f"{name[:80]!r} is no model: neither a file nor USER/REPO[:QUANT]",
-            "a prompt goes behind the model or after --prompt",
+            "a prompt follows the model's name, or is given with `prompt`",
         )
     path = Path(name).expanduser()
     if not path.parent.is_dir():
@@ -64,8 +64,8 @@ def no_such_file(name: str, known: Sequence[str] = ()) -> ModelNotFound:
     ended = f"{path.name}.gguf"
     alike = [ended] if ended in here else difflib.get_close_matches(path.name, here, n=3)
     close = [str(path.with_name(each)) for each in alike]
-    if close or known:
-        hint = f"did you mean {' or '.join(close or known)}?"
+    if close or similar:
+        hint = f"did you mean {' or '.join(close or similar)}?"
     elif "/" in name or path.suffix == ".gguf":
         hint = ""
     else:

@@ -1,4 +1,4 @@
-"""What a model's name means, and which of a repository's files it picks; no network, no disk."""
+"""Parses model names and selects a repository's files by them. Does no I/O."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ SITES = (
     "hf.co/",
     "hf://",
 )
-# Files beside the models: image encoders, and the statistics a quantiser used.
+# Files that are not models: image encoders, importance matrices.
 _COMPANIONS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -27,7 +27,7 @@ _QUANT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RepoName:
-    """A repository on the hub, and which of its models: a quantisation's name or one file of it."""
+    """A repository on the hub, and one of its models, by quantisation or file name."""
 
     repo: str
     quant: str | None = None
@@ -41,14 +41,14 @@ class RepoName:
 
 @dataclass(frozen=True, slots=True)
 class GGUFSet:
-    """One model: the names of its file or of its split files in order, and their bytes in all."""
+    """One model: the names of its file or its split files in order, and their total bytes."""
 
     files: tuple[str, ...]
     size: int
 
     @property
     def label(self) -> str:
-        """The quantisation's name as the file name has it, or the file name."""
+        """Return the name of the quantisation in the file name, or the file name."""
         found = _QUANT.findall(_SPLIT.sub("", self.files[0]).removesuffix(".gguf"))
         return found[-1].upper() if found else self.files[0]
 
@@ -59,10 +59,10 @@ class GGUFSet:
 
 
 def parse_repo(name: str) -> RepoName | None:
-    """USER/REPO[:QUANT], with or without hf:// or the site's address; None for anything else."""
+    """Parse USER/REPO[:QUANT], with or without hf:// or the site's URL; return None for other names."""
     site = next((site for site in SITES if name.lower().startswith(site)), "")
     rest = name[len(site) :].split("?")[0].rstrip("/")
-    # Addresses copied from a browser: .../blob/main/FILE, .../tree/main
+    # URLs pasted from a browser: .../blob/main/FILE, .../tree/main
     parts = rest.split("/")
     if site and len(parts) > 2:
         inside = parts[4:] if parts[2] in ("blob", "resolve", "tree") else parts[2:]
@@ -83,7 +83,7 @@ def parse_repo(name: str) -> RepoName | None:
 
 
 def group(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
-    """The models among (name, bytes), split files together; companions and other files left out."""
+    """Group (name, bytes) into models, split files together; other files are left out."""
     sets: dict[str, list[tuple[str, int]]] = {}
     for name, size in sorted(files):
         if name.lower().endswith(".gguf") and not _COMPANIONS.search(name.rsplit("/", 1)[-1]):
@@ -97,11 +97,11 @@ def group(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
 
 
 def choose(sets: list[GGUFSet], name: RepoName) -> GGUFSet:
-    """The one model that `name` means; raises with the choices where there is none or more than one."""
+    """Return the model that `name` refers to; raise with the choices if there is none or more than one."""
     if not sets:
         raise ModelNotFound(
             f"{name.repo} holds no GGUF file",
-            "look for a repository whose name ends in GGUF, or fetch this one and use `treeflash convert`",
+            "find a repository whose name ends in GGUF, or download this one and run treeflash convert",
         )
     if name.file:
         found = [each for each in sets if name.file in each.files]
@@ -115,13 +115,13 @@ def choose(sets: list[GGUFSet], name: RepoName) -> GGUFSet:
         wanted = name.file or name.quant or f"{DEFAULT_QUANT} (the default)"
         raise ModelNotFound(f"{name.repo} has no {wanted}; it has {listing(sets)}", _example(sets, name))
     raise ModelNotFound(
-        f"{name} means {len(found)} models: {listing(found, by_file=True)}",
+        f"{name} matches {len(found)} models: {listing(found, by_file=True)}",
         f"name one file: hf://{name.repo}/{found[0].files[0]}",
     )
 
 
 def listing(sets: list[GGUFSet], *, by_file: bool = False) -> str:
-    """Choices for an error message, with sizes."""
+    """Return the models with sizes, for an error message."""
     shown = sorted(sets, key=lambda each: each.size)[:24]
     names = [f"{each.files[0] if by_file else each.label} ({readable(each.size)})" for each in shown]
     return ", ".join(names) + (f" and {len(sets) - len(shown)} more" if len(sets) > len(shown) else "")

@@ -1,4 +1,4 @@
-"""Turns the name a user gave into the path of a file, fetching it if need be."""
+"""Resolves a model name to the path of a file, downloading it if necessary."""
 
 import contextlib
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from treeflash.hub.names import RepoName, parse_repo
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a name stands for: a file that is here, or a repository; and its card if the name is one's."""
+    """What a name refers to: a local file or a repository, and the card if it is a catalogue name."""
 
     path: Path | None = None
     repo: RepoName | None = None
@@ -23,14 +23,14 @@ class Meaning:
 
     @property
     def fetched(self) -> RepoName | None:
-        """What a download takes: of a catalogue name without a quantisation its own."""
+        """Return what to download: for a catalogue name without a quantisation, the card's target."""
         if self.card is not None and self.repo is not None and self.repo.quant is None:
             return self.card.target
         return self.repo
 
 
 def meaning(name: str) -> Meaning:
-    """What exists on disk wins over the catalogue, and both over a repository of the same name."""
+    """Interpret a name: a path on disk takes precedence over the catalogue, and that over a repository."""
     if (path := _on_disk(name)) is not None:
         return Meaning(path=model_in(path) if path.is_dir() else path)
     if (found := catalog.named(name)) is not None:
@@ -42,10 +42,10 @@ def meaning(name: str) -> Meaning:
 
 
 def here(meant: Meaning) -> Path | None:
-    """The file, if it is on this machine."""
+    """Return the file if it is local or cached."""
     if meant.repo is None:
         return meant.path
-    # A name of the catalogue prefers its own quantisation and else takes the only one there is.
+    # A catalogue name prefers its own quantisation, else the only cached one.
     for name in dict.fromkeys(filter(None, (meant.fetched, meant.repo))):
         with contextlib.suppress(ModelNotFound):
             return cached(name, gguf_files(name))[0]
@@ -53,9 +53,9 @@ def here(meant: Meaning) -> Path | None:
 
 
 def resolve(name: str | Meaning, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:
-    """A path as it is, a folder's one model, a catalogue name, or USER/REPO[:QUANT] through the hub's cache.
+    """Return the file of a path, a folder with one model, a catalogue name, or USER/REPO[:QUANT].
 
-    Of the catalogue's models a copy in the cache will do; for other repositories the hub is asked.
+    Cached files of catalogue models are used directly; for other repositories the hub is queried.
     """
     meant = meaning(name) if isinstance(name, str) else name
     if meant.path is not None:
@@ -67,7 +67,7 @@ def resolve(name: str | Meaning, *, offline: bool = False, progress: FetchProgre
 
 
 def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:
-    """The same for a draft: a file or folder, the draft of a catalogue name, or USER/REPO[:QUANT]."""
+    """Return a draft's file: of a path or folder, a catalogue name's draft, or USER/REPO[:QUANT]."""
     if (path := _on_disk(name)) is not None:
         return draft_in(path) if path.is_dir() else path
     if (found := catalog.named(name)) is not None:
@@ -76,14 +76,16 @@ def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress |
             return card.pair.draft
         repo = card.draft
         if repo is None:
-            raise UsageError(f"no draft is known for {card.name}", "--draft PATH|REPO names one")
+            raise UsageError(
+                f"no draft is listed for {card.name}", "set `draft` to a path or USER/REPO", param="draft"
+            )
     else:
         repo = _repo(name)
     return fetch_draft(repo, offline=offline, progress=progress)
 
 
 def _repo(name: str) -> RepoName:
-    """Of a name that is neither on disk nor in the catalogue."""
+    """Return the repository of a name that is neither on disk nor in the catalogue."""
     repo = parse_repo(name)
     if repo is None or meant_as_file(name):
         raise no_such_file(name, catalog.similar(name))
@@ -98,7 +100,7 @@ def _on_disk(name: str) -> Path | None:
         if path.exists():
             return path
         if path.is_symlink():
-            raise ModelNotFound(f"{name} is a link to {path.readlink()}, which is not there")
+            raise ModelNotFound(f"{name} is a link to {path.readlink()}, which does not exist")
         return None
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFound(f"{name[:200]!r} is not a file name: {error}") from error

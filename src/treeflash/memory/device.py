@@ -1,4 +1,4 @@
-"""Which device there is, how much memory it has, and in which formats it keeps keys and values."""
+"""Device selection, memory sizes and limits of a device, and the KV cache formats it supports."""
 
 import gc
 import os
@@ -12,13 +12,15 @@ from treeflash.errors import ResourceError, UsageError
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS, KVFormat
 from treeflash.models.spec import ModelSpec
 
-# What a process takes of a GPU outside torch's allocator. Where there is a GPU the first is measured.
+KVFormats = tuple[KVFormat, KVFormat]  # of K and of V
+
+# Bytes that a process uses on a GPU outside torch's allocator. Where there is a GPU, the context is measured.
 CUDA_CONTEXT = 512 << 20
-CUDA_LIBRARIES = 224 << 20  # workspaces of cuBLAS, machine code that is loaded later; 185 MiB seen on an H200
+CUDA_LIBRARIES = 224 << 20  # cuBLAS workspaces, modules that are loaded later; 185 MiB measured on an H200
 
 
 def pick_device(name: str) -> torch.device:
-    """auto: a CUDA device when there is one."""
+    """Return the device of this name; "auto" is CUDA where available, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -26,12 +28,12 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise ResourceError(f"device {name!r} is not known", "use --device auto, cpu, cuda or cuda:N")
+        raise ResourceError(f"`device` is {name!r}, needed auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise ResourceError(
-                f"device {name!r} asked for, {count} CUDA devices found", "treeflash doctor shows why"
+                f"`device` is {name!r}, {count} CUDA devices found", "treeflash doctor shows why"
             )
     return device
 
@@ -43,7 +45,7 @@ def device_name(device: torch.device) -> str:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be taken now."""
+    """Return the bytes that can be allocated now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -51,18 +53,18 @@ def available_memory(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     # A container may have less than its machine: control groups, both versions.
-    for limit, used in (
+    for limit_file, usage_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        most, taken = _read(limit).strip(), _read(used).strip()
-        if most.isdigit() and taken.isdigit():
-            free = min(free, max(0, int(most) - int(taken)))
+        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
+        if limit.isdigit() and usage.isdigit():
+            free = min(free, max(0, int(limit) - int(usage)))
     return free
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of a GPU, whoever uses them; of a CPU's machine, those that can be taken now."""
+    """Return a GPU's total bytes; for a CPU, the bytes that can be allocated now."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return available_memory(device)
@@ -76,42 +78,43 @@ def _read(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes of a device that may be in use, by everyone together, and those that are."""
+class MemoryBudget:
+    """The limit of a device's memory in bytes and how much of it is in use, over all processes."""
 
     limit: int
-    taken: int
+    in_use: int
 
     @property
     def free(self) -> int:
-        return max(0, self.limit - self.taken)
+        return max(0, self.limit - self.in_use)
 
 
-def room_on(device: torch.device, limit: int | None = None) -> Room:
-    """`limit`: count on no more of a GPU than this, what others and CUDA itself take included."""
+def memory_budget(device: torch.device, limit: int | None = None) -> MemoryBudget:
+    """Return a device's budget; `limit` caps a GPU's, the CUDA context and other processes included."""
     if device.type != "cuda":
         if limit is not None:
             raise UsageError(
-                f"--vram-limit is for a GPU, the device is {device}",
-                "leave it out; treeflash show MODEL --fit plans for a GPU that is not here",
+                f"`vram_limit` is for a GPU, the device is {device}",
+                "leave it out; treeflash show with `fit` plans for a GPU of any size",
+                param="vram_limit",
             )
-        return Room(available_memory(device), 0)
-    gc.collect()  # what an engine before this one had does not count
+        return MemoryBudget(available_memory(device), 0)
+    gc.collect()  # an engine that was loaded before does not count
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)  # makes the context, so that it is among what is taken
-    return Room(total if limit is None else min(limit, total), total - free)
+    free, total = torch.cuda.mem_get_info(device)  # creates the context, so that it counts as in use
+    return MemoryBudget(total if limit is None else min(limit, total), total - free)
 
 
-def supposed_room(limit: int) -> Room:
-    """A GPU of that size which is not here, with nothing on it but us."""
-    return Room(limit, CUDA_CONTEXT)
+def assumed_budget(limit: int) -> MemoryBudget:
+    """Return the budget of a GPU of this size that is not installed here and runs nothing else."""
+    return MemoryBudget(limit, CUDA_CONTEXT)
 
 
-def hold_to(room: Room, device: torch.device) -> None:
-    """Makes torch fail rather than take more of a GPU than the room has."""
+def limit_allocator(budget: MemoryBudget, device: torch.device) -> None:
+    """Make torch's CUDA allocator fail beyond the budget."""
     total = torch.cuda.mem_get_info(device)[1]
-    if room.limit < total:
-        share = max(0, room.free - CUDA_LIBRARIES) / total
+    if budget.limit < total:
+        share = max(0, budget.free - CUDA_LIBRARIES) / total
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_per_process_memory_fraction(share, index)
 
@@ -120,27 +123,29 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _kv_format(device: torch.device, name: str) -> KVFormat:
-    """auto: float32 on a CPU, whose text is then the same however it is cut into steps; else f16."""
+def kv_formats(spec: ModelSpec, device: torch.device, names: tuple[str, str] = ("auto", "auto")) -> KVFormats:
+    """Return the KV cache formats of these names, checked against the model and the device."""
+    settings = ("kv", "kv") if names[0] == names[1] else ("kv_k", "kv_v")
+    k, v = (_kv_format(device, name, setting) for name, setting in zip(names, settings, strict=True))
+    for format, setting in zip((k, v), settings, strict=True):
+        if format.quantised and spec.head_dim % BLOCK:
+            raise UsageError(
+                f"{spec.name} has a head size of {spec.head_dim}, "
+                f"a KV cache in {format.name} needs a multiple of {BLOCK}",
+                "use `kv` f16",
+                param=setting,
+            )
+    return k, v
+
+
+def _kv_format(device: torch.device, name: str, setting: str) -> KVFormat:
+    """Resolve "auto": f16 on a GPU; f32 on a CPU, where the output then does not depend on chunk sizes."""
     if name == "auto":
         name = "f16" if device.type == "cuda" else "f32"
     elif name not in FORMATS:
-        raise UsageError(f"keys or values in {name!r}, needed one of {', '.join(FORMATS)}")
+        raise UsageError(f"`{setting}` is {name!r}, needed one of {', '.join(FORMATS)}", param=setting)
     elif name == "f32" and device.type != "cpu":
-        raise UsageError(f"keys or values in f32 on {device}, f32 is for a CPU", "use --kv f16 or bf16")
+        raise UsageError(
+            f"`{setting}` is f32 on {device}, f32 is for a CPU", "use `kv` f16 or bf16", param=setting
+        )
     return FORMATS[name]
-
-
-def kv_pair(
-    spec: ModelSpec, device: torch.device, names: tuple[str, str] = ("auto", "auto")
-) -> tuple[KVFormat, KVFormat]:
-    """How keys and how values of a model are kept, from what was asked for."""
-    pair = _kv_format(device, names[0]), _kv_format(device, names[1])
-    for format in pair:
-        if format.quantised and spec.head_dim % BLOCK:
-            raise UsageError(
-                f"{spec.name} has heads of {spec.head_dim} values, "
-                f"{format.name} needs a multiple of {BLOCK} for keys and values",
-                "use --kv f16",
-            )
-    return pair

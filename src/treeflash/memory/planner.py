@@ -1,8 +1,8 @@
-"""Which formats of keys and values and how long a context fit on a device; decided before anything is loaded.
+"""MemoryPlanner: chooses KV cache formats and a context length that fit on a device, before loading anything.
 
-Best first: 16 bits if a tenth of the memory stays free, 8 bits, less for values, less for both. What fits
-only with the token embedding in the host's memory, or with smaller chunks of prompts, comes before a format
-with fewer bits; a context shorter than the model's, unless it was asked for, before one with fewer than 8.
+Formats are tried best first: 16 bits if a tenth of the memory stays free, 8 bits, fewer bits for V, fewer for
+both. The token embedding in host memory and smaller prefill chunks are tried before a format with fewer bits.
+Unless a context was requested, it is shortened before formats below 8 bits are used.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,55 +14,62 @@ from treeflash.config import EngineConfig
 from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS
-from treeflash.memory.device import CUDA_LIBRARIES, Room, gib, kv_pair, room_on
-from treeflash.memory.estimate import EMBEDDING, Kind, Needs, Pair, measure, token_bytes
+from treeflash.memory.device import CUDA_LIBRARIES, KVFormats, MemoryBudget, gib, kv_formats, memory_budget
+from treeflash.memory.estimate import (
+    EMBEDDING,
+    KV_CACHE,
+    DeviceType,
+    MemoryEstimate,
+    estimate_memory,
+    kv_bytes_per_token,
+)
 from treeflash.models.spec import ModelSpec
 
-LADDER: tuple[tuple[str, str], ...] = (
+# K and V formats that "auto" chooses from on a GPU, best first.
+AUTO_FORMATS: tuple[tuple[str, str], ...] = (
     ("f16", "f16"),
     ("q8_0", "q8_0"),
     ("q8_0", "q5_0"),
     ("q5_0", "q5_0"),
     ("q4_0", "q4_0"),
 )
-LAST: tuple[str, str] = ("tq3_0", "tq3_0")  # only when asked for
-# A context larger than this is taken only when asked for: most prompts are far shorter, and on a CPU
-# prefill is slow.
+OPT_IN_FORMATS: tuple[str, str] = ("tq3_0", "tq3_0")  # only on request
+# A larger context is used only on request: most prompts are far shorter, and on a CPU prefill is slow.
 DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
-_USUAL_CTX = 32768  # what a shorter context than the default should still hold, if need be in fewer bits
-_LEAST_CTX = 256
-_SPARE = 0.1  # of a CPU's memory, and of a GPU's before it takes 16 bits
+_PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
+_MIN_CTX = 256
+_SPARE = 0.1  # share kept free of a CPU's memory, and of a GPU's with 16-bit formats
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a pair of formats would mean; the token embedding goes to the host where that is needed."""
+class FormatOption:
+    """How a model would fit with these KV cache formats, the token embedding in host memory if necessary."""
 
-    pair: Pair
+    formats: KVFormats
     max_ctx: int  # the longest that fits
-    total: int  # bytes in use with the context that is planned for
+    total: int  # bytes in use with the planned context
     host_embedding: bool
-    fits: bool  # that context
+    fits: bool  # whether the planned context does
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """What costs a little time, and no bits."""
+class _LoadOptions:
+    """Settings that trade a little speed, and no precision, for memory."""
 
     host_embedding: bool
-    chunk: int  # of a prompt, in tokens
+    chunk: int  # of prefill, in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes in use on a device once a model is loaded, by what they are for, and why so."""
+    """The bytes in use on a device once a model is loaded, by part, and the settings that lead to them."""
 
     parts: Mapping[str, int]
-    kv: Pair
+    kv: KVFormats
     max_ctx: int
     reason: str
-    room: Room
-    needs: Needs
+    budget: MemoryBudget
+    estimate: MemoryEstimate
     prefill_chunk: int
     host_embedding: bool = False
 
@@ -72,230 +79,260 @@ class MemoryPlan:
 
     @property
     def expanded(self) -> bool:
-        """Weights are used as they are held: as floats, or on a GPU in the tiles its kernels read."""
-        return self.needs.expanded
+        """Return whether weights are used as stored: as floats, or on a GPU in the tiles its kernels read."""
+        return self.estimate.expanded
 
     @property
     def weights(self) -> int:
-        """The token embedding included, wherever it is."""
-        return self.needs.parts["weights"] + self.needs.parts[EMBEDDING]
+        """Return the bytes of the weights, the token embedding included, also where it is in host memory."""
+        return self.estimate.parts["weights"] + self.estimate.parts[EMBEDDING]
 
     @property
     def draft(self) -> int:
-        return self.needs.parts.get("draft", 0)
+        return self.estimate.parts.get("draft", 0)
 
     @property
     def recurrent(self) -> int:
-        return self.needs.parts["recurrent states"]
+        return self.estimate.parts["recurrent states"]
 
     @property
     def kv_per_token(self) -> int:
-        return token_bytes(self.needs.spec, self.kv)
+        return kv_bytes_per_token(self.estimate.spec, self.kv)
 
     def notes(self) -> list[str]:
-        """What the user should know, in words."""
+        """Return warnings for the user."""
         found = []
-        if widened := self.needs.widened:
+        if widened := self.estimate.widened:
             found.append(
-                f"weights in {', '.join(widened)} have no GPU kernel and are held as float16: "
+                f"weights in {', '.join(widened)} have no GPU kernel and are stored as float16: "
                 f"{gib(sum(widened.values()))} more than in the file; "
                 "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
             )
         return found
 
     def line(self) -> str:
-        """Format, context and total, for the start of a program."""
-        place = f", token embedding in host memory ({gib(self.needs.parts[EMBEDDING])})"
+        """Return formats, context and total in one line, printed at start-up."""
+        embedding = f", token embedding in host memory ({gib(self.estimate.parts[EMBEDDING])})"
         return (
-            f"Keys and values in {named(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens, "
-            f"{gib(self.total)} of {gib(self.room.limit)}{place if self.host_embedding else ''}"
+            f"KV cache in {format_names(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens, "
+            f"{gib(self.total)} of {gib(self.budget.limit)}{embedding if self.host_embedding else ''}"
         )
 
 
-def named(pair: Pair) -> str:
-    """q8_0, or q8_0/q5_0 for keys and values apart."""
-    return "/".join(dict.fromkeys(format.name for format in pair))
+def format_names(formats: KVFormats) -> str:
+    """Return q8_0, or q8_0/q5_0 where K and V differ."""
+    return "/".join(dict.fromkeys(format.name for format in formats))
 
 
 def plan_memory(file: GGUFFile, spec: ModelSpec, config: EngineConfig, device: torch.device) -> MemoryPlan:
-    return Survey.of(file, spec, config, device, room_on(device, config.vram_limit)).decide()
+    return MemoryPlanner.create(file, spec, config, device, memory_budget(device, config.vram_limit)).plan()
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """A model, a room and a wish: what would fit, and the plan that follows from it."""
+class MemoryPlanner:
+    """Plans one model with one configuration for one memory budget."""
 
     file: GGUFFile
     spec: ModelSpec
     config: EngineConfig
-    device: torch.device  # need not be here
-    room: Room
-    needs: Needs
-    pairs: Sequence[Pair]  # that honour what was asked for, best first
+    device: torch.device  # need not be installed
+    budget: MemoryBudget
+    estimate: MemoryEstimate
+    candidates: Sequence[KVFormats]  # formats that the configuration allows, best first
 
     @classmethod
-    def of(
-        cls, file: GGUFFile, spec: ModelSpec, config: EngineConfig, device: torch.device, room: Room
-    ) -> "Survey":
+    def create(
+        cls,
+        file: GGUFFile,
+        spec: ModelSpec,
+        config: EngineConfig,
+        device: torch.device,
+        budget: MemoryBudget,
+    ) -> "MemoryPlanner":
         if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
             raise UsageError(
-                f"--max-ctx is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
+                f"`max_ctx` is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens",
+                param="max_ctx",
             )
-        kind: Kind = "cuda" if device.type == "cuda" else "cpu"
-        context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[kind])
-        options = {"context": context, "memory": room.limit}
-        needs = measure(file, spec, config, kind, expand=config.weights != "packed", **options)
-        if kind == "cpu" and config.weights == "auto" and needs.fixed() >= 0.8 * room.free:
-            needs = measure(file, spec, config, kind, expand=False, **options)
-        return cls(file, spec, config, device, room, needs, _candidates(spec, config, device))
+        device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
+        context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
+        options = {"context": context, "memory": budget.limit}
+        expand = config.weights != "packed"
+        estimate = estimate_memory(file, spec, config, device_type, expand=expand, **options)
+        if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
+            estimate = estimate_memory(file, spec, config, device_type, expand=False, **options)
+        return cls(file, spec, config, device, budget, estimate, _candidates(spec, config, device))
 
     @property
     def context(self) -> int:
-        """That was asked for, or is the default."""
+        """Return the requested context, or the default."""
         return self.config.max_ctx or min(self.spec.context_length, DEFAULT_CTX[self.device.type])
 
-    def decide(self) -> MemoryPlan:
+    def plan(self) -> MemoryPlan:
+        """Return the best plan that fits; raise ResourceError with alternatives if none does."""
         context = self.context
-        # A context that nobody asked for is no reason to keep less than 8 bits of anything.
-        faithful = self if self.config.max_ctx is not None else self._without_losses()
-        if (found := faithful._first(context)) is not None:
-            pair, way = found
-            return self._plan(pair, way, context, self._why(pair))
+        # The default context is no reason to use fewer than 8 bits for K or V.
+        precise = self if self.config.max_ctx is not None else self._without_lossy()
+        if (found := precise._best_fit(context)) is not None:
+            formats, options = found
+            return self._plan(formats, options, context, self._reason(formats))
         if self.config.max_ctx is None:
-            fewest = replace(faithful, pairs=faithful.pairs[-1:])
-            for survey, least in ((fewest, _USUAL_CTX), (self, _USUAL_CTX), (self, _LEAST_CTX)):
-                if least < context and (found := survey._first(least)) is not None:
-                    pair, way = found
-                    longest = min(survey._longest(pair, way), context)
-                    return self._plan(pair, way, longest, self._why_shorter(context))
-            context = min(context, _LEAST_CTX)
-        smallest = self.pairs[-1]
-        need = gib(self._total(smallest, context, self._ways()[-1]))
-        asked = self.config.vram_limit is not None
-        ways = tuple(self._ways_out(context))
-        free = "are free" if not self._on_gpu else "may be used" if asked else "are there"
-        raise ResourceError(
-            f"{self.file.path.name} needs {need} with a context of {context:,} tokens in {named(smallest)}, "
-            f"{gib(self.room.limit)} {free} on {self.device}",
-            f"{'any of these fits' if len(ways) > 1 else 'what would fit'}: {'; '.join(ways)}",
-        )
+            smallest_precise = replace(precise, candidates=precise.candidates[-1:])
+            for planner, least in (
+                (smallest_precise, _PREFERRED_CTX),
+                (self, _PREFERRED_CTX),
+                (self, _MIN_CTX),
+            ):
+                if least < context and (found := planner._best_fit(least)) is not None:
+                    formats, options = found
+                    longest = min(planner._longest(formats, options), context)
+                    return self._plan(formats, options, longest, self._reason_for_shorter(context))
+            context = min(context, _MIN_CTX)
+        raise self._does_not_fit(context)
 
-    def choices(self) -> tuple[Choice, ...]:
-        """Every pair of the ladder, the one below it, and what else was asked for."""
-        pairs = [*self._ladder(), *(pair for pair in self.pairs if pair not in self._ladder())]
-        return tuple(self._choice(pair) for pair in pairs)
+    def options(self) -> tuple[FormatOption, ...]:
+        """Return all automatic and opt-in formats, then the requested ones that are not among them."""
+        offered = self._offered()
+        return tuple(
+            self._option(formats)
+            for formats in (*offered, *(each for each in self.candidates if each not in offered))
+        )
 
     @property
     def _on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def _ladder(self) -> list[Pair]:
+    def _offered(self) -> list[KVFormats]:
         if not self._on_gpu:
             return []
-        whole = not self.spec.head_dim % BLOCK
-        return [(FORMATS[k], FORMATS[v]) for k, v in ((*LADDER, LAST) if whole else LADDER[:1])]
+        divisible = not self.spec.head_dim % BLOCK
+        names = (*AUTO_FORMATS, OPT_IN_FORMATS) if divisible else AUTO_FORMATS[:1]
+        return [(FORMATS[k], FORMATS[v]) for k, v in names]
 
-    def _ways(self) -> list[_Way]:
-        """From what costs nothing to what takes least."""
-        usual, *smaller = self.needs.prefill
+    def _load_options(self) -> list[_LoadOptions]:
+        """Return the load options, the fastest first, the one with the least memory last."""
+        preferred, *smaller = self.estimate.prefill
         if not self._on_gpu:
-            return [_Way(False, usual)]
-        return [_Way(False, usual), *(_Way(True, chunk) for chunk in (usual, *smaller))]
+            return [_LoadOptions(False, preferred)]
+        return [
+            _LoadOptions(False, preferred),
+            *(_LoadOptions(True, chunk) for chunk in (preferred, *smaller)),
+        ]
 
-    def _total(self, pair: Pair, context: int, way: _Way) -> int:
-        """Bytes in use."""
+    def _total(self, formats: KVFormats, context: int, options: _LoadOptions) -> int:
+        """Return the bytes in use."""
         libraries = CUDA_LIBRARIES if self._on_gpu else 0
-        fixed = self.needs.fixed(host_embedding=way.host_embedding) + self.needs.prefill[way.chunk]
-        return self.room.taken + libraries + fixed + self.needs.kv(pair, context)
+        model = self.estimate.without_kv(host_embedding=options.host_embedding)
+        workspace = self.estimate.prefill[options.chunk]
+        return self.budget.in_use + libraries + model + workspace + self.estimate.kv_bytes(formats, context)
 
-    def _most(self, pair: Pair) -> int:
-        """Bytes that may be in use with these formats."""
-        choosing = len(self.pairs) > 1 and not any(format.quantised for format in pair)
-        return int((1 - _SPARE) * self.room.limit) if choosing or not self._on_gpu else self.room.limit
+    def _limit(self, formats: KVFormats) -> int:
+        """Return the bytes that may be in use with these formats."""
+        choosing = len(self.candidates) > 1 and not any(format.quantised for format in formats)
+        limit = self.budget.limit
+        return int((1 - _SPARE) * limit) if choosing or not self._on_gpu else limit
 
-    def _first(self, context: int) -> tuple[Pair, _Way] | None:
-        """The best pair that holds a context, and how."""
-        for pair in self.pairs:
-            for way in self._ways():
-                if self._total(pair, context, way) <= self._most(pair):
-                    return pair, way
+    def _best_fit(self, context: int) -> tuple[KVFormats, _LoadOptions] | None:
+        """Return the best formats with which a context fits, and the load options it needs."""
+        for formats in self.candidates:
+            for options in self._load_options():
+                if self._total(formats, context, options) <= self._limit(formats):
+                    return formats, options
         return None
 
-    def _longest(self, pair: Pair, way: _Way) -> int:
-        """The longest context that fits."""
-        empty = self._total(pair, 0, way) - self.needs.kv(pair, 0)
-        return self.needs.context(pair, self._most(pair) - empty)
+    def _longest(self, formats: KVFormats, options: _LoadOptions) -> int:
+        """Return the longest context that fits."""
+        empty = self._total(formats, 0, options) - self.estimate.kv_bytes(formats, 0)
+        return self.estimate.max_context(formats, self._limit(formats) - empty)
 
-    def _without_losses(self) -> "Survey":
-        """The same with pairs of 8 bits and more, unless fewer were asked for."""
-        pairs = [pair for pair in self.pairs if not any(format.lossy for format in pair)]
-        return replace(self, pairs=pairs or self.pairs)
+    def _without_lossy(self) -> "MemoryPlanner":
+        """Return a planner for the candidates of 8 bits and more, or for all if there are none."""
+        precise = [formats for formats in self.candidates if not any(format.lossy for format in formats)]
+        return replace(self, candidates=precise or self.candidates)
 
-    def _why_shorter(self, context: int) -> str:
-        if (found := self._first(context)) is None:
-            return f"{context:,} tokens do not fit in {named(self.pairs[-1])}"
-        return f"--max-ctx {context} fits in {named(found[0])}"
+    def _reason_for_shorter(self, context: int) -> str:
+        if (found := self._best_fit(context)) is None:
+            return f"{context:,} tokens do not fit in {format_names(self.candidates[-1])}"
+        return f"`max_ctx` {context} fits in {format_names(found[0])}"
 
-    def _why(self, pair: Pair) -> str:
+    def _reason(self, formats: KVFormats) -> str:
         if "auto" not in (self.config.kv_k, self.config.kv_v):
-            return "as asked for"
-        if len(self.pairs) == 1:
+            return "as requested"
+        if len(self.candidates) == 1:
             return "the default"
-        if pair == self.pairs[0]:
+        if formats == self.candidates[0]:
             return f"{_SPARE:.0%} of the memory or more stay free"
         return "the most bits in which the context fits"
 
-    def _plan(self, pair: Pair, way: _Way, context: int, reason: str) -> MemoryPlan:
-        parts = dict(self.needs.parts) | {"prefill": self.needs.prefill[way.chunk]}
-        if way.host_embedding:
+    def _plan(self, formats: KVFormats, options: _LoadOptions, context: int, reason: str) -> MemoryPlan:
+        estimate, budget = self.estimate, self.budget
+        parts = dict(estimate.parts) | {"prefill": estimate.prefill[options.chunk]}
+        if options.host_embedding:
             parts.pop(EMBEDDING)
-        parts["keys and values"] = self.needs.kv(pair, context)
+        parts[KV_CACHE] = estimate.kv_bytes(formats, context)
         if self._on_gpu:
-            parts |= {"CUDA libraries": CUDA_LIBRARIES, "in use before": self.room.taken}
+            parts |= {"CUDA libraries": CUDA_LIBRARIES, "in use before": budget.in_use}
         parts = {name: size for name, size in parts.items() if size}
-        return MemoryPlan(parts, pair, context, reason, self.room, self.needs, way.chunk, way.host_embedding)
+        return MemoryPlan(
+            parts, formats, context, reason, budget, estimate, options.chunk, options.host_embedding
+        )
 
-    def _choice(self, pair: Pair) -> Choice:
-        alone = replace(self, pairs=(pair,))
-        found = alone._first(self.context)
-        way = self._ways()[-1] if found is None else found[1]
-        total = alone._total(pair, self.context, way)
-        longest = alone._longest(pair, self._ways()[-1])
-        return Choice(pair, longest, total, way.host_embedding, found is not None)
+    def _option(self, formats: KVFormats) -> FormatOption:
+        alone = replace(self, candidates=(formats,))
+        found = alone._best_fit(self.context)
+        options = self._load_options()[-1] if found is None else found[1]
+        total = alone._total(formats, self.context, options)
+        longest = alone._longest(formats, self._load_options()[-1])
+        return FormatOption(formats, longest, total, options.host_embedding, found is not None)
 
-    def _ways_out(self, context: int) -> Iterator[str]:
-        """Up to three things that would fit, as flags."""
-        smallest = self.pairs[-1]
-        if (shorter := self._longest(smallest, self._ways()[-1]) // 1024 * 1024) >= 1024:
-            yield f"--max-ctx {shorter}"
-        others = replace(self, pairs=[pair for pair in self._ladder() if pair not in self.pairs])
-        if (other := others._first(context)) is not None:
+    def _does_not_fit(self, context: int) -> ResourceError:
+        smallest = self.candidates[-1]
+        needed = gib(self._total(smallest, context, self._load_options()[-1]))
+        limited = self.config.vram_limit is not None
+        available = "are free" if not self._on_gpu else "may be used" if limited else "are installed"
+        alternatives = tuple(self._alternatives(context))
+        return ResourceError(
+            f"{self.file.path.name} needs {needed} with a context of {context:,} tokens in "
+            f"{format_names(smallest)}, {gib(self.budget.limit)} {available} on {self.device}",
+            f"{'any of these' if len(alternatives) > 1 else 'this'} would fit: {'; '.join(alternatives)}",
+        )
+
+    def _alternatives(self, context: int) -> Iterator[str]:
+        """Yield up to three settings with which the model would fit."""
+        smallest = self.candidates[-1]
+        if (shorter := self._longest(smallest, self._load_options()[-1]) // 1024 * 1024) >= 1024:
+            yield f"`max_ctx` {shorter}"
+        others = replace(self, candidates=[each for each in self._offered() if each not in self.candidates])
+        if (other := others._best_fit(context)) is not None:
             k, v = (format.name for format in other[0])
-            yield f"--kv {k}" if k == v else f"--kv-k {k} --kv-v {v}"
-        for flags, lighter in _lighter_drafts(self.config):
-            survey = Survey.of(self.file, self.spec, lighter, self.device, self.room)
-            if survey._first(context) is not None:
-                yield flags
+            yield f"`kv` {k}" if k == v else f"`kv_k` {k} `kv_v` {v}"
+        for setting, lighter in _lighter_drafts(self.config):
+            planner = MemoryPlanner.create(self.file, self.spec, lighter, self.device, self.budget)
+            if planner._best_fit(context) is not None:
+                yield setting
                 return
-        # What the weights would have to be for the rest to fit.
-        over = self._total(smallest, context, self._ways()[-1]) - self._most(smallest)
-        left = self.needs.parts["weights"] - over
+        # The size of weights with which the rest would fit.
+        excess = self._total(smallest, context, self._load_options()[-1]) - self._limit(smallest)
+        left = self.estimate.parts["weights"] - excess
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
 
 
-def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> list[Pair]:
-    asked = (config.kv_k, config.kv_v)
-    if device.type != "cuda" or "auto" not in asked:
-        return [kv_pair(spec, device, asked)]
-    rungs = [rung for rung in LADDER if rung == LADDER[0] or not spec.head_dim % BLOCK]
-    sides = [[rung[side] if asked[side] == "auto" else asked[side] for rung in rungs] for side in (0, 1)]
-    return [kv_pair(spec, device, pair) for pair in dict.fromkeys(zip(*sides, strict=True))]
+def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> list[KVFormats]:
+    requested = (config.kv_k, config.kv_v)
+    if device.type != "cuda" or "auto" not in requested:
+        return [kv_formats(spec, device, requested)]
+    usable = [names for names in AUTO_FORMATS if names == AUTO_FORMATS[0] or not spec.head_dim % BLOCK]
+    k_names, v_names = (
+        [names[side] if requested[side] == "auto" else requested[side] for names in usable] for side in (0, 1)
+    )
+    return [kv_formats(spec, device, names) for names in dict.fromkeys(zip(k_names, v_names, strict=True))]
 
 
 def _lighter_drafts(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Yield settings that shrink or drop the draft, and the configuration with each."""
     draft = config.draft
     if draft is None or config.speculation is None:
         return
     if draft.quant != "q4_k" and draft.path.suffix != ".gguf":
-        yield "--draft-quant q4_k", replace(config, draft=replace(draft, quant="q4_k"))
-    yield "--no-draft", replace(config, draft=None)
+        yield "`draft_quant` q4_k", replace(config, draft=replace(draft, quant="q4_k"))
+    yield "`no_draft`", replace(config, draft=None)

@@ -1,7 +1,7 @@
-"""Where a prompt is cut into chunks, and behind which cuts its state is worth keeping; numbers only.
+"""Where a prompt is split into prefill chunks, and after which chunks a snapshot is taken. Imports no torch.
 
-Whether there is a cut depends on what stands before it alone. So prompts that begin alike are cut alike as
-far as they do, and a state that one of them left at a cut is the state that another would have had there.
+Whether a chunk ends at a position depends on the text before it only. So prompts with a common prefix are
+split the same way within it, and a snapshot of one is the state that another would have there.
 """
 
 from bisect import bisect_right
@@ -9,35 +9,40 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-# Where a prompt may be picked up again: behind the system message and tools, behind the last question, as
-# near to its end as it was cut, behind the answer, and now and then in between.
-Kind = Literal["head", "question", "turn", "answer", "grid"]
+# After the system message and tools ("head"), after the last user message ("question"), at the last chunk end
+# of the prompt ("turn"), after the answer, and about every GRID tokens. The names are in snapshot files.
+SnapshotKind = Literal["head", "question", "turn", "answer", "grid"]
 
 GRID = 8192  # tokens
-# A turn is a cut if it is this part of a chunk away from the cut before, and this part of the text: a chunk
-# of a few tokens costs nearly what one of a hundred does, and there are conversations of a thousand turns.
-_OF_CHUNK, _OF_TEXT = 16, 16
+# A chunk ends at a turn if it then has at least this fraction of the chunk size and of the text so far: a
+# chunk of a few tokens costs nearly as much as one of a hundred, and conversations may have a thousand turns.
+_CHUNK_FRACTION, _TEXT_FRACTION = 16, 16
 
 
-def cuts(length: int, boundaries: Mapping[int, Kind], chunk: int) -> list[int]:
-    """Ends of a prompt's chunks; `boundaries` are the starts of its turns, whatever their kinds."""
-    found, last = [], 0
-    for place in sorted({*range(chunk, length, chunk), *(each for each in boundaries if 0 < each < length)}):
-        if place % chunk == 0 or place - last >= max(chunk // _OF_CHUNK, place // _OF_TEXT):
-            found.append(place)
-            last = place
-    return [*found, length]
+def chunk_ends(length: int, boundaries: Mapping[int, SnapshotKind], chunk: int) -> list[int]:
+    """Return where the chunks of a prompt end; `boundaries` are the starts of its turns, of any kind."""
+    ends, last = [], 0
+    inside = (position for position in boundaries if 0 < position < length)
+    for position in sorted({*range(chunk, length, chunk), *inside}):
+        if position % chunk == 0 or position - last >= max(
+            chunk // _CHUNK_FRACTION, position // _TEXT_FRACTION
+        ):
+            ends.append(position)
+            last = position
+    return [*ends, length]
 
 
-def worth_keeping(cuts: Sequence[int], boundaries: Mapping[int, Kind]) -> dict[int, Kind]:
-    """Of the cuts before the last: a boundary that is not one is rounded down to the cut before it."""
-    inner = list(cuts[:-1])
-    wanted: dict[int, Kind] = {
-        cut: "grid" for before, cut in pairwise([0, *inner]) if cut // GRID > before // GRID
+def snapshot_positions(
+    ends: Sequence[int], boundaries: Mapping[int, SnapshotKind]
+) -> dict[int, SnapshotKind]:
+    """Return the chunk ends to snapshot, without the last; boundaries are rounded down to a chunk end."""
+    inner = list(ends[:-1])
+    positions: dict[int, SnapshotKind] = {
+        end: "grid" for before, end in pairwise([0, *inner]) if end // GRID > before // GRID
     }
-    wanted |= dict.fromkeys(inner[-1:], "turn")
+    positions |= dict.fromkeys(inner[-1:], "turn")
     for kind in ("question", "head"):
-        places = [place for place, each in boundaries.items() if each == kind]
-        count = bisect_right(inner, max(places, default=0))
-        wanted |= dict.fromkeys(inner[max(0, count - 1) : count], kind)
-    return wanted
+        last = max((position for position, each in boundaries.items() if each == kind), default=0)
+        count = bisect_right(inner, last)
+        positions |= dict.fromkeys(inner[max(0, count - 1) : count], kind)
+    return positions

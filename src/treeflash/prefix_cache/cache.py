@@ -1,8 +1,9 @@
-"""PrefixCache: states of earlier conversations, for prompts that begin as they did; knows no text.
+"""PrefixCache: snapshots of earlier conversations, for prompts that share a prefix with them.
 
-A snapshot is everything a sequence consists of at one moment, as one value that nothing changes. It is found
-by its exact tokens alone. Its keys and values lie in the pool while there is room, then outside it; where the
-memory set aside is used up, snapshots go, those first that a later one of their conversation stands for.
+A snapshot is the immutable state of a sequence after some tokens and is found by exactly these tokens. Its KV
+pages stay in the device pool while there is room and are offloaded to host memory after that. When the host
+budget is used up, snapshots are evicted: first those that a longer one of the conversation supersedes, then
+the least recently used.
 """
 
 import logging
@@ -11,22 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
-from treeflash.prefix_cache.boundaries import Kind
+from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
 from treeflash.prefix_cache.snapshot import Snapshot, packed
 from treeflash.state.draft_ring import SavedRings
-from treeflash.state.snapshots import SavedPage, SavedStates
+from treeflash.state.snapshots import SavedPage, SnapshotStore
 
 log = logging.getLogger(__name__)
 
-# Snapshots, however small: each of them is looked at when a prompt comes.
-_MOST = 256
+_MAX_SNAPSHOTS = 256  # of any size: each prompt is compared with all of them
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixUsage:
     snapshots: int
-    device_bytes: int  # of pages that stay in the pool for them
+    device_bytes: int  # of pool pages that snapshots hold
     host_bytes: int
     disk_snapshots: int
     disk_bytes: int
@@ -34,21 +34,20 @@ class PrefixUsage:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheConfig:
-    budget: int = 0  # bytes of host memory for snapshots; 0: no prefix cache
+    budget: int = 0  # bytes of host memory for snapshots; 0 disables the cache
     files: SnapshotFiles | None = None  # snapshots on disk, which outlive the process
 
 
 class PrefixCache:
-    def __init__(self, saves: SavedStates, config: PrefixCacheConfig):
-        self.saves, self._budget, self._files = saves, config.budget, config.files
+    def __init__(self, store: SnapshotStore, config: PrefixCacheConfig):
+        self.store, self._budget, self._files = store, config.budget, config.files
         self._snapshots: list[Snapshot] = []
-        self._fresh: list[Snapshot] = []  # put since files were last written
+        self._unwritten: list[Snapshot] = []  # inserted since the last `write`
         self._time = 0
-        self._complained = False
+        self._warned = False
 
     @property
-    def keeps(self) -> bool:
-        """Whether anything is remembered at all."""
+    def enabled(self) -> bool:
         return self._budget > 0
 
     @property
@@ -56,102 +55,103 @@ class PrefixCache:
         files = self._files.entries if self._files else ()
         return PrefixUsage(
             snapshots=len(self._snapshots),
-            device_bytes=self.saves.device_bytes,
+            device_bytes=self.store.device_bytes,
             host_bytes=self._host_bytes,
             disk_snapshots=len(files),
             disk_bytes=sum(each.nbytes for each in files),
         )
 
-    def resume(self, slot: int, ids: Sequence[int], cuts: Container[int]) -> Snapshot | None:
-        """Lets a slot that was just opened go on from the longest beginning of `ids` that is remembered.
-
-        It ends where `ids` are cut, or with an answer, and leaves something of them to compute.
-        """
-        found = self.match(ids, cuts)
+    def restore(self, slot: int, ids: Sequence[int], ends: Container[int]) -> Snapshot | None:
+        """Restore the snapshot that `match` finds to a newly opened slot."""
+        found = self.match(ids, ends)
         if found is not None:
-            self._free(lambda: self.saves.shortage(slot, found.state), keep=found)
-            self.saves.restore(slot, found.state)
+            self._evict_pages(lambda: self.store.shortage(slot, found.state), keep=found)
+            self.store.restore(slot, found.state)
         return found
 
-    def match(self, ids: Sequence[int], cuts: Container[int]) -> Snapshot | None:
-        """The snapshot that `resume` takes."""
-        if not self.keeps:
+    def match(self, ids: Sequence[int], ends: Container[int]) -> Snapshot | None:
+        """Return the longest snapshot of a proper prefix of `ids` that ends with a chunk or an answer."""
+        if not self.enabled:
             return None
         before_last = packed(ids[:-1])
 
         def usable(each: Snapshot | SnapshotFile) -> bool:
             if each.nbytes > self._budget or not before_last.startswith(each.tokens):
                 return False
-            return each.kind == "answer" or each.length in cuts
+            return each.kind == "answer" or each.length in ends
 
         while True:
-            known = [*self._snapshots, *(self._files.entries if self._files else ())]
-            longest_first = sorted(known, key=lambda each: -each.length)
+            all_entries = [*self._snapshots, *(self._files.entries if self._files else ())]
+            longest_first = sorted(all_entries, key=lambda each: -each.length)
             found = next(filter(usable, longest_first), None)
             if isinstance(found, SnapshotFile):
-                self._load(found)  # a file that cannot be read is no longer among the entries
+                self._load(found)  # a file that cannot be read is removed from the entries
                 continue
             if found is not None:
                 self._touch(found)
             return found
 
-    def put(
-        self, slot: int, tokens: Sequence[int], kind: Kind, draft: Callable[[], SavedRings | None]
+    def insert(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        kind: SnapshotKind,
+        draft: Callable[[], SavedRings | None],
     ) -> None:
-        """Remembers a slot's state behind `tokens`, and forgets what that leaves no room for."""
+        """Take a snapshot of a slot's state after `tokens`, and evict others to stay within the budget."""
         try:
             rings = draft()
-            state = self.saves.save(slot)
+            state = self.store.save(slot)
         except MemoryError:
-            return self._learn_limit()
+            return self._lower_budget()
         assert state.length == len(tokens)
         snapshot = Snapshot(packed(tokens), kind, state, rings)
         if snapshot.nbytes > self._budget:
-            self._complain(snapshot)
+            self._warn_too_large(snapshot)
         self._add(snapshot)
-        self._fresh.append(snapshot)
-        self._fit()
+        self._unwritten.append(snapshot)
+        self._evict_to_budget()
 
-    def make_room(self, slot: int, rows: int) -> None:
-        """In the pool, for rows behind a slot's tokens: pages leave it that only snapshots hold."""
-        self._free(lambda: self.saves.states.shortage(slot, rows))
+    def reserve(self, slot: int, rows: int) -> None:
+        """Evict pages that only snapshots hold until the pool has room for `rows` more rows of a slot."""
+        self._evict_pages(lambda: self.store.states.shortage(slot, rows))
 
-    def _free(self, shortage: Callable[[], int], *, keep: Snapshot | None = None) -> None:
-        """Until nothing is short or nothing left; `keep` stays where it is."""
+    def _evict_pages(self, shortage: Callable[[], int], *, keep: Snapshot | None = None) -> None:
+        """Offload pages, then evict snapshots other than `keep`, until the shortage is 0 or none is left."""
         while pages := shortage():
             freed = 0
-            for page in self._coldest_pages(keep):
-                full = page.cell is None and self._host_bytes + self.saves.cell_bytes > self._budget
-                if full or freed == pages or not self._copy_out([page]):
+            for page in self._lru_pages(keep):
+                full = page.host is None and self._host_bytes + self.store.page_bytes > self._budget
+                if full or freed == pages or not self._offload([page]):
                     break
-                self.saves.leave_pool(page)
+                self.store.evict(page)
                 freed += 1
-            if not freed and not self._drop_coldest(keep):
+            if not freed and not self._evict_lru(keep):
                 return
 
     @torch.inference_mode()
     def write(self) -> None:
-        """Hands what was put since the last time to whoever writes files, as far as it is still here."""
-        fresh, self._fresh = self._fresh, []
+        """Queue the snapshots inserted since the last call for writing to disk, unless evicted meanwhile."""
+        unwritten, self._unwritten = self._unwritten, []
         if self._files is None:
             return
-        for snapshot in fresh:
+        for snapshot in unwritten:
             if snapshot.kind == "grid" or snapshot.superseded or snapshot not in self._snapshots:
                 continue
-            copies = sum(page.cell is None for page in snapshot.state.pages) * self.saves.cell_bytes
-            while self._host_bytes + copies > self._budget and self._drop_coldest(snapshot):
+            copies = sum(page.host is None for page in snapshot.state.pages) * self.store.page_bytes
+            while self._host_bytes + copies > self._budget and self._evict_lru(snapshot):
                 pass
             if self._host_bytes + copies > self._budget:
                 continue
-            if self._copy_out(snapshot.state.pages):
-                self.saves.wait()
+            if self._offload(snapshot.state.pages):
+                self.store.synchronize()
                 self._files.write(snapshot)
 
     def clear(self) -> None:
-        """Forgets everything but files."""
+        """Evict everything from memory; files stay."""
         if self._files:
             self._files.flush()
-        while self._drop_coldest(None):
+        while self._evict_lru(None):
             pass
 
     def __len__(self) -> int:
@@ -159,13 +159,13 @@ class PrefixCache:
 
     @property
     def _host_bytes(self) -> int:
-        tails = sum(each.state.tail is not None for each in self._snapshots) * self.saves.cell_bytes
-        return self.saves.cells_bytes - tails + sum(each.nbytes for each in self._snapshots)
+        tails = sum(each.state.tail is not None for each in self._snapshots) * self.store.page_bytes
+        return self.store.host_page_bytes - tails + sum(each.nbytes for each in self._snapshots)
 
     def _add(self, snapshot: Snapshot) -> None:
         for each in list(self._snapshots):
             if each.tokens == snapshot.tokens:
-                self._drop(each)
+                self._remove(each)
             elif each.kind == snapshot.kind != "head" and snapshot.tokens.startswith(each.tokens):
                 each.superseded = True
         self._snapshots.append(snapshot)
@@ -173,93 +173,94 @@ class PrefixCache:
 
     def _load(self, entry: SnapshotFile) -> None:
         assert self._files is not None
-        self.saves.wait()
-        read = self._files.read(entry, self.saves)
+        self.store.synchronize()
+        read = self._files.read(entry, self.store)
         if read is not None:
             snapshot = Snapshot(entry.tokens, entry.kind, *read)
             self._add(snapshot)
-            self._fit(keep=snapshot)
+            self._evict_to_budget(keep=snapshot)
 
-    def _fit(self, keep: Snapshot | None = None) -> None:
-        """Brings what lies outside the pool down to the budget."""
-        if len(self._snapshots) > _MOST:
-            self._drop_coldest(keep)
+    def _evict_to_budget(self, keep: Snapshot | None = None) -> None:
+        """Drop redundant host copies, then evict snapshots, until host memory is within the budget."""
+        if len(self._snapshots) > _MAX_SNAPSHOTS:
+            self._evict_lru(keep)
         if self._host_bytes <= self._budget:
             return
-        busy = {id(page) for each in self._busy(keep) for page in each.state.pages}
-        for page in self._coldest_pages(None):
+        pinned = {id(page) for each in self._pinned(keep) for page in each.state.pages}
+        for page in self._lru_pages(None):
             if self._host_bytes <= self._budget:
                 return
-            if page.cell is not None and id(page) not in busy:
-                self.saves.drop_copy(page)  # it is in the pool, too
-        while self._host_bytes > self._budget and self._drop_coldest(keep):
+            if page.host is not None and id(page) not in pinned:
+                self.store.drop_host_copy(page)  # the page is in the pool, too
+        while self._host_bytes > self._budget and self._evict_lru(keep):
             pass
 
-    def _copy_out(self, pages: Sequence[SavedPage]) -> bool:
-        """Whether there was memory for it."""
+    def _offload(self, pages: Sequence[SavedPage]) -> bool:
+        """Copy pages to host memory; return whether there was enough."""
         try:
             for page in pages:
-                self.saves.copy_out(page)
+                self.store.offload(page)
         except MemoryError:
-            self._learn_limit()
+            self._lower_budget()
             return False
         return True
 
-    def _learn_limit(self) -> None:
-        """The system has less memory than was granted."""
+    def _lower_budget(self) -> None:
+        """Lower the budget to what is in use: the system has less memory than was granted."""
         self._budget = min(self._budget, self._host_bytes)
-        log.warning("no more than %d MiB could be had for remembered prompts", self._budget >> 20)
+        log.warning("no more than %d MiB could be allocated for the prefix cache", self._budget >> 20)
 
-    def _complain(self, snapshot: Snapshot) -> None:
-        """Once: other prompts take about as much."""
-        if not self._complained:
+    def _warn_too_large(self, snapshot: Snapshot) -> None:
+        """Warn once: snapshots of other prompts are about as large."""
+        if not self._warned:
             log.warning(
-                "%d tokens are not remembered: their state takes %.1f MiB, --prefix-cache is %.1f MiB",
+                "%d tokens are not cached: their snapshot takes %.1f MiB, `prefix_cache` is %.1f MiB",
                 snapshot.length,
                 *(nbytes / 2**20 for nbytes in (snapshot.nbytes, self._budget)),
             )
-        self._complained = True
+        self._warned = True
 
-    def _busy(self, keep: Snapshot | None) -> list[Snapshot]:
-        """Snapshots that must stay as they are."""
-        return [each for each in self._snapshots if each is keep or self._is_written(each)]
+    def _pinned(self, keep: Snapshot | None) -> list[Snapshot]:
+        """Return `keep` and the snapshots that are being written, which must not change."""
+        return [each for each in self._snapshots if each is keep or self._is_being_written(each)]
 
-    def _is_written(self, snapshot: Snapshot) -> bool:
+    def _is_being_written(self, snapshot: Snapshot) -> bool:
         return self._files is not None and self._files.is_writing(snapshot)
 
-    def _coldest_pages(self, keep: Snapshot | None) -> Iterator[SavedPage]:
-        """Pages that take room in the pool, those first whose last user will be forgotten first."""
+    def _lru_pages(self, keep: Snapshot | None) -> Iterator[SavedPage]:
+        """Yield evictable pages in the eviction order of the last snapshot that uses each."""
         seen = {id(page) for page in keep.state.pages} if keep else set()
         groups = []
-        for snapshot in reversed(self._by_worth()):
+        for snapshot in reversed(self._eviction_order()):
             own = [page for page in snapshot.state.pages if id(page) not in seen]
             seen |= {id(page) for page in own}
-            groups.append([page for page in own if self.saves.is_idle(page)])
+            groups.append([page for page in own if self.store.is_evictable(page)])
         for group in reversed(groups):
             yield from reversed(group)
 
-    def _by_worth(self) -> list[Snapshot]:
+    def _eviction_order(self) -> list[Snapshot]:
+        """Return superseded snapshots, then the others, each least recently used first."""
         return sorted(self._snapshots, key=lambda each: (not each.superseded, each.used))
 
-    def _drop_coldest(self, keep: Snapshot | None) -> bool:
-        busy = self._busy(keep)
-        victim = next((each for each in self._by_worth() if each not in busy), None)
+    def _evict_lru(self, keep: Snapshot | None) -> bool:
+        pinned = self._pinned(keep)
+        victim = next((each for each in self._eviction_order() if each not in pinned), None)
         if victim is not None:
-            self._drop(victim)
+            self._remove(victim)
         return victim is not None
 
-    def _drop(self, snapshot: Snapshot) -> None:
-        if self._is_written(snapshot):
+    def _remove(self, snapshot: Snapshot) -> None:
+        if self._is_being_written(snapshot):
             assert self._files is not None
             self._files.flush()
         self._snapshots.remove(snapshot)
-        self.saves.forget(snapshot.state)
+        self.store.release(snapshot.state)
 
     def _touch(self, snapshot: Snapshot) -> None:
-        """It was used, and with it all that it goes on from."""
+        """Mark a snapshot and all snapshots of its prefixes as used."""
         snapshot.superseded = False
-        below = [each for each in self._snapshots if snapshot.tokens.startswith(each.tokens)]
-        for each in sorted(below, key=lambda each: each.length):
+        prefixes = [each for each in self._snapshots if snapshot.tokens.startswith(each.tokens)]
+        for each in sorted(prefixes, key=lambda each: each.length):
             self._stamp(each)
         if self._files:
             self._files.touch(snapshot.tokens)

@@ -1,9 +1,8 @@
-"""Snapshots as files that outlive the process: one file for each, written behind the engine's back.
+"""SnapshotFiles: snapshots on disk, one file each, written by a background thread.
 
-A file holds a header, the tokens, the pages' bytes, the rest of the state, and a checksum. Its name begins
-with the identity of the model and of everything else that the bytes depend on, so that files of several
-models may lie in one folder. What is damaged, or of another version, is ignored; a full disk only means that
-nothing new is kept. Knows no prompts.
+A file holds a header, the tokens, the bytes of the KV pages, the rest of the state, and a checksum. Its name
+begins with the identity of the model and of everything else that the bytes depend on, so that several models
+can share a folder. Damaged files and other versions are ignored; on a full disk no new files are written.
 """
 
 import contextlib
@@ -25,21 +24,21 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
-from treeflash.prefix_cache.boundaries import Kind
+from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.prefix_cache.snapshot import Snapshot
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.sequences import PAGE
-from treeflash.state.snapshots import SavedPage, SavedSequence, SavedStates
+from treeflash.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 
 log = logging.getLogger(__name__)
 
 _MAGIC = b"TreeFlash snapshot 1\n"
 _SUFFIX = ".snapshot"
 _START, _END = struct.Struct("<I"), struct.Struct("<I")  # the header's length; the checksum
-_LONGEST_HEADER = 1 << 20
-_WAITING = 4  # snapshots; of more the oldest are not written
-_ABANDONED = 3600  # seconds after which a file that somebody began to write has nobody left who does
-_SAMPLES, _SAMPLE, _HEAD = 256, 4096, 1 << 20  # of a model's file, and their bytes
+_MAX_HEADER = 1 << 20
+_QUEUE_LIMIT = 4  # snapshots; beyond it the oldest is not written
+_ABANDONED = 3600  # seconds after which a partial file has no writer any more
+_SAMPLES, _SAMPLE, _HEAD = 256, 4096, 1 << 20  # of a model's file: their count, bytes of each and of the head
 
 _Damage = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RuntimeError)
 
@@ -48,35 +47,36 @@ _Damage = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.erro
 class SnapshotFile:
     path: Path
     tokens: bytes
-    kind: Kind
+    kind: SnapshotKind
     length: int
     nbytes: int
 
 
 class SnapshotFiles:
     def __init__(self, folder: Path, identity: str, *, limit: int):
-        """`identity`: of all that a state depends on but its tokens; `limit`: bytes of the whole folder."""
+        """`identity`: of all that a state depends on, except its tokens; `limit`: bytes of the folder."""
         self._folder, self._identity, self._limit = folder, identity, limit
         self._lock = threading.Lock()
         self._queue: list[Snapshot] = []
         self._current: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        self._complained = False
+        self._warned = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.entries: tuple[SnapshotFile, ...] = tuple(self._scan())
         except OSError as error:
             raise UsageError(
-                f"--prefix-cache-dir is {folder}, needed a folder that can be written: {_reason(error)}",
-                "mkdir makes one; without the flag nothing is kept on disk",
+                f"`prefix_cache_dir` is {folder}, needed a writable folder: {_reason(error)}",
+                "create it with mkdir; without the setting nothing is stored on disk",
+                param="prefix_cache_dir",
             ) from error
 
     def write(self, snapshot: Snapshot) -> None:
-        """Soon, by another thread; until then the snapshot must stay as it is. Its pages have copies."""
+        """Queue a snapshot, whose pages have host copies, for writing; until then it must not change."""
         with self._lock:
-            self._queue = [*self._queue, snapshot][-_WAITING:]
+            self._queue = [*self._queue, snapshot][-_QUEUE_LIMIT:]
             if self._thread is None or not self._thread.is_alive():
-                # The program waits for it before it ends.
+                # Not a daemon: the process ends after it.
                 self._thread = threading.Thread(target=self._work, name="snapshots", daemon=False)
                 self._thread.start()
 
@@ -85,25 +85,27 @@ class SnapshotFiles:
             return snapshot is self._current or any(each is snapshot for each in self._queue)
 
     def flush(self) -> None:
-        """Waits until everything is written."""
+        """Wait until everything is written."""
         with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join()
 
-    def read(self, entry: SnapshotFile, saves: SavedStates) -> tuple[SavedSequence, SavedRings | None] | None:
-        """The state in a file, its pages outside the pool; None, and a warning, where it is damaged."""
+    def read(
+        self, entry: SnapshotFile, store: SnapshotStore
+    ) -> tuple[SavedSequence, SavedRings | None] | None:
+        """Read a state into host memory; return None, with a warning, where the file is damaged."""
         try:
             with entry.path.open("rb") as file:
-                return _read_state(file, entry, self._identity, saves)
+                return _read_state(file, entry, self._identity, store)
         except _Damage as error:
-            if not isinstance(error, FileNotFoundError):  # another program may have needed the room
+            if not isinstance(error, FileNotFoundError):  # another process may have evicted it
                 log.warning("the snapshot %s is ignored: %s", entry.path, error)
-            self._forget(entry)
+            self._drop(entry)
             return None
 
     def touch(self, tokens: bytes) -> None:
-        """The snapshot of these tokens was used."""
+        """Mark the snapshot of these tokens as used."""
         if any(each.tokens == tokens for each in self.entries):
             with contextlib.suppress(OSError):
                 os.utime(self._path(tokens))
@@ -124,14 +126,12 @@ class SnapshotFiles:
                     header, _ = _read_header(file, self._identity)
                     tokens = file.read(4 * header["length"])
                 if path != self._path(tokens):
-                    raise ValueError("its tokens are not those it is named after")
+                    raise ValueError("its tokens do not match its name")
                 yield SnapshotFile(path, tokens, header["kind"], header["length"], path.stat().st_size)
             except _Damage:
                 damaged += 1
         if damaged:
-            log.warning(
-                "%d snapshots in %s are ignored: damaged, or not what they claim", damaged, self._folder
-            )
+            log.warning("%d snapshots in %s are ignored: damaged or inconsistent", damaged, self._folder)
 
     def _work(self) -> None:
         while True:
@@ -144,7 +144,7 @@ class SnapshotFiles:
                 if not self._current.superseded:
                     self._store(self._current)
             except OSError as error:
-                self._complain(f"snapshots cannot be written to {self._folder}: {_reason(error)}")
+                self._warn(f"snapshots cannot be written to {self._folder}: {_reason(error)}")
             finally:
                 with self._lock:
                     self._current = None
@@ -153,9 +153,9 @@ class SnapshotFiles:
         path = self._path(snapshot.tokens)
         header = _encoded(_header_of(snapshot, self._identity))
         size = len(header) + sum(len(blob) for blob in _blobs(snapshot)) + _END.size
-        if not self._make_room(size, path):
-            limits = f"{size / 2**20:.1f} MiB, --prefix-cache-dir-size {self._limit / 2**20:.1f} MiB"
-            return self._complain(f"a snapshot is not written to {self._folder}: it has {limits}")
+        if not self._evict(size, path):
+            limits = f"{size / 2**20:.1f} MiB, `prefix_cache_dir_size` {self._limit / 2**20:.1f} MiB"
+            return self._warn(f"a snapshot is not written to {self._folder}: it takes {limits}")
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
             with part.open("wb") as file:
@@ -169,14 +169,14 @@ class SnapshotFiles:
             part.unlink(missing_ok=True)
         self._replace(SnapshotFile(path, snapshot.tokens, snapshot.kind, snapshot.length, size))
 
-    def _complain(self, text: str) -> None:
-        """Once: what cannot be written now will not be for the next answer, either."""
-        if not self._complained:
+    def _warn(self, text: str) -> None:
+        """Warn once: the next snapshot will most likely fail for the same reason."""
+        if not self._warned:
             log.warning("%s", text)
-        self._complained = True
+        self._warned = True
 
     def _replace(self, new: SnapshotFile) -> None:
-        """Takes the place of those that it stands for from now on."""
+        """Add an entry and delete those that it supersedes."""
         kept = []
         for each in self.entries:
             older = each.kind == new.kind != "head" and new.tokens.startswith(each.tokens)
@@ -186,8 +186,8 @@ class SnapshotFiles:
                 each.path.unlink(missing_ok=True)
         self.entries = (*kept, new)
 
-    def _make_room(self, size: int, path: Path) -> bool:
-        """Deletes what was used longest ago, until `size` more bytes are within the limit."""
+    def _evict(self, size: int, path: Path) -> bool:
+        """Delete least recently used files until `size` more bytes fit; return whether they do."""
         found = []
         for each in self._folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -203,35 +203,35 @@ class SnapshotFiles:
                 self.entries = tuple(entry for entry in self.entries if entry.path != each)
         return total + size <= self._limit
 
-    def _forget(self, entry: SnapshotFile) -> None:
+    def _drop(self, entry: SnapshotFile) -> None:
         self.flush()
         self.entries = tuple(each for each in self.entries if each is not entry)
 
 
 def _reason(error: OSError) -> str:
-    """In words, without a number and a path that nobody gave."""
+    """Return the error's text without its number and the path of a partial file."""
     return "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
 
 
 def identity(files: Sequence[Path], **facts: object) -> str:
-    """Of a model's files, by their sizes and samples of their bytes, and of whatever else matters."""
-    seen = blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
+    """Return a hash of a model's files, by their sizes and samples of their bytes, and of `facts`."""
+    digest = blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
     for file in files:
         for path in sorted(file.iterdir()) if file.is_dir() else [file]:
             if path.is_file():
-                seen.update(_fingerprint(path))
-    return seen.hexdigest()
+                digest.update(_fingerprint(path))
+    return digest.hexdigest()
 
 
 def _fingerprint(path: Path) -> bytes:
     size = path.stat().st_size
-    seen = blake2b(str(size).encode(), digest_size=16)
+    digest = blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
-        seen.update(file.read(_HEAD))
+        digest.update(file.read(_HEAD))
         for sample in range(_SAMPLES):
             file.seek(size * sample // _SAMPLES)
-            seen.update(file.read(_SAMPLE))
-    return seen.digest()
+            digest.update(file.read(_SAMPLE))
+    return digest.digest()
 
 
 def _header_of(snapshot: Snapshot, identity: str) -> dict[str, Any]:
@@ -240,29 +240,29 @@ def _header_of(snapshot: Snapshot, identity: str) -> dict[str, Any]:
         "identity": identity,
         "kind": snapshot.kind,
         "length": state.length,
-        "folding": state.folding,
-        "page": 0 if not state.pages else _size(state.pages[0].cell),
+        "folding": state.pending,
+        "page": 0 if not state.pages else _size(state.pages[0].host),
         "tail": _size(state.tail),
-        "layers": [[_form(part) for part in layer] for layer in state.layers],
+        "layers": [[_form(tensor) for tensor in layer] for layer in state.layers],
         "draft": draft
         and {
             "length": draft.length,
             "start": draft.start,
-            "rings": [[_form(part) for part in pair] for pair in draft.rings],
+            "rings": [[_form(tensor) for tensor in pair] for pair in draft.rings],
         },
     }
 
 
 def _blobs(snapshot: Snapshot) -> Iterator[memoryview | bytes]:
-    """What follows the header, in this order."""
+    """Yield everything after the header, in file order."""
     yield snapshot.tokens
     for page in snapshot.state.pages:
-        assert page.cell is not None
-        yield _bytes_of(page.cell)
+        assert page.host is not None
+        yield _bytes_of(page.host)
     if snapshot.state.tail is not None:
         yield _bytes_of(snapshot.state.tail)
-    for parts in (*snapshot.state.layers, *(snapshot.draft.rings if snapshot.draft else ())):
-        yield from map(_bytes_of, parts)
+    for tensors in (*snapshot.state.layers, *(snapshot.draft.rings if snapshot.draft else ())):
+        yield from map(_bytes_of, tensors)
 
 
 def _encoded(header: dict[str, Any]) -> bytes:
@@ -271,21 +271,21 @@ def _encoded(header: dict[str, Any]) -> bytes:
 
 
 def _read_header(file: BufferedReader, identity: str) -> tuple[dict[str, Any], int]:
-    """The header of a file whose size is what it says, and the checksum so far."""
+    """Return the header of a file, whose size it is checked against, and the checksum so far."""
     start = file.read(len(_MAGIC) + _START.size)
     if not start.startswith(_MAGIC):
-        raise ValueError("it is no snapshot of this version")
+        raise ValueError("not a snapshot of this version")
     (length,) = _START.unpack(start[len(_MAGIC) :])
-    if length > _LONGEST_HEADER:
-        raise ValueError(f"its header has {length} bytes, at most {_LONGEST_HEADER} were written")
+    if length > _MAX_HEADER:
+        raise ValueError(f"its header has {length} bytes, the limit is {_MAX_HEADER}")
     text = file.read(length)
     header = json.loads(text)
     if header["identity"] != identity:
         raise ValueError("it belongs to another model, draft or format")
-    if header["kind"] not in get_args(Kind):
+    if header["kind"] not in get_args(SnapshotKind):
         raise ValueError(f"its kind is {header['kind']!r}")
     tokens, draft = header["length"], header["draft"]
-    forms = [form for parts in (*header["layers"], *(draft["rings"] if draft else ())) for form in parts]
+    forms = [form for group in (*header["layers"], *(draft["rings"] if draft else ())) for form in group]
     needed = len(start) + length + 4 * tokens + tokens // PAGE * header["page"] + header["tail"] + _END.size
     needed += sum(_nbytes(form) for form in forms)
     size = os.fstat(file.fileno()).st_size
@@ -295,46 +295,44 @@ def _read_header(file: BufferedReader, identity: str) -> tuple[dict[str, Any], i
 
 
 def _read_state(
-    file: BufferedReader, entry: SnapshotFile, identity: str, saves: SavedStates
+    file: BufferedReader, entry: SnapshotFile, identity: str, store: SnapshotStore
 ) -> tuple[SavedSequence, SavedRings | None]:
     header, checksum = _read_header(file, identity)
     if file.read(len(entry.tokens)) != entry.tokens:
-        raise ValueError("its tokens are not those it had")
+        raise ValueError("its tokens have changed")
     checksum = zlib.crc32(entry.tokens, checksum)
     count = header["length"] // PAGE
-    if any(size not in (0, saves.cell_bytes) for size in (header["page"], header["tail"])):
-        raise ValueError(f"its pages have {header['page']} bytes, needed {saves.cell_bytes}")
-    room = saves.states.buffers.pending.path.shape[1]
-    if header["folding"] > room:
-        raise ValueError(
-            f"it has {header['folding']} rows to be folded in, at most {room} fit in a step here"
-        )
+    if any(size not in (0, store.page_bytes) for size in (header["page"], header["tail"])):
+        raise ValueError(f"its pages have {header['page']} bytes, needed {store.page_bytes}")
+    limit = store.states.buffers.pending.path.shape[1]
+    if header["folding"] > limit:
+        raise ValueError(f"it has {header['folding']} pending rows, a step here has at most {limit}")
     draft = header["draft"]
     state = SavedSequence(
         length=header["length"],
-        pages=[SavedPage(None, saves.new_cell(), holders=1) for _ in range(count)],
-        tail=saves.new_cell() if header["tail"] else None,
+        pages=[SavedPage(None, store.allocate_host_page(), references=1) for _ in range(count)],
+        tail=store.allocate_host_page() if header["tail"] else None,
         layers=[tuple(map(_empty, layer)) for layer in header["layers"]],
-        folding=header["folding"],
+        pending=header["folding"],
     )
     try:
         rings = draft and SavedRings(
             draft["length"],
             draft["start"],
-            [(_empty(keys), _empty(values)) for keys, values in draft["rings"]],
+            [(_empty(k), _empty(v)) for k, v in draft["rings"]],
         )
-        cells = [page.cell for page in state.pages] + [state.tail]
+        pages = [page.host for page in state.pages] + [state.tail]
         groups = (*state.layers, *(rings.rings if rings else ()))
-        for tensor in (*cells, *(part for parts in groups for part in parts)):
+        for tensor in (*pages, *(tensor for group in groups for tensor in group)):
             if tensor is not None:
-                place = _bytes_of(tensor)
-                if file.readinto(place) != len(place):
-                    raise ValueError("it ends too early")
-                checksum = zlib.crc32(place, checksum)
+                buffer = _bytes_of(tensor)
+                if file.readinto(buffer) != len(buffer):
+                    raise ValueError("it is truncated")
+                checksum = zlib.crc32(buffer, checksum)
         if _END.unpack(file.read(_END.size)) != (checksum,):
             raise ValueError("its checksum is wrong")
     except BaseException:
-        saves.forget(state)
+        store.release(state)
         raise
     return state, rings
 

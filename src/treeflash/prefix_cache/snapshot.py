@@ -1,22 +1,22 @@
-"""Snapshot: a prompt's or a conversation's tokens and everything the engine has made of them; one value."""
+"""Snapshot: the tokens of a prompt or conversation and the sequence and draft state after them."""
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from treeflash.prefix_cache.boundaries import Kind
+from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.snapshots import SavedSequence
 
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    tokens: bytes  # processed, as `packed` writes them
-    kind: Kind
+    tokens: bytes  # as `packed` encodes them
+    kind: SnapshotKind
     state: SavedSequence
     draft: SavedRings | None
-    nbytes: int = field(init=False)  # outside the pool, full pages not counted
-    # What the cache knows of it: when it was used, and whether a longer one of its kind has come.
+    nbytes: int = field(init=False)  # in host memory, full pages not counted
+    # For eviction: the time of the last use, and whether a longer snapshot of its kind continues it.
     used: int = field(default=0, init=False)
     superseded: bool = field(default=False, init=False)
 
@@ -29,5 +29,5 @@ class Snapshot:
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Token ids in a form that is compared as fast as memory is read."""
+    """Return token ids as bytes, whose prefixes compare at memory speed."""
     return array("i", ids).tobytes()

@@ -15,7 +15,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.kernels.tree import MAX_ROWS
-from treeflash.memory.device import available_memory, device_name, hold_to, pick_device
+from treeflash.memory.device import available_memory, device_name, limit_allocator, pick_device
 from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
 from treeflash.memory.planner import MemoryPlan, plan_memory
 from treeflash.models.decoder import Decoder
@@ -66,7 +66,7 @@ def load_session(
         tokenizer, template = _text_of(file, spec)
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
-            hold_to(plan.room, device)
+            limit_allocator(plan.budget, device)
         card = _card_of(file, spec)
         file_sampling = sampling_of(file.metadata)
         target = Decoder.load(

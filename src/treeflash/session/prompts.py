@@ -1,6 +1,6 @@
-"""Prompts: what a request's text means for the engine: token ids, what may follow them, how it is read.
+"""Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it.
 
-Knows no tensors.
+Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from functools import cached_property
 from typing import Literal
 
 from treeflash.errors import UsageError
-from treeflash.prefix_cache.boundaries import Kind
-from treeflash.session.answer import Answer
-from treeflash.session.constraint import Guide, GuidePlan
+from treeflash.prefix_cache.boundaries import SnapshotKind
+from treeflash.session.constraint import ConstraintSpec, TokenConstraint
+from treeflash.session.output import OutputStream
 from treeflash.session.requests import TextRequest
-from treeflash.text.grammar import GrammarCompiler
+from treeflash.text.grammar import GrammarCompiler, Matcher
 from treeflash.text.output import END_THINK, THINK, OutputParser
 from treeflash.text.stream import TextStream
 from treeflash.text.template import ChatTemplate, Rendered
 from treeflash.text.tokenizer import Tokenizer
 from treeflash.text.tools import CLOSE, OPEN, Tool, call_grammar, read_tools, syntax_of
 
-# Ends reasoning that has used up its budget, in words that the answer can go on from.
+# Forced when reasoning has used up its budget; the answer can continue from it.
 CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
 GAP = "\n\n"  # as templates write it between reasoning and answer
 
@@ -28,9 +28,9 @@ GAP = "\n\n"  # as templates write it between reasoning and answer
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    boundaries: dict[int, Kind]  # behind how many of the ids turns begin
-    reasoning: Literal["open", "possible", "none"]  # whether it has begun, or the answer may begin it
-    tools: list[Tool]  # that the answer may call
+    boundaries: dict[int, SnapshotKind]  # how many ids precede each turn
+    reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
+    tools: list[Tool]  # the answer may call these
 
 
 class Prompts:
@@ -63,46 +63,49 @@ class Prompts:
         if tools:
             raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
         prompt = request.prompt
-        ids = self._begun(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt or ())
+        ids = (
+            self._with_bos(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt or ())
+        )
         return Prompt(ids, {}, "none", [])
 
-    def _tokens(self, rendered: Rendered) -> tuple[list[int], dict[int, Kind]]:
-        """Ids of the text, and behind how many of them turns begin.
+    def _tokens(self, rendered: Rendered) -> tuple[list[int], dict[int, SnapshotKind]]:
+        """Return the ids of the text, and how many of them precede each turn.
 
-        The template knows where the last turns do. The control tokens found there begin all the others.
+        The template reports where the last turns begin. The control tokens there begin the earlier ones, too.
         """
-        kinds: dict[int, Kind] = dict.fromkeys(rendered.boundaries, "turn")
+        kinds: dict[int, SnapshotKind] = dict.fromkeys(rendered.boundaries, "turn")
         if len(rendered.boundaries) > 1:
             kinds[rendered.boundaries[0]] = "head"
-        if rendered.question is not None:
-            kinds[rendered.question] = "question"
-        # Templates write the first token themselves, all but the one we supply.
-        begun = self._template.is_fallback and self._tokenizer.bos_id is not None
-        ids: list[int] = self._begun([]) if begun else []
-        known: dict[int, Kind] = {}
+        if rendered.last_user_end is not None:
+            kinds[rendered.last_user_end] = "question"
+        # Templates write the BOS token themselves; the fallback template does not.
+        ids: list[int] = self._with_bos([]) if self._template.is_fallback else []
+        found: dict[int, SnapshotKind] = {}
         start = 0
         for end in [*sorted(kinds), len(rendered.text)]:
-            # A cut in front of a control token, and only there, leaves the tokens as they are.
+            # Splitting the text right before a control token, and only there, does not change its tokens.
             if end < len(rendered.text) and not self._template.is_control_at(rendered.text, end):
                 continue
-            # What a message merely spells like a control token stays text.
+            # A control token spelled out in a message stays text.
             literals = [(a - start, b - start) for a, b in rendered.literals if start <= a and b <= end]
             ids += self._tokenizer.encode(rendered.text[start:end], literals=literals)
             if end < len(rendered.text):
-                known[len(ids)] = kinds[end]
+                found[len(ids)] = kinds[end]
             start = end
-        openers = {ids[place] for place in known}
-        turns: dict[int, Kind] = {place: "turn" for place, id in enumerate(ids) if place and id in openers}
-        return ids, turns | known
+        openers = {ids[position] for position in found}
+        turns: dict[int, SnapshotKind] = {
+            position: "turn" for position, id in enumerate(ids) if position and id in openers
+        }
+        return ids, turns | found
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._tokenizer.bos_id is None else [self._tokenizer.bos_id, *ids]
 
-    def answer(self, request: TextRequest, prompt: Prompt) -> Answer:
-        """What reads the tokens that follow."""
+    def output(self, request: TextRequest, prompt: Prompt) -> OutputStream:
+        """Return the stream that decodes the request's output tokens."""
         if request.messages is None:
-            return Answer(self._tokenizer.stream(), OutputParser(), request.stop)
-        # Tags are read even where a file calls them control tokens, which are not shown otherwise.
+            return OutputStream(self._tokenizer.stream(), OutputParser(), request.stop)
+        # Tags are parsed even where the file marks them as control tokens, whose text is otherwise dropped.
         tags = {self._tokenizer.id_of(tag) for tag in (THINK, END_THINK, OPEN, CLOSE)}
         visible = self._tokenizer
 
@@ -110,28 +113,15 @@ class Prompts:
             return b"" if visible.is_control(id) and id not in tags else visible.token_bytes(id)
 
         parser = OutputParser(reasoning=prompt.reasoning, tools=prompt.tools)
-        return Answer(TextStream(piece), parser, request.stop, one_call=not request.parallel_tool_calls)
+        return OutputStream(TextStream(piece), parser, request.stop, one_call=not request.parallel_tool_calls)
 
-    def guide(self, request: TextRequest, prompt: Prompt) -> Guide | None:
-        """What may follow, where the request limits it."""
+    def constraint(self, request: TextRequest, prompt: Prompt) -> TokenConstraint | None:
+        """Return the constraint on the request's output, None if it has none."""
         token = self._tokenizer.id_of
-        forced = self._forced_tools(request, prompt.tools)
-        strict = [tool for tool in prompt.tools if tool.strict]
-        answer = call = None
-        if forced:
-            if request.grammar is not None:
-                raise UsageError("a request cannot ask for both a tool call and a grammar of its answer")
-            answer = self._calls(
-                forced, many=request.parallel_tool_calls and request.tool_choice == "required"
-            )
-        elif request.grammar is not None:
-            answer = self._compiler.compile(request.grammar)
-        elif strict and token(OPEN) is not None:
-            # Whatever the others allow, a call of a strict tool obeys its schema.
-            call = self._calls(prompt.tools, many=False, opened=True)
+        answer, call = self._matchers(request, prompt.tools)
         reasoning = prompt.reasoning
         if reasoning == "possible" and answer is not None and not request.thinking:
-            reasoning = "none"  # it was not asked for, and the grammar was
+            reasoning = "none"  # the request asks for a grammar and not for reasoning
         budget = request.thinking_budget if reasoning != "none" else None
         if budget is not None and budget < 0:
             raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
@@ -139,9 +129,9 @@ class Prompts:
             return None
         end = token(END_THINK)
         if reasoning != "none" and end is None:
-            raise UsageError(f"the model has no token {END_THINK}, so that its reasoning cannot be limited")
-        return Guide(
-            GuidePlan(
+            raise UsageError(f"the model has no token {END_THINK}, so its reasoning cannot be limited")
+        return TokenConstraint(
+            ConstraintSpec(
                 vocabulary=self._tokenizer.vocab_size,
                 ends=self._tokenizer.stop_ids,
                 reasoning=reasoning,
@@ -156,8 +146,22 @@ class Prompts:
             )
         )
 
+    def _matchers(self, request: TextRequest, tools: Sequence[Tool]) -> tuple[Matcher | None, Matcher | None]:
+        """Return the grammar of the whole answer and that of each tool call."""
+        if forced := self._forced_tools(request, tools):
+            if request.grammar is not None:
+                raise UsageError("a request cannot ask for both a tool call and a grammar of its answer")
+            many = request.parallel_tool_calls and request.tool_choice == "required"
+            return self._call_matcher(forced, many=many), None
+        if request.grammar is not None:
+            return self._compiler.compile(request.grammar), None
+        if any(tool.strict for tool in tools) and self._tokenizer.id_of(OPEN) is not None:
+            # A call of a strict tool matches its schema, even where other tools have none.
+            return None, self._call_matcher(tools, many=False, opened=True)
+        return None, None
+
     def _forced_tools(self, request: TextRequest, tools: Sequence[Tool]) -> list[Tool]:
-        """Those of which one has to be called; none where calls are the model's choice."""
+        """Return the tools of which one has to be called; none where the model decides."""
         if request.tool_choice in ("auto", "none"):
             return []
         if not tools:
@@ -175,10 +179,10 @@ class Prompts:
             )
         return named
 
-    def _calls(self, tools: Sequence[Tool], *, many: bool, opened: bool = False):
+    def _call_matcher(self, tools: Sequence[Tool], *, many: bool, opened: bool = False) -> Matcher:
         syntax = syntax_of(self._template.source)
         if syntax is None:
-            raise UsageError("the model's chat template knows no tools, so that no call can be enforced")
+            raise UsageError("the model's chat template has no tool calls, so none can be enforced")
         return self._compiler.compile(call_grammar(tools, syntax, many=many, opened=opened))
 
     @cached_property

@@ -13,7 +13,7 @@ from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.sequence import Request, Sequence
 from treeflash.hub.catalog import Card
 from treeflash.memory.planner import MemoryPlan
-from treeflash.session.answer import Answer
+from treeflash.session.output import OutputStream
 from treeflash.session.prompts import Prompts
 from treeflash.session.requests import Finished, Reasoning, SessionEvent, Text, TextRequest, TreeStep
 from treeflash.text.template import ChatTemplate
@@ -64,7 +64,7 @@ class Session:
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
         prompt = self._prompts.encode(request)
-        output = self._prompts.answer(request, prompt)
+        output = self._prompts.output(request, prompt)
         room = self.max_ctx - len(prompt.ids) + 1
         sequence = self.engine.add(
             Request(
@@ -73,7 +73,7 @@ class Session:
                 sampling=request.sampling,
                 stop_ids=self.tokenizer.stop_ids,
                 may_stop=output.may_end,
-                constraint=self._prompts.guide(request, prompt),
+                constraint=self._prompts.constraint(request, prompt),
                 draft_budget=request.draft_budget,
                 trees=request.trees,
                 boundaries=prompt.boundaries,
@@ -103,7 +103,7 @@ class _Generation:
         self,
         engine: Engine,
         sequence: Sequence,
-        output: Answer,
+        output: OutputStream,
         show: Callable[[VerifiedTree], TreeStep],
     ):
         self._engine, self._sequence, self._output, self._show = engine, sequence, output, show

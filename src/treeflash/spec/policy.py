@@ -334,8 +334,9 @@ class RowPolicy:
         """Return a sentence for the user when nothing of the draft is ever accepted."""
         if self.accepted == 0 and self.draft_calls >= SILENT_CALLS and self.steps >= SILENT_STEPS:
             return (
-                f"not one token of {self.draft_calls} draft calls in {self.steps} steps was accepted: is this"
-                " the draft of this target, with the right layers (target_layer_ids) and mask (mask_token_id)?"
+                f"not one token of {self.draft_calls} draft calls in {self.steps} steps was accepted:"
+                " is this the draft of this target, with the right layers (target_layer_ids)"
+                " and mask (mask_token_id)?"
             )
         return None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from treeflash.errors import UsageError
 from treeflash.models.dflash import DraftBuffers
 from treeflash.models.draft_spec import DraftSpec
-from treeflash.state.snapshots import aside
+from treeflash.state.snapshots import host_copy
 
 # Full-attention layers reach no further than this unless asked: acceptance gains nothing from more.
 DEFAULT_CONTEXT = 16384
@@ -31,7 +31,9 @@ def save_rings(buffers: DraftBuffers, slot: int) -> SavedRings:
     length, start = int(buffers.lengths[slot]), int(buffers.starts[slot])
     pairs = zip(buffers.keys, buffers.values, strict=True)
     return SavedRings(
-        length, start, [(aside(keys[slot, :length]), aside(values[slot, :length])) for keys, values in pairs]
+        length,
+        start,
+        [(host_copy(keys[slot, :length]), host_copy(values[slot, :length])) for keys, values in pairs],
     )
 
 

@@ -1,4 +1,4 @@
-"""Which pages of the KV pool belong to which sequence slot; numbers only, no tensors."""
+"""PageAllocator: which pages of the KV pool each slot owns, with reference counts. Imports no torch."""
 
 import heapq
 from collections import Counter
@@ -6,62 +6,61 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Hands out the lowest free pages, so that a lone sequence's pages lie in a row.
+    """Allocates the lowest free pages first, so that the pages of a single sequence are contiguous.
 
-    A full page never changes again, so slots and saved states may hold it together: it is free when the last
-    of them lets go.
+    A full page is immutable, so slots and saved states share it. It is free once its reference count is 0.
     """
 
     def __init__(self, slots: int):
         self.owned: list[list[int]] = [[] for _ in range(slots)]
         self._free: list[int] = []
-        self._holders: Counter[int] = Counter()
+        self._references: Counter[int] = Counter()
         self.capacity = 0
 
     def missing(self, slot: int, pages: int) -> int:
-        """How many pages the pool lacks for `slot` to own `pages` of them."""
+        """Return how many pages the pool lacks for `slot` to own `pages` of them."""
         return max(0, pages - len(self.owned[slot]) - len(self._free))
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def holders(self, page: int) -> int:
-        return self._holders[page]
+    def references(self, page: int) -> int:
+        return self._references[page]
 
     def grow(self, capacity: int) -> None:
         for page in range(self.capacity, capacity):
             heapq.heappush(self._free, page)
         self.capacity = max(self.capacity, capacity)
 
-    def take(self, slot: int, pages: int) -> list[int]:
-        """Lets `slot` own `pages` pages in all and returns the new ones."""
-        new = self.grant(pages - len(self.owned[slot]))
+    def extend(self, slot: int, pages: int) -> list[int]:
+        """Extend `slot` to `pages` pages in total and return the new ones."""
+        new = self.allocate(pages - len(self.owned[slot]))
         self.owned[slot] += new
         return new
 
-    def grant(self, count: int) -> list[int]:
-        """Free pages that the caller holds from now on."""
+    def allocate(self, count: int) -> list[int]:
+        """Allocate free pages, each with one reference, which the caller owns."""
         new = [heapq.heappop(self._free) for _ in range(count)]
-        self.hold(new)
+        self.retain(new)
         return new
 
-    def adopt(self, slot: int, pages: list[int]) -> None:
-        """Lets an empty slot begin with pages that others hold."""
+    def share(self, slot: int, pages: list[int]) -> None:
+        """Start an empty slot with pages that have other references, too."""
         assert not self.owned[slot]
-        self.hold(pages)
+        self.retain(pages)
         self.owned[slot] = list(pages)
 
-    def release(self, slot: int) -> None:
-        self.drop(self.owned[slot])
+    def free_slot(self, slot: int) -> None:
+        self.release(self.owned[slot])
         self.owned[slot] = []
 
-    def hold(self, pages: Iterable[int]) -> None:
-        self._holders.update(pages)
+    def retain(self, pages: Iterable[int]) -> None:
+        self._references.update(pages)
 
-    def drop(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Iterable[int]) -> None:
         for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                del self._holders[page]
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page]
                 heapq.heappush(self._free, page)

@@ -91,12 +91,12 @@ class SequenceStates:
         return slot
 
     def close(self, slot: int) -> None:
-        self.pages.release(slot)
+        self.pages.free_slot(slot)
         self._free_slots.append(slot)
 
     def begin(self, slot: int, pages: list[int], length: int) -> None:
         """Start a fresh slot with `length` tokens in pages that it shares."""
-        self.pages.adopt(slot, pages)
+        self.pages.share(slot, pages)
         self.buffers.page_table[slot, : len(pages)] = torch.tensor(
             pages, dtype=torch.int64, device=self._device
         )
@@ -114,14 +114,14 @@ class SequenceStates:
         pages = -(-(self.lengths[slot] + rows) // PAGE)
         self._provide(self.pages.missing(slot, pages))
         start = len(self.pages.owned[slot])
-        new = self.pages.take(slot, pages)
+        new = self.pages.extend(slot, pages)
         if new:
             self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
 
     def grant(self, count: int) -> list[int]:
         """Return pages of the pool that the caller owns."""
         self._provide(count - self.pages.free)
-        return self.pages.grant(count)
+        return self.pages.allocate(count)
 
     def _provide(self, missing: int) -> None:
         """Grow the pool by at least `missing` pages."""

@@ -1,6 +1,6 @@
-"""What constrained text has to match, and a walk along it token by token; knows no model and no tensors.
+"""GrammarCompiler and Matcher: which tokens a grammar allows next. Imports no torch.
 
-Parsing and masks are llguidance's; this is the little of it that the engine uses, with our errors.
+Parsing and masks come from llguidance; this wraps the part that sessions use, with our errors.
 """
 
 import json
@@ -14,33 +14,33 @@ import numpy as np
 from treeflash.errors import ResourceError, UsageError
 from treeflash.text.tokenizer import Tokenizer
 
-# Written as json.dumps writes it: models know it well, much of it is forced, and no answer is all spaces.
+# As json.dumps writes: familiar to models, mostly forced, and no output of endless whitespace.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`value`: the schema, the expression, or the grammar's text; nothing for any JSON object."""
+    """`value`: the schema, the expression or the grammar's text; None for json_object."""
 
     kind: Literal["json_object", "json_schema", "regex", "lark"]
     value: str | Mapping[str, Any] | None = None
 
 
 class Matcher:
-    """A place in a grammar. Moves forward over tokens and back again."""
+    """The state of a grammar after some tokens, which can be advanced and rolled back."""
 
     def __init__(self, state: Any, words: int):
         self._state, self._words = state, words
 
     def mask(self) -> np.ndarray:
-        """Tokens that may follow, one bit each: [vocabulary / 32] int32. End tokens where it may end."""
+        """Return a bit for each token that may follow, end tokens included: [vocabulary / 32] int32."""
         words = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32)[: self._words]
         if self._state.is_error():
             raise ResourceError(f"the grammar cannot be followed further: {_first_line(self._state)}")
         return words
 
     def advance(self, token: int) -> bool:
-        """False, and no move, where the grammar has no such token."""
+        """Advance by a token; return False, without advancing, where the grammar does not allow it."""
         return self._state.try_consume_tokens([token]) == 1
 
     def back(self, count: int = 1) -> None:
@@ -49,7 +49,7 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Return whether nothing can follow."""
         return self._state.is_stopped()
 
     @property
@@ -57,7 +57,7 @@ class Matcher:
         return self._state.is_accepting()
 
     def forced(self) -> list[int]:
-        """Tokens of the text that has to follow, as far as there is no choice."""
+        """Return the tokens of the only text that can follow."""
         return self._state.compute_ff_tokens()
 
     def fork(self) -> "Matcher":
@@ -65,13 +65,13 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Grammars over one vocabulary; its tables are made when the first grammar comes."""
+    """Compiles grammars over one vocabulary, whose tables are built for the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning; a grammar that makes no sense is the request's mistake."""
+        """Return a matcher at the start of a grammar; raise UsageError for an invalid grammar."""
         library, tables = self._library
         make = library.LLMatcher
         value = grammar.value
@@ -91,7 +91,7 @@ class GrammarCompiler:
         state = make(tables, text, log_level=0)
         if state.is_error():
             raise UsageError(f"the {grammar.kind} grammar cannot be used: {_first_line(state)}")
-        # Rules that only lead back to themselves are noticed by the first look for what may come.
+        # Rules that only refer to themselves fail at the first mask.
         state.compute_bitmask()
         if state.is_error():
             raise UsageError(f"the {grammar.kind} grammar matches no text: {_first_line(state)}")
@@ -112,7 +112,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface of llguidance."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -122,7 +122,7 @@ class _Vocabulary:
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = min(tokenizer.stop_ids, default=tokenizer.eos_id or 0)
         self.tokens = [tokenizer.token_bytes(id) for id in ids]
-        # Control tokens are no text, whatever their names spell.
+        # Control tokens are never text.
         self.special_token_ids = [id for id in ids if tokenizer.is_control(id)]
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -132,7 +132,7 @@ class _Vocabulary:
 
 
 def _first_line(state: Any) -> str:
-    """Of the error; a dump of the parser follows."""
+    """Return the error without the parser dump that follows it."""
     return next(iter(state.get_error().strip().splitlines()), "?")
 
 

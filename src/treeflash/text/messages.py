@@ -1,4 +1,4 @@
-"""Conversations as real clients send them, made into what chat templates accept; knows no template itself."""
+"""Normalises conversations as real clients send them to what chat templates accept."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from treeflash.errors import UsageError
 
 Message = dict[str, Any]
 
-# Other names are what the same role is called elsewhere.
+# Names of roles in other APIs map to ours.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -22,15 +22,16 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_PARTS = ("reasoning", "thinking", "redacted_thinking")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 REASONING_TEXTS = ("thinking", "reasoning", "text")  # of the parts
-# One client heads its system prompt with a line that differs in every request: no two would share a prefix.
+# One client begins its system prompt with a line that differs in every request: no two would share a prefix.
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 THOUGHTS = re.compile(r"(?:\s*<think>.*?(?:</think>\n*|\Z))+", re.DOTALL)
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """One leading system message at most, text contents, tool arguments as objects, reasoning in one field.
+    """Return at most one system message, at the start, and others with text contents.
 
-    Which reasoning is shown again is the template's rule: inside a round of tool calls, not in older turns.
+    Tool arguments become objects, and reasoning is in one field. The template decides which reasoning to
+    render again: within a round of tool calls, not of older turns.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise UsageError(
@@ -42,11 +43,11 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     leading = next((i for i, message in enumerate(cleaned) if message["role"] != "system"), len(cleaned))
     head = [message["content"] for message in cleaned[:leading]]
     system = [{"role": "system", "content": "\n\n".join(filter(None, head))}] if head else []
-    return system + [_in_place(message) for message in cleaned[leading:]]
+    return system + [_system_as_user(message) for message in cleaned[leading:]]
 
 
 def merge_neighbours(messages: Sequence[Message]) -> list[Message]:
-    """Neighbours that say plain text in one role become one, for templates that insist on taking turns."""
+    """Merge neighbouring text messages of one role, for templates that require alternating roles."""
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else None
@@ -73,7 +74,7 @@ def _clean(message: Any, where: str) -> Message:
     if role == "system":
         cleaned["content"] = BILLING_LINE.sub("", cleaned["content"])
     if role == "assistant":
-        thought, cleaned["content"] = _parted(cleaned["content"])
+        thought, cleaned["content"] = _split_reasoning(cleaned["content"])
         named = [cleaned.pop(name) for name in REASONING_FIELDS if name in cleaned]
         found = [*named, _thinking_parts(message.get("content")), thought]
         if reasoning := next((text for text in found if isinstance(text, str) and text), None):
@@ -137,8 +138,8 @@ def _thinking_parts(content: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _parted(content: str) -> tuple[str, str]:
-    """What a reply begins with in tags of thought, without them, and the reply itself."""
+def _split_reasoning(content: str) -> tuple[str, str]:
+    """Return the reasoning in the think tags at the start of a reply, and the rest."""
     if match := THOUGHTS.match(content):
         return re.sub("</?think>", "\n", match[0]).strip(), content[match.end() :]
     # Generation prompts write the first tag themselves, so a reply may hold only the second.
@@ -173,7 +174,7 @@ def _tool_call(call: Any, where: str) -> Message:
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:
-    """The arguments as an object, which templates list; anything else is kept whole under one name."""
+    """Return the arguments as an object, which templates list; other values under one name."""
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments or "{}")
@@ -184,8 +185,8 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {"arguments": value}
 
 
-def _in_place(message: Message) -> Message:
-    """A system message inside the conversation as user text: moving it would change the prompt before it."""
+def _system_as_user(message: Message) -> Message:
+    """Return a later system message as user text: moving it up would change the prompt before it."""
     if message["role"] != "system":
         return message
     return {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}

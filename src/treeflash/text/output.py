@@ -1,6 +1,6 @@
-"""OutputParser: the text of an answer, as it comes, to reasoning, content and tool calls; knows no tokens.
+"""OutputParser: splits streamed output text into reasoning, content and tool calls.
 
-Any split of the text gives the same deltas, joined. Text that is no call after all is content.
+Any split of the text gives the same deltas, joined. Text that turns out not to be a call is content.
 """
 
 import json
@@ -12,12 +12,12 @@ from treeflash.text import tools as tags
 from treeflash.text.tools import Tool, is_string, typed
 
 THINK, END_THINK = "<think>", "</think>"
-_LONGEST_NAME = 256
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """`index` is the call's, from 0; a call's `text` is its name, then pieces of its arguments as JSON."""
+    """`index` counts calls from 0; `text` of a call is its name, of arguments a piece of their JSON."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
@@ -31,7 +31,7 @@ class OutputParser:
         reasoning: Literal["open", "possible", "none"] = "none",
         tools: Sequence[Tool] = (),
     ):
-        """`reasoning`: open where the prompt has begun it, possible where the answer may begin with it."""
+        """`reasoning`: open where the prompt begins it, possible where the answer may begin with it."""
         self._tools = {tool.name: tool for tool in tools}
         self._state: Callable[[bool], bool] = {
             "open": self._reasoning,
@@ -39,11 +39,11 @@ class OutputParser:
             "none": self._content,
         }[reasoning]
         self._held = ""
-        self._bare = reasoning == "open"  # whitespace that follows is no part of the text
+        self._bare = reasoning == "open"  # drop the whitespace that follows
         self._out: list[Delta] = []
         self._tool = Tool("")
         self._key = ""
-        self._arguments = 0  # of the call under way, so far
+        self._arguments = 0  # of the current call so far
         self.calls_begun = 0
         self.calls_done = 0
 
@@ -56,7 +56,7 @@ class OutputParser:
         return self._take(final=False)
 
     def flush(self, *, whole: bool = True) -> list[Delta]:
-        """What was held back, once no more text comes; not `whole`: it was cut off, maybe in a call."""
+        """Return what was held back at the end; not `whole`: the text was cut off, maybe within a call."""
         if not whole and self._state in (self._parameters, self._value, self._closing):
             return []
         if not whole and self._state == self._string:
@@ -66,7 +66,7 @@ class OutputParser:
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> list[Delta]:
-        # A state answers whether another should look at what it left.
+        # A state returns whether the next state should process the rest.
         while self._state(final):
             pass
         return self._drain()
@@ -92,7 +92,7 @@ class OutputParser:
         return True
 
     def _reasoning(self, final: bool) -> bool:
-        if not self._bared():
+        if not self._past_whitespace():
             return False
         before, tag, after = self._held.partition(END_THINK)
         if tag:
@@ -104,7 +104,7 @@ class OutputParser:
         return False
 
     def _content(self, final: bool) -> bool:
-        if not self._bared():
+        if not self._past_whitespace():
             return False
         if not self._tools:
             self._emit("content", self._held)
@@ -115,22 +115,22 @@ class OutputParser:
             self._emit("content", self._ready(final, tags.OPEN))
             return False
         self._emit("content", before.rstrip())
-        # The space before a call belongs to it, or to the content if it turns out to be none.
+        # Whitespace before a call belongs to it, or to the content if it turns out not to be a call.
         self._held = self._held[len(before.rstrip()) :]
         self._state = self._call
         return True
 
     def _call(self, final: bool) -> bool:
-        """At the first tag of what may be a call."""
+        """Parse the opening tag of a possible call."""
         text = self._held.lstrip().removeprefix(tags.OPEN).lstrip()
         if text.startswith("{"):
             return self._json_call(final)
         name, mark, rest = text.removeprefix(tags.FUNCTION).partition(">")
         if not text.startswith(tags.FUNCTION):
-            sound = tags.FUNCTION.startswith(text)
+            valid = tags.FUNCTION.startswith(text)
         else:
-            sound = len(name) <= _LONGEST_NAME and not set(name) & set("\n<") and bool(name or not mark)
-        if not sound or (final and not mark):
+            valid = len(name) <= _MAX_NAME and not set(name) & set("\n<") and bool(name or not mark)
+        if not valid or (final and not mark):
             return self._no_call()
         if not mark:
             return False
@@ -140,10 +140,10 @@ class OutputParser:
         return True
 
     def _parameters(self, final: bool) -> bool:
-        """Between the arguments of a call."""
+        """Parse what lies between the arguments of a call."""
         text = self._held.lstrip()
         key, mark, rest = text.removeprefix(tags.PARAMETER).partition(">")
-        if text.startswith(tags.PARAMETER) and "\n" not in key and len(key) <= _LONGEST_NAME:
+        if text.startswith(tags.PARAMETER) and "\n" not in key and len(key) <= _MAX_NAME:
             if not mark:
                 return self._broken() if final else False
             self._key, self._held = key.strip(), rest
@@ -165,7 +165,7 @@ class OutputParser:
         return False if waiting and not final else self._broken()
 
     def _value(self, final: bool) -> bool:
-        """The whole of an argument whose text has to be read; a string's text goes on as it comes."""
+        """Parse a complete argument that is not a string; strings are streamed."""
         schema = self._tool.schema(self._key)
         end, after = _value_end(self._held, final)
         if is_string(schema):
@@ -199,7 +199,7 @@ class OutputParser:
         return True
 
     def _closing(self, final: bool) -> bool:
-        """Behind the arguments: the last tag, which is not missed where it is missing."""
+        """Parse the closing tag of a call, which may be missing."""
         text = self._held.lstrip()
         if not final and tags.CLOSE.startswith(text) and text != tags.CLOSE:
             return False
@@ -242,7 +242,7 @@ class OutputParser:
         self._emit("arguments", "}" if self._arguments else "{}")
 
     def _no_call(self) -> bool:
-        """The tag and the space before it are content."""
+        """Emit the tag and the whitespace before it as content."""
         tag = self._held.index(tags.OPEN) + len(tags.OPEN)
         self._emit("content", self._held[:tag])
         self._held = self._held[tag:]
@@ -250,22 +250,22 @@ class OutputParser:
         return True
 
     def _broken(self) -> bool:
-        """A call that begins well and goes on otherwise: its arguments end here, the rest is content."""
+        """End the arguments of a malformed call here; the rest is content."""
         self._end_arguments()
         self.calls_done += 1
         self._bare = True
         self._state = self._content
         return True
 
-    def _bared(self) -> bool:
-        """Drops whitespace where it is no part of the text; whether any text is left, or none is due."""
+    def _past_whitespace(self) -> bool:
+        """Drop leading whitespace where required; return whether the text after it has begun."""
         if self._bare:
             self._held = self._held.lstrip()
             self._bare = not self._held
         return not self._bare
 
     def _ready(self, final: bool, tag: str) -> str:
-        """Text that surely stands before `tag` and the space in front of it; what may not is held."""
+        """Return the text that certainly precedes `tag` and the whitespace before it; hold the rest."""
         count = len(self._held)
         if not final:
             count = _before(self._held, tag)
@@ -275,7 +275,7 @@ class OutputParser:
 
 
 def _before(text: str, tag: str) -> int:
-    """Index from which the end of `text` may be the beginning of `tag`."""
+    """Return the index from which the end of `text` may begin `tag`."""
     for start in range(max(0, len(text) - len(tag) + 1), len(text)):
         if tag.startswith(text[start:]):
             return start
@@ -283,9 +283,9 @@ def _before(text: str, tag: str) -> int:
 
 
 def _value_end(text: str, final: bool) -> tuple[int, int | None]:
-    """Where an argument's text ends, and where to go on behind its tag; None: it is not there yet.
+    """Return where an argument's text ends and the index after its tag, None if the tag is not complete yet.
 
-    A closing tag counts only where the call can go on behind it: text may hold one of its own.
+    A closing tag counts only where the call can continue after it: the text itself may contain one.
     """
     followers = (tags.PARAMETER, tags.END_FUNCTION, tags.CLOSE)
     start = text.find(tags.END_PARAMETER)
@@ -303,7 +303,7 @@ def _value_end(text: str, final: bool) -> tuple[int, int | None]:
 
 
 def _unbroken(text: str, end: int) -> int:
-    """`end`, or before the line break in front of it, which would belong to the tag."""
+    """Return `end`, or the index before the preceding line break, which would belong to the tag."""
     return end - 1 if text[:end].endswith("\n") else end
 
 
@@ -312,7 +312,7 @@ def _framed(text: str) -> str:
 
 
 def _json_object(call: Any) -> tuple[str, str] | None:
-    """Name and arguments of a call written as an object; None where it is something else."""
+    """Return name and arguments of a call in JSON, None where the value is not a call."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))

@@ -1,4 +1,4 @@
-"""The named ways of cutting text into words before byte-level BPE; knows no vocabulary and no file."""
+"""Pre-tokenizers: the named rules that split text into words before byte-level BPE."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """How one `tokenizer.ggml.pre` cuts words, and what its models assume beside the pattern."""
+    """The rule of one `tokenizer.ggml.pre`, and what its models assume besides the pattern."""
 
     pattern: str
-    # The files do not record it: these models were trained on text in Unicode's composed form.
+    # Not in the files: these models were trained on text in Unicode's composed form (NFC).
     composes: bool = False
-    # A word that is itself a token is taken whole, even where the merges would not lead to it.
+    # A word that is a token is encoded as such, even where the merges would not lead to it.
     whole_words: bool = False
-    # What an absent tokenizer.ggml.add_bos_token means.
+    # The default of tokenizer.ggml.add_bos_token.
     adds_bos: bool = False
 
     def pre_tokenizer(self) -> PreTokenizer:

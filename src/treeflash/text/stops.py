@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces; any split of the text gives the same result."""
+"""StopStrings: finds stop strings in streamed text; any split of the text gives the same result."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 class StopStrings:
     def __init__(self, stops: Sequence[str]):
         self._stops = [stop for stop in stops if stop]
-        self._held = ""  # could still become a stop string
+        self._held = ""  # the possible start of a stop string
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Text that may be shown now; nothing any more once a stop string was found."""
+        """Return the text that precedes any stop string so far; nothing after one was found."""
         if self.hit is not None:
             return ""
         self._held += text
-        # Where several match, the one that is complete first in the text wins; among those the longest.
+        # Of several matches the one that ends first wins; among those the longest.
         ends = [
             (start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0
         ]
@@ -27,12 +27,12 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text held back, at the end of the stream."""
         rest, self._held = self._held, ""
         return rest
 
     def _possible_start(self) -> int:
-        """Index from which the held text could be the beginning of a stop string."""
+        """Return the index from which the held text could begin a stop string."""
         longest = max((len(stop) for stop in self._stops), default=0)
         for start in range(max(0, len(self._held) - longest + 1), len(self._held)):
             if any(stop.startswith(self._held[start:]) for stop in self._stops):

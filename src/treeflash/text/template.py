@@ -1,4 +1,4 @@
-"""ChatTemplate: a conversation to prompt text with the model's own Jinja template; knows no token ids."""
+"""ChatTemplate: renders a conversation as prompt text with the model's own Jinja template."""
 
 import json
 import re
@@ -26,12 +26,12 @@ FALLBACK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-RAW_HINT = "--raw sends the prompt without a chat template"
-# Far above what a conversation of any length needs, and a few seconds of work at most.
+RAW_HINT = "`raw` sends the prompt without a chat template"
+# Far above what any conversation needs, and at most a few seconds of work.
 MAX_ITERATIONS = 1_000_000
 MAX_CHARACTERS = 64_000_000
 MAX_NESTING = 100
-# Turn ends looked for, from the last one back; each costs one rendering.
+# Turn ends to find, from the last one backwards; each costs one rendering.
 BOUNDARY_TURNS = 8
 # Unicode reserves these for a program's own use: they enclose control tokens that the conversation spells.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -41,14 +41,14 @@ COUNTER = "iteration counter"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Prompt text, with character offsets into it."""
+    """Prompt text and character offsets into it."""
 
     text: str
-    # Where a shorter or differently continued conversation still has the same text; ascending.
+    # Ends of prefixes that a shorter or differently continued conversation shares; ascending.
     boundaries: list[int]
-    # The last of them that stands behind a user's message: what comes later may be written anew.
-    question: int | None
-    # Spans where the conversation itself spells a control token; `Tokenizer.encode` keeps them plain text.
+    # The end of the last user message: templates may rewrite what follows it in a later turn.
+    last_user_end: int | None
+    # Spans where a message spells out a control token; `Tokenizer.encode` keeps them plain text.
     literals: list[tuple[int, int]]
 
 
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], *, source: str = "") -> "ChatTemplate":
-        """The template in `tokenizer.chat_template`, or plain ChatML where the file has none."""
+        """Return the template in `tokenizer.chat_template`, or plain ChatML where the file has none."""
         text = metadata.get("tokenizer.chat_template")
         if text is not None and not isinstance(text, str):
             name = source or "the metadata"
@@ -94,11 +94,11 @@ class ChatTemplate:
 
     @property
     def supports_thinking(self) -> bool:
-        """Whether the template asks if the model should think."""
+        """Return whether the template has a thinking switch."""
         return "enable_thinking" in self.source
 
     def is_control_at(self, text: str, offset: int) -> bool:
-        """Whether a control token's string begins there."""
+        """Return whether a control token's string begins at `offset`."""
         return self._controls.match(text, offset) is not None
 
     def render(
@@ -112,7 +112,7 @@ class ChatTemplate:
         boundaries: bool = False,
         **extra: Any,
     ) -> Rendered:
-        """The prompt for a conversation as clients send it; `thinking` None leaves the template's default."""
+        """Render a conversation as clients send it; `thinking` None leaves the template's default."""
         if own := {"messages", COUNTER, *self._tokens} & extra.keys():
             raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
         conversation: list[Message] = self._guard(normalise(messages))
@@ -132,13 +132,13 @@ class ChatTemplate:
             conversation = merged
             marked = run(conversation, add_generation_prompt)
         text, literals = _without_marks(marked)
-        ends, question = self._turn_ends(text, conversation, run) if boundaries else ([], None)
-        return Rendered(text, ends, question, literals)
+        ends, last_user_end = self._turn_ends(text, conversation, run) if boundaries else ([], None)
+        return Rendered(text, ends, last_user_end, literals)
 
     def _turn_ends(
         self, text: str, conversation: list[Message], run: Callable[[list[Message], bool], str]
     ) -> tuple[list[int], int | None]:
-        """Where the head (system message and tools) ends, then messages, in order; and the last user's."""
+        """Return the ends of the head (system message and tools) and of messages, and the last user's."""
 
         def attempt(turns: list[Message]) -> str:
             try:
@@ -159,8 +159,8 @@ class ChatTemplate:
             for count in {*range(first, len(conversation) + 1), *users[-1:]}
             if text.startswith(turns := attempt(conversation[:count]))
         }
-        question = ends.get(users[-1]) if users else None
-        return sorted({head, *ends.values()} - {0}), question or None
+        last_user_end = ends.get(users[-1]) if users else None
+        return sorted({head, *ends.values()} - {0}), last_user_end or None
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -172,7 +172,7 @@ class ChatTemplate:
             tree = environment.parse(self.source)
             _count_repetitions(tree)
             return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
-        except Exception as error:  # whatever the file's text provokes in the compiler
+        except Exception as error:  # the compiler may raise anything on text from a file
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TemplateFailed(f"the chat template cannot be compiled: {error}{line}", RAW_HINT) from error
 
@@ -190,13 +190,13 @@ class ChatTemplate:
                     )
         except TemplateFailed:
             raise
-        except Exception as error:  # the template is a program from the file and raises what it likes
+        except Exception as error:  # the template is a program from the file and may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise TemplateFailed(f"the chat template failed: {reason}", RAW_HINT) from error
         return "".join(pieces)
 
     def _guard(self, value: Any, depth: int = 0) -> Any:
-        """`value` with every control token in its strings enclosed in marks."""
+        """Return `value` with every control token in its strings enclosed in marks."""
         if depth > MAX_NESTING:
             raise UsageError(f"the conversation nests objects deeper than {MAX_NESTING} levels")
         if isinstance(value, str):
@@ -210,7 +210,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the model's own words for training; here its body is simply rendered."""
+    """`{% generation %}` marks the assistant's text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (the library declares it for instances)
 
@@ -241,7 +241,7 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _count_repetitions(tree: nodes.Template) -> None:
-    """Calls the counter at the head of every loop and macro, the two ways to repeat in a template."""
+    """Insert a counter call in every loop and macro, the two ways to repeat in a template."""
     for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         counter = nodes.Getitem(nodes.ContextReference(), nodes.Const(COUNTER), "load")
         block.body.insert(0, nodes.ExprStmt(nodes.Call(counter, [], [], None, None)))
@@ -275,7 +275,7 @@ def _checked_tools(tools: Any) -> list[Any] | None:
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks, and the spans they enclosed."""
+    """Return the text without the marks, and the spans they enclosed."""
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
     length, start = 0, None

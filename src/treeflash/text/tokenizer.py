@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, built from GGUF metadata; knows no chat format and no tensors."""
+"""Tokenizer: encodes text and decodes ids, built from GGUF metadata. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from treeflash.text.stream import TextStream
 
 KEY = "tokenizer.ggml."
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Files name one end token; models end with any of these they have as control tokens.
+# Files name one end token; models end with any of these that they have as control tokens.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -29,12 +29,12 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Never written by the model as text, never made from words.
-UNSPOKEN = (TokenType.CONTROL, TokenType.UNKNOWN)
+# Never decoded as text, never encoded from words.
+NON_TEXT = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte of each symbol of byte-level BPE: a printable byte is its own symbol, the rest start at U+0100."""
+    """Map symbols of byte-level BPE to bytes: printable bytes map to themselves, the rest start at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], *, source: str = "") -> "Tokenizer":
-        """The tokenizer that `tokenizer.ggml.*` describes; `source` names the file in errors."""
+        """Build the tokenizer that `tokenizer.ggml.*` describes; `source` names the file in errors."""
         return cls(_Reader(metadata, source or "the metadata"))
 
     def __init__(self, reader: "_Reader"):
@@ -68,7 +68,7 @@ class Tokenizer:
         special = [
             (token, id) for id, token in enumerate(self._tokens) if self._types[id] != TokenType.NORMAL
         ]
-        control = [token for token, id in special if token and self._types[id] in UNSPOKEN]
+        control = [token for token, id in special if token and self._types[id] in NON_TEXT]
         user_defined = [token for token, id in special if token and self._types[id] == TokenType.USER_DEFINED]
         self._user_defined_pattern = _any_of(user_defined)
         self._special_pattern = _any_of(control + user_defined)
@@ -85,13 +85,13 @@ class Tokenizer:
         self.bos_id = reader.id("bos_token_id", self.vocab_size) if reader.adds_bos(rule) else None
         self.eos_id = reader.id("eos_token_id", self.vocab_size)
         self.pad_id = reader.id("padding_token_id", self.vocab_size)
-        known_ends = {self._ids[token] for token in END_TOKENS if token in control}
-        self.stop_ids = reader.stop_ids(self.vocab_size) | known_ends
+        common_ends = {self._ids[token] for token in END_TOKENS if token in control}
+        self.stop_ids = reader.stop_ids(self.vocab_size) | common_ends
 
     def encode(
         self, text: str, *, special: bool = True, literals: Sequence[tuple[int, int]] = ()
     ) -> list[int]:
-        """Ids of `text`, no BOS added.
+        """Return the ids of `text`, without a BOS.
 
         Strings of user-defined tokens always become their ids, strings of control tokens only with `special`
         and outside the character spans `literals` (see `Rendered.literals`).
@@ -108,12 +108,12 @@ class Tokenizer:
         return ids + self._encode_words(text[position:])
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`, bytes that are no UTF-8 as U+FFFD; `skip_special` leaves out control tokens only."""
+        """Return the text of `ids`, invalid UTF-8 as U+FFFD; `skip_special` drops control tokens only."""
         piece = self._visible_bytes if skip_special else self.token_bytes
         return b"".join(map(piece, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """Raw bytes of one token: its name for control tokens, nothing for unused ones."""
+        """Return the raw bytes of a token: its name for control tokens, nothing for unused ones."""
         if not 0 <= id < self.vocab_size:
             raise UsageError(
                 f"token id {id} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
@@ -131,27 +131,27 @@ class Tokenizer:
         return token.encode()
 
     def id_of(self, token: str) -> int | None:
-        """Id of the token spelled so in the file (byte-level for ordinary ones), None if there is none."""
+        """Return the id of the token with this string in the file (byte-level for normal ones), or None."""
         return self._ids.get(token)
 
     def is_control(self, id: int) -> bool:
-        """Whether the token is never part of a text."""
-        return self._types[id] in UNSPOKEN
+        """Return whether the token is never part of a text."""
+        return self._types[id] in NON_TEXT
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """A new incremental detokeniser."""
+        """Return a new incremental detokeniser."""
         return TextStream(self._visible_bytes if skip_special else self.token_bytes)
 
     def _visible_bytes(self, id: int) -> bytes:
         data = self.token_bytes(id)
-        return b"" if self._types[id] in UNSPOKEN else data
+        return b"" if self._types[id] in NON_TEXT else data
 
     def _encode_words(self, text: str) -> list[int]:
         return self._words.encode(text, add_special_tokens=False).ids if text else []
 
 
 class _Reader:
-    """What one file says about its tokenizer, checked value by value."""
+    """Reads and checks the tokenizer metadata of one file."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str):
         self.metadata = metadata
@@ -177,14 +177,14 @@ class _Reader:
         types = self._integers("token_type")
         if len(types) != size:
             raise self._bad("token_type", f"has {len(types)} entries; needs {size}, as many as {KEY}tokens")
-        known = set(TokenType)
-        if unknown := set(types) - known:
+        valid = set(TokenType)
+        if unknown := set(types) - valid:
             seen = min(unknown)
-            raise self._bad("token_type", f"is {seen} for token {types.index(seen)}; needs 1 to {max(known)}")
+            raise self._bad("token_type", f"is {seen} for token {types.index(seen)}; needs 1 to {max(valid)}")
         return types
 
     def ids(self, tokens: list[str], types: list[int]) -> dict[str, int]:
-        """Id of every token that text can hold; only unused and empty fillers may repeat a string."""
+        """Return the ids of all tokens in use; only unused and empty fillers may repeat a string."""
         used = [id for id, type in enumerate(types) if type != TokenType.UNUSED and tokens[id]]
         ids = {tokens[id]: id for id in used}
         if len(ids) < len(used):
@@ -194,12 +194,12 @@ class _Reader:
         return ids
 
     def model(self, vocabulary: dict[str, int], rule: WordRule) -> BPE:
-        # The library drops text it has no symbol for without a word.
+        # The library silently drops text it has no symbol for.
         missing = [symbol for symbol in NEEDED_SYMBOLS if symbol not in vocabulary]
         if missing:
             raise self._bad(
                 "tokens",
-                f"lacks {len(missing)} of the {len(NEEDED_SYMBOLS)} symbols that stand for single bytes,"
+                f"lacks {len(missing)} of the {len(NEEDED_SYMBOLS)} symbols of single bytes,"
                 f" among them {missing[0]!r}; byte-level BPE needs each as a normal token",
             )
         parts = (merge.partition(" ") for merge in self._strings("merges"))
@@ -265,7 +265,7 @@ class _Reader:
 
 
 def _any_of(tokens: list[str]) -> re.Pattern[str] | None:
-    """Matches the longest of `tokens`; None where there are none."""
+    """Return a pattern that matches the longest of `tokens`, None without tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
 
@@ -273,7 +273,7 @@ def _any_of(tokens: list[str]) -> re.Pattern[str] | None:
 def _matches(
     pattern: re.Pattern[str] | None, text: str, literals: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Leftmost matches of `pattern` that touch none of the spans `literals`, which are in order."""
+    """Yield leftmost matches of `pattern` outside the spans `literals`, which are in order."""
     position = 0
     upcoming = iter(literals)
     literal = next(upcoming, None)
@@ -289,7 +289,7 @@ def _matches(
 
 
 def _encodable(text: str) -> str:
-    """`text` with each lone surrogate, which JSON can spell and UTF-8 cannot, as U+FFFD."""
+    """Replace lone surrogates, which JSON can represent and UTF-8 cannot, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Tools as requests describe them, their arguments' types, and the grammar of calls; knows no model.
+"""Tools of a request, the types of their arguments, and the grammar of tool calls.
 
-Two ways of writing a call are known: `<function=NAME>` with one `<parameter=KEY>` each (Qwen3.5), and a JSON
-object (Hermes, Qwen3), both inside `<tool_call>`.
+Two syntaxes are supported, both inside `<tool_call>`: `<function=NAME>` with a `<parameter=KEY>` for each
+argument (Qwen3.5), and a JSON object (Hermes, Qwen3).
 """
 
 import json
@@ -36,7 +36,7 @@ class Tool:
     strict: bool = False
 
     def schema(self, key: str) -> Mapping[str, Any]:
-        """Of one argument, with what it refers to; empty where nothing is said about it."""
+        """Return the schema of an argument with references resolved; empty where there is none."""
         found = _resolved(self.properties.get(key), self.parameters)
         options = {name: given for name in _OPTIONS if (given := _list(found, name))}
         resolved = {name: [_resolved(each, self.parameters) for each in options[name]] for name in options}
@@ -49,7 +49,7 @@ class Tool:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
-    """Function tools, with their fields under `function` or beside `type`."""
+    """Parse function tools, whose fields are in `function` or next to `type`."""
     found: list[Tool] = []
     for index, tool in enumerate(tools or ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -72,19 +72,19 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
 
 
 def syntax_of(template: str) -> Syntax | None:
-    """How a chat template writes calls; None where it knows no tools."""
+    """Return how a chat template writes calls, None where it has no tools."""
     if FUNCTION in template:
         return "xml"
     return "json" if OPEN in template else None
 
 
 def is_string(schema: Mapping[str, Any]) -> bool:
-    """Whether an argument is text and nothing else, so that its text need not be read as JSON."""
+    """Return whether an argument is always a string, so that its text is not parsed as JSON."""
     return _types(schema) == {"string"}
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """An argument's text as the value its schema asks for; text that is no such value stays text."""
+    """Convert an argument's text to the type in its schema; text that does not convert stays text."""
     if is_string(schema):
         return text
     try:
@@ -103,7 +103,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def call_grammar(tools: Sequence[Tool], syntax: Syntax, *, many: bool, opened: bool = False) -> Grammar:
-    """Calls of `tools` and nothing else; `opened`: one call, of which the first tag has been written."""
+    """Return a grammar of calls of `tools` only; `opened`: of one call after its opening tag."""
     write = _xml_call if syntax == "xml" else _json_call
     rules = [
         f"one: {json.dumps(chr(10))} body",
@@ -139,28 +139,28 @@ def _xml_call(rule: str, tool: Tool) -> list[str]:
 
 
 def _xml_value(tool: Tool, key: str) -> str | None:
-    """What stands behind a parameter's tag; None where it is any text."""
+    """Return the rule of a parameter's value, None for any text."""
     schema = tool.schema(key)
     tail = json.dumps(f"\n{END_PARAMETER}")
     if values := _choices(schema):
-        # Texts as they are, other values as JSON; both as a grammar spells them.
-        texts = [value if isinstance(value, str) else _spelled(value) for value in values]
-        return f"( {' | '.join(map(_spelled, texts))} ) {tail}"
+        # Strings unquoted, other values as JSON; both as literals of the grammar.
+        texts = [value if isinstance(value, str) else _literal(value) for value in values]
+        return f"( {' | '.join(map(_literal, texts))} ) {tail}"
     if "string" in _types(schema) or not schema:
         return None
     return f"%json {_json(schema, tool)} {tail}"
 
 
-def _spelled(value: Any) -> str:
+def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def _text_rule(name: str, schema: Mapping[str, Any], *, strict: bool = False) -> str:
-    """Text up to the closing tag, as long and of the form that its schema says."""
+    """Return a rule of text up to the closing tag, with the length and pattern of its schema."""
     expression = "(?s:.*)"
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if strict and isinstance(schema.get("pattern"), str):
-        # A schema's pattern matches anywhere unless it is anchored; the grammar's matches the whole.
+        # A schema's pattern matches anywhere unless anchored; the grammar's matches the whole text.
         pattern = re.sub(r"\\.|[/\n]", _in_slashes, schema["pattern"], flags=re.DOTALL)
         before = "" if pattern.startswith("^") else expression
         after = "" if pattern.endswith("$") else expression
@@ -171,7 +171,7 @@ def _text_rule(name: str, schema: Mapping[str, Any], *, strict: bool = False) ->
 
 
 def _in_slashes(found: re.Match[str]) -> str:
-    """What would end an expression between slashes; what is escaped already stays."""
+    """Escape characters that would end an expression between slashes, unless escaped already."""
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
@@ -187,19 +187,19 @@ def _json_call(rule: str, tool: Tool) -> list[str]:
 
 
 def _json(schema: Mapping[str, Any], tool: Tool) -> str:
-    """With what its references point to; only strict tools insist on every keyword being understood."""
+    """Return the schema with the definitions it refers to; only strict tools reject unsupported keywords."""
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     options = JSON_STYLE | ({} if tool.strict else {"lenient": True})
     return json.dumps({**schema, **shared, "x-guidance": options}, ensure_ascii=False)
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists; none where it lists nothing."""
+    """Return the values that a schema enumerates."""
     return _list(schema, "enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Names of the JSON types that a schema allows; none where it does not say."""
+    """Return the names of the JSON types that a schema allows; none for any type."""
     found = schema.get("type")
     if isinstance(found, str):
         return {found}
@@ -209,7 +209,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
         return {_type(value) for value in values}
     options = [each for name in _OPTIONS for each in _list(schema, name)]
     kinds = [_types(each) if isinstance(each, Mapping) else set() for each in options]
-    # One that may be anything makes all of it so.
+    # One alternative of any type makes the whole any type.
     return set().union(*kinds) if all(kinds) else set()
 
 
@@ -222,7 +222,7 @@ def _type(value: Any) -> str:
 
 
 def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """What stands there as a list; clients send schemas in which it is something else."""
+    """Return a list in a schema; some clients send another type there, which counts as empty."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
 
@@ -233,7 +233,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
-    place: Any = root
+    target: Any = root
     for key in reference[2:].split("/"):
-        place = place.get(key) if isinstance(place, Mapping) else None
-    return place if isinstance(place, Mapping) else {}
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else {}

@@ -10,7 +10,7 @@ import torch
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import UsageError
 from treeflash.kernels.sampling import sample
-from treeflash.memory.device import kv_pair
+from treeflash.memory.device import kv_formats
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
@@ -61,7 +61,7 @@ def _run(
         max_ctx=longest + max_tokens,
         slots=slots,
         device=target.device,
-        cache=CacheConfig(*kv_pair(target.spec, target.device)),
+        cache=CacheConfig(*kv_formats(target.spec, target.device)),
         input_dtype=target.dtype,
     )
     waiting = [_Sequence(index, prompt) for index, prompt in enumerate(prompts)]

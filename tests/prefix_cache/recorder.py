@@ -1,4 +1,4 @@
-"""A stand-in for a model that writes down what it reads: every page and every state shows its tokens."""
+"""Recorder: a model that writes the tokens it reads into every KV page and recurrent state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,18 +7,18 @@ import torch
 
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import DeltaBuffers
-from treeflash.prefix_cache.boundaries import Kind
+from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles
 from treeflash.prefix_cache.snapshot import Snapshot
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.sequences import PAGE, SequenceStates
-from treeflash.state.snapshots import SavedStates
+from treeflash.state.snapshots import SnapshotStore
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 
 
-class Reader:
+class Recorder:
     def __init__(
         self,
         spec: ModelSpec,
@@ -30,34 +30,34 @@ class Reader:
         identity: str = IDENTITY,
     ):
         self.states = SequenceStates(spec, max_ctx=pages * PAGE - 1)
-        self.saves = SavedStates(self.states)
+        self.store = SnapshotStore(self.states)
         self.files = None if folder is None else SnapshotFiles(folder, identity, limit=limit)
-        self.cache = PrefixCache(self.saves, PrefixCacheConfig(budget, self.files))
+        self.cache = PrefixCache(self.store, PrefixCacheConfig(budget, self.files))
 
-    def read(self, tokens: Sequence[int], keep: dict[int, Kind]) -> int:
-        """Reads a prompt that is cut after every token; states are kept where told. Tokens found there."""
+    def read(self, tokens: Sequence[int], snapshots: dict[int, SnapshotKind]) -> int:
+        """Prefill a prompt whose chunks end anywhere, take snapshots, and return the cached tokens."""
         slot = self.states.open()
-        found = self.cache.resume(slot, tokens, range(len(tokens)))
+        found = self.cache.restore(slot, tokens, range(len(tokens)))
         done = found.length if found else 0
         self.check(slot, tokens[:done], found)
-        for end in sorted({*keep, len(tokens)}):
+        for end in sorted({*snapshots, len(tokens)}):
             if end > done:
                 self._write(slot, tokens[:end])
-                if end in keep:
+                if end in snapshots:
                     ring = torch.tensor(tokens[:end])
                     rings = SavedRings(end, 0, [(ring, -ring)])
-                    self.cache.put(slot, tokens[:end], keep[end], lambda rings=rings: rings)
+                    self.cache.insert(slot, tokens[:end], snapshots[end], lambda rings=rings: rings)
         self.check(slot, tokens, None)
         self.states.close(slot)
         self.cache.write()
         return done
 
     def check(self, slot: int, tokens: Sequence[int], found: Snapshot | None) -> None:
-        """The slot holds what these tokens left, and nothing else's."""
-        places = torch.arange(len(tokens))
-        pages = self.states.buffers.page_table[slot][places // PAGE]
+        """Check that the slot holds exactly the state of these tokens."""
+        positions = torch.arange(len(tokens))
+        pages = self.states.buffers.page_table[slot][positions // PAGE]
         for plane in self.states.planes:
-            held = plane[:, pages, :, places % PAGE].float()
+            held = plane[:, pages, :, positions % PAGE].float()
             shape = (-1, *(1,) * (held.dim() - 1)) if held.shape[0] == len(tokens) else (1, -1, 1, 1)
             assert torch.equal(held, torch.tensor(tokens).float().view(shape).expand_as(held))
         for layer in self.states.buffers.layers:
@@ -66,19 +66,19 @@ class Reader:
         if found is not None:
             assert found.draft is not None and found.draft.rings[0][0].tolist() == list(tokens)
 
-    def restarted(self, spec: ModelSpec, **options) -> "Reader":
+    def restarted(self, spec: ModelSpec, **options) -> "Recorder":
         assert self.files is not None
         self.files.flush()
-        return Reader(spec, **options)
+        return Recorder(spec, **options)
 
     def _write(self, slot: int, tokens: Sequence[int]) -> None:
         start = self.states.lengths[slot]
-        self.cache.make_room(slot, len(tokens) - start)
+        self.cache.reserve(slot, len(tokens) - start)
         self.states.reserve(slot, len(tokens) - start)
-        for place in range(start, len(tokens)):
-            page = int(self.states.buffers.page_table[slot, place // PAGE])
+        for position in range(start, len(tokens)):
+            page = int(self.states.buffers.page_table[slot, position // PAGE])
             for plane in self.states.planes:
-                plane[:, page, :, place % PAGE] = tokens[place]
+                plane[:, page, :, position % PAGE] = tokens[position]
         self.states.lengths[slot] = len(tokens)
         self.states.buffers.lengths[slot] = len(tokens)
         for layer in self.states.buffers.layers:

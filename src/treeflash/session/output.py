@@ -1,4 +1,4 @@
-"""Answer: committed tokens to the events of a session, and where the text ends; knows no tensors."""
+"""OutputStream: turns committed tokens into session events and finds stop strings. Imports no torch."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ from treeflash.text.stops import StopStrings
 from treeflash.text.stream import TextStream
 
 
-class Answer:
-    """Stop strings are looked for in the content alone: reasoning and calls are not the answer's text."""
+class OutputStream:
+    """The output of one request; stop strings are searched for in the content, not in reasoning or calls."""
 
     def __init__(
         self, stream: TextStream, parser: OutputParser, stop: Sequence[str], *, one_call: bool = False
@@ -19,7 +19,7 @@ class Answer:
         self._stream, self._parser = stream, parser
         self._stops = StopStrings(stop)
         self._one_call = one_call
-        self.may_end = one_call or any(stop)  # whether `write` ever gives a number
+        self.may_end = one_call or any(stop)  # whether `write` can return a count
         self._ready: list[Delta] = []
         self.reasoning_tokens = 0
 
@@ -29,11 +29,11 @@ class Answer:
 
     @property
     def called(self) -> bool:
-        """Whether a call is complete."""
+        """Return whether a tool call is complete."""
         return self._parser.calls_done > 0
 
     def write(self, tokens: Sequence[int]) -> int | None:
-        """Takes committed tokens; a number: the text ends with so many of them."""
+        """Add committed tokens; return how many of them the text ends with, None if it goes on."""
         for count, token in enumerate(tokens, 1):
             self.reasoning_tokens += self._parser.in_reasoning
             self._add(self._parser.push(self._stream.push([token])))
@@ -42,7 +42,7 @@ class Answer:
         return None
 
     def finish(self, *, whole: bool) -> None:
-        """No more tokens come; not `whole`: they were cut off."""
+        """End the stream; `whole` is False where the token limit or a cancellation cut it off."""
         if self._stops.hit is None:
             self._add(self._parser.push(self._stream.flush()))
             self._add(self._parser.flush(whole=whole))
@@ -50,7 +50,7 @@ class Answer:
             self._ready.append(Delta("content", self._stops.flush()))
 
     def take(self, logprobs: list[TokenLogprob] | None = None) -> Iterator[SessionEvent]:
-        """What is ready to be shown; the log probabilities go with the first piece of text."""
+        """Yield the events that are ready; the first piece of text carries the log probabilities."""
         ready, self._ready = _joined(self._ready), []
         for delta in ready:
             match delta.kind:
@@ -72,13 +72,13 @@ class Answer:
             if delta.kind == "content":
                 delta = Delta("content", self._stops.push(delta.text))
             elif delta.kind == "call":
-                # No stop string goes on behind a call, and what was held back stands before it.
+                # A stop string does not continue after a call, so text held back for one precedes the call.
                 self._ready.append(Delta("content", self._stops.flush()))
             self._ready.append(delta)
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours of one kind as one; nothing empty."""
+    """Merge neighbouring deltas of one kind and drop empty ones."""
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
