@@ -16,7 +16,7 @@ from pathlib import Path
 from treeflash.train.draft_data import Regeneration
 from treeflash.train.draft_eval import Evaluation
 from treeflash.train.draft_run import Job, train_draft
-from treeflash.train.draft_settings import Event, Progress, TrainConfig
+from treeflash.train.draft_settings import Event, TrainConfig, TrainingProgress
 
 EVERY_S = 10.0  # between two lines of progress
 
@@ -67,7 +67,7 @@ class Log:
 
     def notify(self, event: Event) -> None:
         match event:
-            case Progress() if time.monotonic() - self._last > EVERY_S or event.step == 1:
+            case TrainingProgress() if time.monotonic() - self._last > EVERY_S or event.step == 1:
                 self._last = time.monotonic()
                 self.say(
                     f"step {event.step}  {event.share:.1%}  loss {event.loss:.3f}"
@@ -111,7 +111,7 @@ def main() -> None:
             seed=args.seed,
             gguf=args.gguf,
         ),
-        begin=args.continue_from,
+        continue_from=args.continue_from,
         resume=args.resume,
         device=args.device,
     )

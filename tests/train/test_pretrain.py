@@ -54,7 +54,7 @@ def pretrain(scripts: None) -> ModuleType:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """What stages 1 and 2 leave: two parts, masked instructions, held-out text, a tokenizer."""
+    """Return the files of stages 1 and 2: two parts, masked instructions, held-out text, a tokenizer."""
     save_tokenizer("qwen35", tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
 

@@ -20,8 +20,8 @@ from treeflash.spec.verify import walk
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.graphs import Part
 
-_CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely looks further
-_SPINE = math.log(0.02)  # the likeliest path is in the tree as long as it survives this often
+CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely looks further
+SPINE = math.log(0.02)  # the likeliest path is in the tree as long as it survives this often
 _LOOKUP_DEPTH = 15  # without a draft to set it
 _FORCED = math.log(0.97)  # text without a choice may still be cut into other tokens
 _GUIDED = 3  # times as many nodes are looked at
@@ -106,8 +106,8 @@ class Speculator:
             self._calibration,
             rank,
             nodes=self._config.budget,
-            candidates=1 if self._config.chain else _CANDIDATES,
-            spine=_SPINE,
+            candidates=1 if self._config.chain else CANDIDATES,
+            spine=SPINE,
             device=self._device,
         )
         return [self._part.part]
@@ -248,14 +248,14 @@ class Speculator:
             if torch.device(self._device).type == "cuda":
                 torch.cuda.current_stream().synchronize()
             return self._pruned(*self._part.read(self._part.report()), guide)
-        claimed = self._draft.propose(anchor, rank, 1 if self._config.chain else _CANDIDATES)
+        claimed = self._draft.propose(anchor, rank, 1 if self._config.chain else CANDIDATES)
         proposal = replace(claimed, scores=self._calibration.correct(claimed.scores))
         if copied and not self._config.chain:
             ended = [-1] * (proposal.depth - len(copied))
             chain = torch.tensor([copied + ended], device=self._device)
             proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
         root = torch.tensor([anchor], device=self._device)
-        return self._pruned(claimed, build_tree(root, proposal, nodes=nodes, spine=_SPINE).trimmed(), guide)
+        return self._pruned(claimed, build_tree(root, proposal, nodes=nodes, spine=SPINE).trimmed(), guide)
 
     def _chain(self, copied: list[int]) -> list[int]:
         """What of a copy may stand beside the draft's own."""
