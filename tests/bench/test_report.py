@@ -85,7 +85,7 @@ def documents(change: float, jitter: float, count: int = 12) -> tuple[dict, dict
 def test_changes_beyond_noise(change, jitter, seen):
     found = {row[1]: row for row in report.compare(*documents(change, jitter))}
     assert found["tree tok/s"][5] is seen
-    assert found["plain tok/s"][5] is False and found["accepted"][5] is False
+    assert found["plain tok/s"][5] is False and found["acceptance length"][5] is False
 
 
 def test_two_prompts_prove_nothing():
@@ -103,7 +103,7 @@ def test_a_loop_begins_where_a_run_comes_for_the_third_time():
 
 
 def test_tokens_of_a_loop_are_not_counted():
-    steps = measure._Watched(NoDrafter())
+    steps = measure._RecordingDrafter(NoDrafter())
     for kept in (2, 4, 5, 5):
         steps.learn(Outcome(5, list(range(kept)), [0] * kept, draft_seconds=0.001, step_seconds=0.002))
     assert steps.acceptance(7) == 3 and steps.acceptance(99) == 4 and steps.acceptance(1) == 0

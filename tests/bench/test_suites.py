@@ -107,7 +107,7 @@ def test_what_cannot_be_loaded_says_what_can(folder, tmp_path):
         suites.load("humanevil", 1, data=folder)
     with pytest.raises(UsageError, match=r"has no gsm8k/test\.jsonl"):
         suites.load("gsm8k", 1, data=tmp_path / "empty")
-    with pytest.raises(UsageError, match="--offline forbids"):
+    with pytest.raises(UsageError, match="`offline` forbids"):
         suites.load("gsm8k", 1, data=None, offline=True)
 
 

@@ -100,7 +100,7 @@ def test_a_random_pair_keeps_its_logits(tmp_path, tiny_model, mix, kind, tied):
     target = tiny_model(mix=mix, tied=tied)
     draft = tiny_draft(target, tmp_path / "draft.gguf", kind)
     grown = grow(tmp_path / "grown", WIDER, target=target, draft=draft)
-    assert grown.places == (0, 1, 2, 3, 4, 5, 6, 7) and grown.taps == TAPS
+    assert grown.layer_indices == (0, 1, 2, 3, 4, 5, 6, 7) and grown.taps == TAPS
     assert_same(outputs(target, draft), outputs(grown.target, grown.draft))
 
 
@@ -111,7 +111,7 @@ def test_k_types_deeper_and_four_times_as_wide(tmp_path, tiny_model, mtp):
     draft = tiny_draft(target, tmp_path / "draft.gguf", QuantType.Q8_0)
     shape = replace(WIDER.target, layers=16, width=1024, feed_forward=768)
     grown = grow(tmp_path / "grown", replace(WIDER, target=shape), target=target, draft=draft)
-    assert grown.places == (0, 1, 2, 3, 8, 9, 10, 11) and grown.taps == (1, 3, 9)
+    assert grown.layer_indices == (0, 1, 2, 3, 8, 9, 10, 11) and grown.taps == (1, 3, 9)
     assert_same(outputs(target, draft), outputs(grown.target, grown.draft))
     types, keys = read_types(grown.target), read_keys(grown.target)
     small = read_types(target)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.convert.test_grow import WIDER, specification, tiny_draft
 from treeflash.convert.grow import TARGET, grow
-from treeflash.convert.grow_plan import Plan, plan_draft, plan_target
+from treeflash.convert.grow_plan import TensorPlan, plan_draft, plan_target
 from treeflash.convert.grow_shape import like, preset
 from treeflash.errors import ModelNotFound, ResourceError, UnsupportedModel, UsageError
 from treeflash.gguf.reader import GGUFFile
@@ -26,7 +26,7 @@ def embedded() -> Pair:
     return found[0].pair
 
 
-def plans(pair: Pair, *, random: bool) -> tuple[list[Plan], list[Plan]]:
+def plans(pair: Pair, *, random: bool) -> tuple[list[TensorPlan], list[TensorPlan]]:
     """Of the 27B and its draft."""
     with GGUFFile.open(pair.target) as target, GGUFFile.open(pair.draft) as draft:
         spec, draft_spec = ModelSpec.from_gguf(target), DraftSpec.from_gguf(draft)
@@ -109,7 +109,7 @@ def test_models_that_do_not_grow(tmp_path: Path, tiny_model):
         grow(tmp_path / "grown", as_file=tiny_model("llama"), target=tiny_model())
     with pytest.raises(UsageError, match=r"attention\.key_length is 32, needed 256"):
         grow(tmp_path / "grown", as_file=tiny_model())
-    with pytest.raises(UsageError, match="preset is '9b', needed: one of 27b, double"):
+    with pytest.raises(UsageError, match="`preset` is '9b', needed: one of 27b, double"):
         grow(tmp_path / "grown", "9b")
     with pytest.raises(ModelNotFound):
         grow(tmp_path / "grown", target=tmp_path / "none.gguf")

@@ -1,4 +1,4 @@
-"""One prompt answered once and everything measured of it. Knows nothing of suites, files and reports."""
+"""Measuring one generation: throughput, TTFT, acceptance length, step times, memory."""
 
 import resource
 import sys
@@ -14,12 +14,12 @@ from treeflash.session.requests import Finished, Progress, Text, TextRequest
 from treeflash.session.session import Session
 from treeflash.spec.draft import Drafter, Outcome
 
-RUN, TIMES = 12, 3  # a text loops where a run of so many tokens comes so often
+RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES times
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The same for every prompt of a run."""
+    """Settings shared by all prompts of a run."""
 
     n_gen: int = 256
     seed: int = 0
@@ -27,8 +27,8 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Answer:
-    """Times in seconds; None: cannot be seen from outside."""
+class Measurement:
+    """One generation and its measurements; times in seconds; None: not available from a remote server."""
 
     text: str
     finish: str
@@ -36,43 +36,45 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     ttft_s: float
-    tok_s: float  # tokens after the first over the time since the first
-    acceptance_length: float | None = None  # up to where the text begins to loop
+    tok_s: float  # decode throughput: tokens after the first over the time since the first
+    acceptance_length: float | None = None  # up to where the output starts to loop
     loops: bool | None = None
     steps: int | None = None
     rows_per_step: float | None = None
     draft_s: float | None = None
     verify_s: float | None = None
-    rest_s: float | None = None  # of decoding
-    accepted_by_position: list[int] | None = None  # steps that accepted at least so many proposed tokens
-    steps_by_rows: dict[str, list[float]] = field(default_factory=dict)  # rows: how many, milliseconds in all
-    memory: int | None = None  # bytes at the peak: of the GPU, else of the process
+    rest_s: float | None = None  # decoding time outside draft and verify
+    accepted_by_position: list[int] | None = (
+        None  # at index i: steps that accepted more than i drafted tokens
+    )
+    steps_by_rows: dict[str, list[float]] = field(default_factory=dict)  # rows: [steps, total milliseconds]
+    memory: int | None = None  # peak bytes, of the GPU or else of the process
 
 
-class Answerer(Protocol):
-    """Whatever can be benchmarked. `budget` 0 is plain decoding; None: as it does by itself."""
+class Endpoint(Protocol):
+    """Something that can be benchmarked. `budget` 0 is plain decoding; None: the endpoint's default."""
 
-    def forget(self) -> None:
-        """Lets go of what was read for earlier prompts, as far as that can be done."""
+    def clear_cache(self) -> None:
+        """Clear the prefix cache, if possible."""
 
-    def answer(
+    def generate(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
-    ) -> Answer: ...
+    ) -> Measurement: ...
 
 
-class LocalAnswerer:
+class LocalEndpoint:
     def __init__(self, session: Session, settings: Settings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
         drafter = session.engine.drafter
-        self._steps = drafter if isinstance(drafter, _Watched) else _Watched(drafter)
+        self._steps = drafter if isinstance(drafter, _RecordingDrafter) else _RecordingDrafter(drafter)
         session.engine.drafter = cast(Drafter, self._steps)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         self._session.engine.prefixes.clear()
 
-    def answer(
+    def generate(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
-    ) -> Answer:
+    ) -> Measurement:
         settings = self._settings
         request = TextRequest(
             messages=messages,
@@ -97,9 +99,9 @@ class LocalAnswerer:
                     finished = event
         assert finished is not None
         stats, loop = finished.stats, loop_start(finished.tokens)
-        # To the end of the last step, also of one whose only token ended the answer.
+        # Until the end of the last step, even if its only token was the end token.
         decoding = self._steps.last - begun - stats.ttft_s if stats.steps else 0.0
-        return Answer(
+        return Measurement(
             text=text if text else self._session.tokenizer.decode(finished.tokens),
             finish=finished.reason,
             tokens=stats.generated_tokens,
@@ -121,26 +123,29 @@ class LocalAnswerer:
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
-    """How many tokens there are when a run appears for the third time: what follows proves nothing."""
+    """Return the number of tokens after which the output loops (an n-gram's third occurrence), or None.
+
+    Acceptance after that point says nothing about real text.
+    """
     seen: Counter[tuple[int, ...]] = Counter()
     for end in range(RUN, len(tokens) + 1):
-        run = tuple(tokens[end - RUN : end])
-        seen[run] += 1
-        if seen[run] == TIMES:
+        ngram = tuple(tokens[end - RUN : end])
+        seen[ngram] += 1
+        if seen[ngram] == TIMES:
             return end
     return None
 
 
-class _Watched:
-    """Notes what came of every step on its way to the drafter.
+class _RecordingDrafter:
+    """A drafter that records the outcome of every step.
 
-    Events of trees would tell as much, but they wait for a device that could be drafting.
+    Tree events carry the same data, but each costs a host/device synchronisation.
     """
 
     def __init__(self, drafter: Drafter):
         self._drafter = drafter
         self.outcomes: list[Outcome] = []
-        self.last = 0.0  # when a step was last over
+        self.last = 0.0  # end of the last step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
@@ -151,7 +156,7 @@ class _Watched:
         self._drafter.learn(outcome)
 
     def acceptance(self, loop: int) -> float:
-        """Tokens committed a step, until there are `loop` of them; the first came from the prompt."""
+        """Return the acceptance length of the first `loop` tokens; the first token comes from the prefill."""
         counted = steps = 0
         for outcome in self.outcomes:
             if 1 + counted >= loop:
@@ -160,12 +165,13 @@ class _Watched:
         return counted / steps if steps else 0.0
 
     def by_rows(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+        """Return the number of steps and their total milliseconds by verified rows."""
+        totals: dict[str, list[float]] = {}
         for outcome in self.outcomes:
-            entry = found.setdefault(str(outcome.verified), [0, 0.0])
+            entry = totals.setdefault(str(outcome.verified), [0, 0.0])
             entry[0] += 1
             entry[1] = round(entry[1] + 1000 * (outcome.draft_seconds + outcome.step_seconds), 3)
-        return found
+        return totals
 
 
 class _PeakMemory:
