@@ -1,4 +1,4 @@
-"""Folders that cannot be converted: one clear error each, and no file left behind."""
+"""Folders that cannot be converted: one clear error each, and no output file."""
 
 import json
 from collections.abc import Callable
@@ -203,7 +203,7 @@ def test_no_tokenizer(folder: Path):
     refused(folder, ModelFileError, "has no tokenizer.json")
 
 
-def test_an_unknown_mix_and_an_absent_place(folder: Path):
+def test_an_unknown_mix_and_an_absent_folder(folder: Path):
     refused(folder, UsageError, "mix is 'q4'", mix="q4")
     with pytest.raises(UsageError):
         convert(folder, folder / "nowhere" / "model.gguf", mix="f32")

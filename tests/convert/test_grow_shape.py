@@ -1,4 +1,4 @@
-"""What can be grown to what, and what the 27B would be; nothing large is written."""
+"""Shapes that can be grown, and the plan of the 27B; writes no large file."""
 
 import shutil
 from collections import namedtuple
@@ -102,7 +102,7 @@ def test_drafts_that_do_not_fit(tmp_path: Path, tiny_model):
             grow(tmp_path / "grown", shape, target=target, draft=draft)
 
 
-def test_models_that_do_not_grow(tmp_path: Path, tiny_model):
+def test_models_that_cannot_be_grown(tmp_path: Path, tiny_model):
     with pytest.raises(UnsupportedModel, match="'qwen3', only 'qwen35' can be grown"):
         grow(tmp_path / "grown", WIDER, target=tiny_model("qwen3"))
     with pytest.raises(UnsupportedModel, match="'llama', needed 'qwen35'"):
@@ -127,7 +127,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list((tmp_path / "grown").iterdir())
 
 
-def test_nothing_is_written_over(tmp_path: Path, tiny_model):
+def test_existing_files_are_not_overwritten(tmp_path: Path, tiny_model):
     (tmp_path / TARGET).write_bytes(b"precious")
     with pytest.raises(UsageError, match="exists"):
         grow(tmp_path, WIDER, target=tiny_model())

@@ -38,7 +38,7 @@ def model(tiny_model) -> Path:
     return tiny_model("qwen35", layers=4)
 
 
-def test_one_command_trains_a_draft(model, prompts, tmp_path):
+def test_one_command_makes_a_draft(model, prompts, tmp_path):
     folder = tmp_path / "draft"
     result = treeflash("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, "--gguf", *QUICK)
     assert result.exit_code == 0, result.output

@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
 ) -> None:
     common = ["--work", str(work), "--minutes", "0.1", *FLAGS]
     pretrain.main([*common, "--pause-after", "0.04"], SHAPE)
-    assert "go on with --resume" in capsys.readouterr().out and not (work / "TreeFlash-40M").exists()
+    assert "continue with --resume" in capsys.readouterr().out and not (work / "TreeFlash-40M").exists()
     counts = torch.load(work / "checkpoint.pt", weights_only=True)["counts"]
     fresh = pretrain.Pretraining(pretrain.arguments(common), SHAPE)
     with pytest.raises(SystemExit, match="another shape"):
