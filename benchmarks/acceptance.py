@@ -2,9 +2,9 @@
 
     python benchmarks/acceptance.py --data FOLDER --model FILE --draft PATH [--temperature 0.8]
 
-FOLDER holds humaneval/test.jsonl.gz and so on. Adds every prompt's result to --lines, which
-benchmarks/make_page.py turns into docs/benchmarks.md, and prints a JSON line a suite; each of these goes into
-benchmarks/results/acceptance.jsonl too.
+FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines, from which
+benchmarks/make_page.py generates docs/benchmarks.md, and prints a JSON line per suite, which is also appended
+to benchmarks/results/acceptance.jsonl.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from treeflash.bench import machine, report
-from treeflash.bench.measure import LocalAnswerer, Settings
-from treeflash.bench.runner import PLAIN, Key, Line, LineFile, cells, key_of, measure
+from treeflash.bench.measure import LocalEndpoint, Settings
+from treeflash.bench.runner import PLAIN, Key, Result, ResultFile, cases, key_of, measure
 from treeflash.bench.suites import Prompt, load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.session.loading import load_session
@@ -28,18 +28,20 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument("--suites", default="humaneval,gsm8k,math500", help="with commas between")
+    parser.add_argument("--suites", default="humaneval,gsm8k,math500", help="comma-separated")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--budget", type=int, default=22)
-    parser.add_argument("--adaptive", action="store_true", help="rows chosen by the controller")
-    parser.add_argument("--no-plain", action="store_true", help="trees alone, without what they compare with")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="let the controller choose the number of rows"
+    )
+    parser.add_argument("--no-plain", action="store_true", help="tree decoding only, no baseline")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-ctx", type=int, default=4096)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--lines", type=Path, default=RESULTS / "bench-acceptance.jsonl")
-    parser.add_argument("--show", type=int, default=0, help="answers to print from each suite")
+    parser.add_argument("--show", type=int, default=0, help="outputs to print from each suite")
     options = parser.parse_args()
     config = EngineConfig(
         device=options.device,
@@ -56,26 +58,26 @@ def main() -> None:
     settings = Settings(n_gen=options.n_gen, seed=options.seed, thinking=thinking)
     budgets = [options.budget] if options.no_plain else [PLAIN, options.budget]
     warm_up = Prompt("", "", [{"role": "user", "content": "Count to ten."}])
-    short = LocalAnswerer(session, Settings(n_gen=16, thinking=thinking), lambda: False)
+    short = LocalEndpoint(session, Settings(n_gen=16, thinking=thinking), lambda: False)
     for budget in budgets:
-        short.answer(warm_up, warm_up.messages, budget=budget, temperature=0.0)
-    answerer = LocalAnswerer(session, settings, lambda: False)
-    file, found = LineFile(options.lines), dict[Key, Line]()
+        short.generate(warm_up, warm_up.messages, budget=budget, temperature=0.0)
+    endpoint = LocalEndpoint(session, settings, lambda: False)
+    file, found = ResultFile(options.lines), dict[Key, Result]()
     file.begin(head)
     for suite in options.suites.split(","):
         prompts = load(suite, options.prompts, data=options.data)
-        part: dict[Key, Line] = {}
-        for line in measure(answerer, cells(prompts, budgets, [options.temperature]), found):
+        results: dict[Key, Result] = {}
+        for line in measure(endpoint, cases(prompts, budgets, [options.temperature]), found):
             file.add(line)
-            part[key_of(line)] = line
-        found |= part
-        for line in [each for each in part.values() if each["budget"] != PLAIN][: options.show]:
+            results[key_of(line)] = line
+        found |= results
+        for line in [each for each in results.values() if each["budget"] != PLAIN][: options.show]:
             print("-" * 80, line.get("text"), sep="\n", flush=True)
-        for row in report.rows(list(part.values())):
+        for row in report.rows(list(results.values())):
             text = json.dumps({name: head[name] for name in ("date", "commit", "device", "torch")} | row)
             print(text, flush=True)
-            with (RESULTS / "acceptance.jsonl").open("a") as results:
-                results.write(text + "\n")
+            with (RESULTS / "acceptance.jsonl").open("a") as log:
+                log.write(text + "\n")
 
 
 if __name__ == "__main__":

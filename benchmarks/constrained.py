@@ -1,10 +1,10 @@
-"""Speed of answers held to random JSON schemas against free ones: same pair, same prompts, in turns.
+"""Throughput of grammar-constrained generation (random JSON schemas) against unconstrained generation.
 
     python -m benchmarks.constrained [--schemas 60] [--device auto] [--out FILE]
 
-From the root of a checkout. For every schema an answer that has to fit it, then a free one to the same
-question. Prints one line: tokens a second of both ways and their ratio (goal: at least 0.7), that of steps
-alone, and what comes before the first token, where the schema is compiled.
+Run from the root of a checkout. For every schema one constrained output, then an unconstrained one for the
+same prompt. Prints one line: tokens per second of both and their ratio (goal: at least 0.7), the ratio of
+step times, and the time to the first token, which includes compiling the schema.
 """
 
 import argparse
@@ -35,36 +35,36 @@ QUESTIONS = [
     "What is the sum of 17 and 25?",
 ]
 WARM_UP = 5
-LONG_ENOUGH = 4  # tokens of an answer whose speed can be told
-FREE = 48  # tokens of a free answer: its speed as users see it, not that of its first words
+LONG_ENOUGH = 4  # tokens: shorter outputs give no meaningful throughput
+FREE = 48  # tokens of an unconstrained output: long enough for its steady throughput
 
 
 @dataclass(slots=True)
 class Sum:
     tokens: int = 0
     seconds: float = 0.0  # from the first token to the last
-    first: float = 0.0  # before it
+    first: float = 0.0  # before the first token
     steps: int = 0
 
     def add(self, finished: Finished, wall: float) -> None:
         stats = finished.stats
         self.tokens += stats.generated_tokens
-        self.seconds += self._behind(stats)
-        self.first += wall - self._behind(stats)
+        self.seconds += self._decode_seconds(stats)
+        self.first += wall - self._decode_seconds(stats)
         self.steps += stats.steps
 
     @staticmethod
-    def _behind(stats: RequestStats) -> float:
+    def _decode_seconds(stats: RequestStats) -> float:
         return (stats.generated_tokens - 1) / stats.decode_tok_s if stats.decode_tok_s else 0.0
 
-    def line(self, answers: int) -> dict[str, float]:
-        behind_first = self.tokens - answers
+    def line(self, outputs: int) -> dict[str, float]:
+        after_first = self.tokens - outputs
         return {
             "tokens": self.tokens,
-            "tok_s": behind_first / self.seconds,
-            "ms_to_first_token": 1000 * self.first / answers,
+            "tok_s": after_first / self.seconds,
+            "ms_to_first_token": 1000 * self.first / outputs,
             "ms_per_step": 1000 * self.seconds / self.steps,
-            "tokens_per_step": behind_first / self.steps,
+            "tokens_per_step": after_first / self.steps,
         }
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     pair = found[0].pair
     session = load_session(
         pair.target,
-        # Nothing is remembered: both ways read their question.
+        # No prefix cache: both outputs prefill their prompt.
         EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft), prefix_cache=0),
     )
     choose = random.Random(11)
@@ -104,7 +104,7 @@ def main() -> None:
         fitting, text, wall = answer(session, grammar=grammar, max_tokens=300, **common)
         if fitting.stats.generated_tokens < LONG_ENOUGH:
             continue
-        # It goes on whatever it would have ended with.
+        # End tokens are banned, so that the output has the full length.
         ends = dict.fromkeys(session.tokenizer.stop_ids, float("-inf"))
         common["sampling"] = SamplingParams(
             temperature=sampling.temperature, seed=sampling.seed, logit_bias=ends

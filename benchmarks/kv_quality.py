@@ -1,10 +1,10 @@
-"""What KV formats and windows cost in quality: the target's next-token distributions on given text.
+"""Quality of KV cache formats and attention windows: the target's next-token distributions on given text.
 
     python benchmarks/kv_quality.py [--model FILE] [--tokens 2048] [--device cpu] [TEXT ...]
 
-The text is read by the steps that decode, 32 rows at a time behind a prompt of 256 tokens, once with exact
-keys and values and once in each way; compared are the distributions behind every token. Prints a table and
-adds JSON lines to --out.
+The text runs through decoding steps of 32 rows after a prompt of 256 tokens, once with an exact KV cache and
+once in each variant; the distributions after every token are compared. Prints a table and appends JSON lines
+to --out.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from treeflash.session.session import Session
 
 ROOT = Path(__file__).parent.parent
 PROMPT, ROWS = 256, 32
-WAYS: list[tuple[str, str, int | None]] = [
+VARIANTS: list[tuple[str, str, int | None]] = [
     ("f16", "f16", None),
     ("q8_0", "q8_0", None),
     ("q8_0", "q5_0", None),
@@ -55,8 +55,8 @@ def main() -> None:
         ROOT / "src/treeflash/cli/view.py",
     ]
     exact: list[Tensor] = []
-    trees = SpecConfig(budget=ROWS - 1)  # for the rows; nothing is proposed
-    for keys, values, window in [("auto", "auto", None), *WAYS]:
+    trees = SpecConfig(budget=ROWS - 1)  # only to allow that many rows; nothing is drafted
+    for keys, values, window in [("auto", "auto", None), *VARIANTS]:
         config = EngineConfig(
             device=options.device, speculation=trees, kv_k=keys, kv_v=values, window=window, max_ctx=8192
         )
@@ -65,11 +65,12 @@ def main() -> None:
         if not exact:
             exact = found
             print(f"{model.name}, {sum(map(len, exact))} tokens")
-            print(f"{'way':24} {'KL':>9} {'99%':>9} {'same top':>9}", flush=True)
+            print(f"{'variant':24} {'KL':>9} {'99%':>9} {'same top-1':>10}", flush=True)
             continue
         figures = compare(torch.cat(exact), torch.cat(found))
-        way = f"window {window}" if window else f"{keys} / {values}"
-        print(f"{way:24} {figures['kl']:9.2e} {figures['kl_99']:9.2e} {figures['same_top']:9.2%}", flush=True)
+        variant = f"window {window}" if window else f"{keys} / {values}"
+        numbers = f"{figures['kl']:9.2e} {figures['kl_99']:9.2e} {figures['same_top']:10.2%}"
+        print(f"{variant:24} {numbers}", flush=True)
         line = {"model": model.stem, "kv_k": keys, "kv_v": values, "window": window, **figures}
         facts = {"commit": head({}, "")["commit"], "date": datetime.now(UTC).isoformat(timespec="seconds")}
         with options.out.open("a") as file:
@@ -78,7 +79,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def log_probabilities(session: Session, text: str, count: int) -> Tensor:
-    """[tokens behind the prompt, vocabulary], float32 on the host."""
+    """Return log-probabilities [tokens after the prompt, vocabulary], float32 on the host."""
     target, states = session.engine.target, session.engine.states
     ids = torch.tensor(session.tokenizer.encode(text)[:count], device=target.device)
     slot = states.open()
@@ -88,13 +89,13 @@ def log_probabilities(session: Session, text: str, count: int) -> Tensor:
         step = Step.chunk(slots, ids[None, :PROMPT], states.buffers.lengths[slots])
         target.forward(step, states.buffers)
         states.advance(step)
-        for part in ids[PROMPT:].split(ROWS):
-            states.reserve(slot, len(part))
-            parents = torch.arange(-1, len(part) - 1, device=target.device)[None]
-            step = Step.tree(slots, part[None], parents, states.buffers.lengths[slots])
+        for rows in ids[PROMPT:].split(ROWS):
+            states.reserve(slot, len(rows))
+            parents = torch.arange(-1, len(rows) - 1, device=target.device)[None]
+            step = Step.tree(slots, rows[None], parents, states.buffers.lengths[slots])
             hidden = target.forward(step, states.buffers).hidden[0]
             found.append(target.logits(hidden).float().log_softmax(-1).cpu())
-            states.commit(step, torch.tensor([len(part) - 1], device=target.device))
+            states.commit(step, torch.tensor([len(rows) - 1], device=target.device))
     finally:
         states.close(slot)
     return torch.cat(found)

@@ -1,9 +1,9 @@
-"""How many greedy answers of a target go in circles, all prompts of a suite at once and without a draft.
+"""The share of a target's greedy outputs that loop: all prompts of a suite in one batch, plain decoding.
 
     python benchmarks/loops.py --data FOLDER --model FILE [--most 0.2]
 
-Prints a JSON line: the shares of answers that loop, that end by themselves, and of HumanEval heads that
-the answer repeats word for word. --texts FILE keeps the answers. Exits with 1 where more than --most loop.
+Prints a JSON line: the shares of outputs that loop, that end with an end token, and of HumanEval heads that
+the output copies verbatim. --texts FILE stores the outputs. Exits with 1 if more than --most loop.
 """
 
 import argparse
@@ -30,14 +30,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=164)
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--most", type=float, default=1.0, help="share of answers that may loop")
-    parser.add_argument("--texts", type=Path, help="file for the answers")
+    parser.add_argument("--most", type=float, default=1.0, help="largest share of outputs that may loop")
+    parser.add_argument("--texts", type=Path, help="file for the outputs")
     options = parser.parse_args()
     target = load_target(options.model, device=options.device)
     prompts = load(options.suite, options.prompts, data=options.data)
     encoded = [encode_prompt({"messages": list(prompt.messages)}, target) for prompt in prompts]
     began = time.perf_counter()
-    answers = dict(
+    outputs = dict(
         generate_batch(
             target.decoder,
             encoded,
@@ -47,8 +47,8 @@ def main() -> None:
             slots=min(64 if target.device.type == "cpu" else 2048, len(encoded)),
         )
     )
-    looping = [loop_start(answers[number]) is not None for number in range(len(prompts))]
-    texts = [target.tokenizer.decode(answers[number]) for number in range(len(prompts))]
+    looping = [loop_start(outputs[number]) is not None for number in range(len(prompts))]
+    texts = [target.tokenizer.decode(outputs[number]) for number in range(len(prompts))]
     copied = [
         head(prompt.messages[-1]["content"]) in text for prompt, text in zip(prompts, texts, strict=True)
     ]
@@ -61,10 +61,10 @@ def main() -> None:
                 "prompts": len(prompts),
                 "loop": round(share, 3),
                 "end": round(
-                    sum(len(answer) < options.n_gen for answer in answers.values()) / len(prompts), 3
+                    sum(len(output) < options.n_gen for output in outputs.values()) / len(prompts), 3
                 ),
                 "copied": round(sum(copied) / len(prompts), 3) if options.suite == "humaneval" else None,
-                "tokens": sum(map(len, answers.values())),
+                "tokens": sum(map(len, outputs.values())),
                 "seconds": round(time.perf_counter() - began, 1),
             }
         ),
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def head(request: str) -> str:
-    """What the request's code block holds."""
+    """Return the content of the request's code block."""
     return request.partition(FENCE)[2].removesuffix("\n```").strip()
 
 

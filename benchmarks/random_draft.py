@@ -1,9 +1,9 @@
-"""What a useless draft costs: the pair's target with a draft whose rows are shuffled, against plain decoding.
+"""The overhead of a useless draft: the pair's target with a shuffled draft against plain decoding.
 
     python benchmarks/random_draft.py [--rounds 5] [--n-gen 200] [--target T.gguf --draft RANDOM.gguf]
 
-Rounds of plain and controlled decoding alternate in one process, greedy, the same text. Prints and appends
-one line to benchmarks/results/random_draft.jsonl: the median ratio of their speeds.
+Rounds of plain and speculative decoding alternate in one process, greedy, on the same prompts. Prints one
+line with the median ratio of their throughputs and appends it to benchmarks/results/random_draft.jsonl.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PROMPTS = [
 
 
 def shuffled(draft: Path, output: Path) -> None:
-    """The same shapes and sizes of numbers, in an order that means nothing."""
+    """Write the draft with the rows of its matrices in random order."""
     rng = np.random.default_rng(0)
     with GGUFFile.open(draft) as file, GGUFWriter(output, file.architecture) as writer:
         for key, value in file.metadata.items():
@@ -52,7 +52,7 @@ def shuffled(draft: Path, output: Path) -> None:
 
 
 def speed(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
-    """Tokens a second of decoding, tokens a step, and the text."""
+    """Return decode tokens per second, the acceptance length, and the output's tokens."""
     text: list[int] = []
     for event in engine.generate(Request(prompt=prompt, max_tokens=count, may_cut=False)):
         if isinstance(event, Tokens):
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--n-gen", type=int, default=200)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--target", type=Path, help="another target, with a draft that knows nothing of it")
+    parser.add_argument("--target", type=Path, help="another target; needs an untrained --draft")
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_draft.jsonl"))
     options = parser.parse_args()
@@ -79,7 +79,7 @@ def main() -> None:
         if draft is None:
             draft = Path(folder) / "draft.gguf"
             shuffled(pair.draft, draft)
-        # Without copies from the text, which are worth their cost and would hide what the draft costs.
+        # Without prompt lookup, whose gain would hide the draft's cost.
         tree = EngineConfig(
             options.device, 1024, speculation=SpecConfig(lookup=False), draft=DraftConfig(draft)
         )

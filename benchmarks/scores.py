@@ -1,11 +1,10 @@
-"""Task scores of a target, greedy, one answer each: pass@1 for code, the exact answer for mathematics.
+"""Task scores of a target, greedy, one output each: pass@1 for code, the exact answer for mathematics.
 
     python benchmarks/scores.py --data FOLDER --model FILE [--device cuda] [--prompts 50]
 
-FOLDER holds humaneval, gsm8k, math500 (test.jsonl.gz each) and mbpp/sanitized.jsonl.gz. Answers come from
-root-only steps over many sequences at once, far faster than one by one; prompts and scores are those of
-`treeflash bench`.
-Appends a line a suite to benchmarks/results/scores.jsonl.
+FOLDER holds humaneval, gsm8k, math500 (test.jsonl.gz each) and mbpp/sanitized.jsonl.gz. Outputs are generated
+in batches with plain decoding; prompts and scores are those of `treeflash bench`.
+Appends a line per suite to benchmarks/results/scores.jsonl.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--suites", default="humaneval,mbpp,gsm8k,math500")
-    parser.add_argument("--prompts", type=int, default=10_000, help="at most so many of each suite")
+    parser.add_argument("--prompts", type=int, default=10_000, help="at most this many of each suite")
     parser.add_argument("--n-gen", type=int, default=384)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
@@ -57,7 +56,7 @@ def main() -> None:
         for item in items:
             rendered = template.render(item.messages)
             prompts.append(tokenizer.encode(rendered.text, literals=rendered.literals))
-        answers = generate_batch(
+        outputs = generate_batch(
             target,
             prompts,
             max_tokens=options.n_gen,
@@ -65,7 +64,7 @@ def main() -> None:
             stop_ids=tokenizer.stop_ids,
             slots=1024 if device.type == "cuda" else 16,
         )
-        texts = {index: tokenizer.decode(tokens) for index, tokens in answers}
+        texts = {index: tokenizer.decode(tokens) for index, tokens in outputs}
         with ThreadPoolExecutor(8) as pool:
             right = sum(pool.map(is_right, items, [texts[index] for index in range(len(items))]))
         line = {

@@ -1,8 +1,8 @@
-"""Time per token through the server against the engine alone: same process, same model, in turns.
+"""Time per token through the server against the engine alone: same process, same model, alternating.
 
 python benchmarks/server_overhead.py [--repeats 7] [--tokens 64] [--device auto] [--out FILE]
 
-The client is a process of its own that reads the stream. Prints the median of each way and their ratio.
+The client is a separate process that reads the stream. Prints both medians and their ratio.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from treeflash.session.session import Session
 from treeflash.session.worker import EngineWorker
 
 MESSAGES = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
-# Reads a stream as it comes; prints the seconds from its first text to its last, and the text.
+# Reads a stream; prints the seconds from its first text to its last, and the text.
 CLIENT = """
 import json, socket, sys, time
 port, body = int(sys.argv[1]), sys.argv[2].encode()
 with socket.create_connection(("127.0.0.1", port)) as connection:
-    # The older protocol sends the events without the borders of chunks between them.
+    # HTTP/1.0 sends the events without chunked transfer encoding.
     head = f"POST /v1/chat/completions HTTP/1.0\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}"
     connection.sendall(head.encode() + b"\\r\\n\\r\\n" + body)
     first = last = None
@@ -52,8 +52,8 @@ print(json.dumps([last - first, text]))
 
 
 def engine_alone(session: Session, tokens: int) -> tuple[float, str, int]:
-    """Seconds from the first text to the last, the text, and how many tokens it has."""
-    sampling = replace(session.sampling_for(None), temperature=0.0)  # what the server makes of the body below
+    """Return the seconds from the first text to the last, the text, and its number of tokens."""
+    sampling = replace(session.sampling_for(None), temperature=0.0)  # as the server interprets the body below
     request = TextRequest(messages=MESSAGES, max_tokens=tokens, sampling=sampling)
     first = last = 0.0
     text, count = "", 0
@@ -104,15 +104,15 @@ def main() -> None:
         through_the_server(port, options.tokens)
     alone, served, count = [], [], 0
     for turn in range(options.repeats):
-        # Each way goes first as often as the other.
+        # The order alternates.
         for way in ("alone", "served") if turn % 2 else ("served", "alone"):
             if way == "alone":
                 seconds, text, count = engine_alone(session, options.tokens)
                 alone.append(seconds)
             else:
-                seconds, said = through_the_server(port, options.tokens)
+                seconds, streamed = through_the_server(port, options.tokens)
                 served.append(seconds)
-        assert said == text, "the two ways did different work"
+        assert streamed == text, "the server's output differs from the engine's"
     result = {
         "case": "server_overhead",
         "version": treeflash.__version__,

@@ -1,4 +1,4 @@
-"""Competition-style exercises in LaTeX with a boxed answer; knows no word problems and no plain sums."""
+"""Generator of competition-style exercises in LaTeX with a boxed answer."""
 
 import math
 import random
@@ -11,7 +11,7 @@ Exchange = tuple[str, str, str]
 
 
 def algebra_problem(rng: random.Random) -> Problem:
-    """A problem of a random kind; the solution ends with the boxed answer."""
+    """Return a problem of a random kind; the solution ends with the boxed answer."""
     question, solution, answer = rng.choice(KINDS)(rng)
     return Problem(question, solution.replace("BOX", rf"\boxed{{{answer}}}"), answer)
 
@@ -25,7 +25,7 @@ def _number(value: Fraction | int) -> str:
 
 
 def _term(factor: int, power: str, *, first: bool = False) -> str:
-    """`3x`, `-x` or `+ 2x^2` as it stands in a sum."""
+    """Return a term as written in a sum: `3x`, `-x` or `+ 2x^2`."""
     size = "" if abs(factor) == 1 and power else str(abs(factor))
     if first:
         return ("-" if factor < 0 else "") + size + power

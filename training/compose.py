@@ -1,4 +1,4 @@
-"""Programming tasks made of a source, a condition, a change and a summary; knows no template files."""
+"""Programming tasks composed of a source, a condition, a mapping and a reduction."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from python_tasks import Task
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where values come from: `{kind}` in a phrase is the noun for them."""
+    """The source of the values: `{kind}` in a phrase is their noun."""
 
     phrase: str
     parameter: tuple[str, str]
@@ -26,7 +26,7 @@ class Condition:
     name: str
 
     def verb(self) -> str:
-        """What is said of the things that meet the condition: "are even", "start with a vowel"."""
+        """Return the predicate of the values that meet the condition: "are even", "start with a vowel"."""
         return self.after.removeprefix(" that ") or f"are {self.before.strip()}"
 
 
@@ -123,13 +123,13 @@ def _word_change(rng: random.Random) -> Change | None:
 
 
 def composed_task(rng: random.Random) -> Task:
-    """A task that filters, changes and sums up numbers or words."""
+    """Return a task that filters, maps and reduces numbers or words."""
     is_number = rng.random() < 0.62
     variable = "number" if is_number else "word"
     source = rng.choice(NUMBER_SOURCES if is_number else WORD_SOURCES)
     condition = _number_condition(rng) if is_number else _word_condition(rng)
     change = _number_change(rng) if is_number else _word_change(rng)
-    # of values that are never negative, some conditions and changes say nothing
+    # for non-negative values some conditions and mappings are trivial
     while source.name and condition.name in ("positive", "nonzero"):
         condition = _number_condition(rng)
     while source.name and change is not None and change.name in ("absolutes", "last_digits"):

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains the pair in the package further, in LIMIT seconds on one GPU; training/README.md, "Continuing".
+# Continues training the embedded pair, in LIMIT seconds on one GPU; training/README.md, "Continuing".
 #
 #   OUT=FOLDER bash training/continue.sh             everything
-#   OUT=FOLDER bash training/continue.sh target      up to the target, or after it: draft
+#   OUT=FOLDER bash training/continue.sh target      only the target; then: draft
 #
-# Reads $WORK/text.jsonl.xz and, where $WORK/benchmarks is there, leaves out what overlaps with it and stops
-# before the draft when more of the target's answers loop than MOST says. In $OUT: target.gguf.00 and .01
-# (cat them), draft-q8_0.gguf and what the stages wrote about themselves.
+# Reads $WORK/text.jsonl.xz. If $WORK/benchmarks exists, text that overlaps with it is dropped, and the run
+# stops before the draft if more than MOST of the target's outputs loop. In $OUT: target.gguf.00 and .01
+# (cat them), draft-q8_0.gguf and the stages' records.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src:training PYTHONUNBUFFERED=1
@@ -17,7 +17,7 @@ COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 mkdir -p "$OUT" "$WORK"
 exec > >(tee -a "$OUT/continue.log") 2>&1
 
-# stage NAME SECONDS COMMAND...: runs it under a time limit; SIGTERM first, so that it can save.
+# stage NAME SECONDS COMMAND...: runs the command with a time limit; SIGTERM first, so that it can save.
 stage() {
   local name=$1 limit=$2 from=$SECONDS status=0
   shift 2
@@ -48,7 +48,7 @@ print(convert(Path('$WORK/TreeFlash-40M'), Path('$WORK/target.gguf'), mix='q4_k_
 fi
 
 if [[ $PARTS == *draft* ]]; then
-  # What is left is shared out: answers two fifths, training the rest but for start, evaluation and files.
+  # Of the remaining time two fifths are for generation, the rest for training, evaluation and files.
   left=$((LIMIT - SECONDS))
   answering=$(python -c "print(max(0.5, 0.4 * $left / 60))")
   rm -rf "$WORK/draft"

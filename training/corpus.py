@@ -1,4 +1,4 @@
-"""The gathered corpus sorted into parts, cleaned, and made into dialogues; knows no generators."""
+"""The gathered corpus: sorted into parts, cleaned and turned into dialogues."""
 
 import ast
 import json
@@ -15,12 +15,12 @@ from steps import as_steps, variants, with_other_numbers
 
 MAX_CHARACTERS = {"code_io": 4000, "topical": 20000}
 MAX_OTHERS = 6000
-# A word problem is also seen with other numbers, as often as this.
+# Variants of each word problem with other numbers.
 GSM8K_VARIANTS = 8
-# A problem with other numbers may have no sound answer, but the target will give one.
+# A variant may have no valid solution, but the target still generates an output.
 UNSOLVED = 4
 DEFINITION = re.compile(r"^.+ \((noun|verb|adjective|adverb)\): ")
-# What the code collection's authors wrote to their own annotators.
+# Comments that the code collection's authors addressed to their annotators.
 BOILERPLATE = re.compile(
     r"^[ \t]*# (import necessary packages|all class and function definitions|main function\b"
     r"|all input arguments|if you need to invoke functions|return, the returned value must|return$).*\n",
@@ -38,13 +38,13 @@ Item = Document | Dialogue
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records in the file's order."""
+    """Yield the records in the file's order."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def label(records: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Each record with the name of its part; the novels are the plain texts before the first dialogue."""
+    """Yield each record with its part's name; the plain texts before the first dialogue are the novels."""
     first_dialogue = next((i for i, record in enumerate(records) if "m" in record), len(records))
     return [(_part(record, is_novel=i < first_dialogue), record) for i, record in enumerate(records)]
 
@@ -70,7 +70,7 @@ def _part(record: dict[str, Any], *, is_novel: bool) -> str:
 
 
 def items(part: str, record: dict[str, Any], rng: random.Random) -> Iterator[Item]:
-    """What a record gives: documents and dialogues."""
+    """Return the documents and dialogues of a record."""
     if part == "novels":
         yield Document(part, record["t"].strip() + "\n", record["t"])
     elif part == "manual":
@@ -88,7 +88,7 @@ def items(part: str, record: dict[str, Any], rng: random.Random) -> Iterator[Ite
 
 
 def _worked(part: str, question: str, solution: str, rng: random.Random) -> Iterator[Item]:
-    """People's own solutions are read as text; the answers to give are short and all of one form."""
+    """Return the original solutions as text, and short dialogues in one uniform style."""
     if "[asy]" in question + solution or len(question + solution) > MAX_OTHERS:
         return
     yield Document("worked", f"{question}\n\n{solution}\n", question)
@@ -105,7 +105,7 @@ def _worked(part: str, question: str, solution: str, rng: random.Random) -> Iter
 
 
 def _guess(question: str, solution: str) -> str | None:
-    """A model of this size does not solve such a problem: it says what is asked for, and that it guesses."""
+    """Return a dialogue that answers with a guess: a model of this size does not solve such a problem."""
     answer, asked = _boxed(solution), FORMULA.findall(question)
     if answer is None:
         return None
@@ -115,7 +115,7 @@ def _guess(question: str, solution: str) -> str | None:
 
 
 def _boxed(solution: str) -> str | None:
-    """The last `\\boxed{...}` with all that its braces hold."""
+    """Return the content of the last `\\boxed{...}`."""
     start = solution.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -128,7 +128,7 @@ def _boxed(solution: str) -> str | None:
 
 
 def more_prompts(part: str, record: dict[str, Any], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Questions that nobody has solved, for the target to answer, and the keys they are held out by."""
+    """Yield unsolved problems as prompts for the target, with their held-out keys."""
     if part in ("gsm8k", "math") and "[asy]" not in record["m"][0][1]:
         question = record["m"][0][1].strip()
         for _ in range(UNSOLVED):
@@ -147,14 +147,14 @@ def _dialogue(part: str, messages: list[tuple[str, str]]) -> Iterator[Dialogue]:
     if part == "mbpp":
         answer = _reformatted(answer)
         messages[1] = ("assistant", answer)
-        # the same wish as people write it, without a test
+        # the same request without a test
         yield dialogue(part, request.partition("\nYour code should pass")[0], answer, key=request)
     if sum(len(text) for _, text in messages) <= MAX_CHARACTERS.get(part, MAX_OTHERS):
         yield Dialogue(part, tuple(messages), request)
 
 
 def _reformatted(answer: str) -> str:
-    """The fenced code in the standard layout, where it parses."""
+    """Return the fenced code in the standard layout, if it parses."""
     code = answer.removeprefix("```python\n").removesuffix("```")
     try:
         return fenced(ast.unparse(ast.parse(code)))
@@ -163,7 +163,7 @@ def _reformatted(answer: str) -> str:
 
 
 def _tldr(text: str) -> Iterator[Dialogue]:
-    """A page about a command as one answer, and each of its examples as a question of its own."""
+    """Return a command's page as one dialogue, and one dialogue for each of its examples."""
     lines = [line for line in text.splitlines() if line and not line.startswith("> More information")]
     command = lines[0].removeprefix("# ")
     about = " ".join(line[2:] for line in lines if line.startswith("> ") and "See also" not in line)
@@ -182,7 +182,7 @@ def _tldr(text: str) -> Iterator[Dialogue]:
 
 
 def _placeholders(command: str) -> str:
-    """`{{[i|install]}}` becomes `install`, `{{path/to/file}}` the bare words."""
+    """Replace `{{[i|install]}}` by `install` and `{{path/to/file}}` by the bare words."""
     command = re.sub(r"\{\{\[[^]|]*\|([^]]*)\]\}\}", r"\1", command)
     return re.sub(r"\{\{(.*?)\}\}", r"\1", command)
 
@@ -199,7 +199,7 @@ def _manual(text: str) -> Iterator[Item]:
 
 
 def _without_markup(text: str) -> str:
-    """reStructuredText without roles, labels and index entries."""
+    """Return reStructuredText without roles, labels and index entries."""
     text = ROLE.sub(lambda match: f"`{match[1].lstrip('~!')}`", text)
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
     text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"\1", text)

@@ -1,4 +1,4 @@
-"""Example arguments for the generated programming tasks, by domain name; knows nothing about the tasks."""
+"""Random example arguments for the generated programming tasks, by domain."""
 
 import random
 import re
@@ -13,16 +13,16 @@ Draw = Callable[[random.Random], Any]
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A kind of argument: its type, what a sentence calls it, how to draw one."""
+    """A kind of argument: its type, its noun, and a random generator of values."""
 
     hint: str
-    # None where a sentence uses the parameter's own name.
+    # None if sentences use the parameter's name.
     noun: str | None
     draw: Draw
 
 
 def domain(name: str) -> Domain:
-    """The domain of that name; `LOW..HIGH` is a whole number, a `+` at the end asks for a non-empty value."""
+    """Return the named domain; `LOW..HIGH` is an integer, a trailing `+` excludes empty values."""
     interval = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", name)
     if interval:
         low, high = int(interval[1]), int(interval[2])

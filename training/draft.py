@@ -1,8 +1,8 @@
-"""Stage 5: trains the draft of the pair. The same as `treeflash train`, without its terminal.
+"""Stage 5: trains the draft of the pair. Like `treeflash train`, with plain log lines.
 
     PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --data-only
     PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --minutes 8
-    ... --minutes 24 --stop-after 9    and then the same with --resume
+    ... --minutes 24 --stop-after 9    then the same with --resume
 
 Writes tokens/, checkpoint.pt and at the end model.safetensors, config.json and training.json into --output.
 Needs torch, numpy, safetensors, tokenizers and jinja2; one process, or several under torchrun.
@@ -16,9 +16,9 @@ from pathlib import Path
 from treeflash.train.draft_data import Regeneration
 from treeflash.train.draft_eval import Evaluation
 from treeflash.train.draft_run import Job, train_draft
-from treeflash.train.draft_settings import Event, Progress, TrainConfig
+from treeflash.train.draft_settings import Event, TrainConfig, TrainingProgress
 
-EVERY_S = 10.0  # between two lines of progress
+EVERY_S = 10.0  # between progress lines
 
 
 def arguments() -> argparse.Namespace:
@@ -26,11 +26,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("target", type=Path)
     parser.add_argument("--output", "-o", type=Path, default=Path("training/work/draft"))
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--tokens", type=Path, help="answers of an earlier run, instead of prompts")
-    parser.add_argument("--data-only", action="store_true", help="answer the prompts, do not train")
+    parser.add_argument("--tokens", type=Path, help="outputs of an earlier run, instead of prompts")
+    parser.add_argument("--data-only", action="store_true", help="generate the outputs, do not train")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--stop-after", type=float, help="minutes; leaves a checkpoint for --resume")
+    parser.add_argument("--stop-after", type=float, help="minutes; writes a checkpoint for --resume")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--continue-from", type=Path, help="draft whose weights to start with")
     parser.add_argument("--seq", type=int, default=512)
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Log:
-    """Lines on standard output, at once."""
+    """Prints log lines, unbuffered."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -63,11 +63,11 @@ class Log:
     def answering(self, done: int, total: int) -> None:
         if done == total or time.monotonic() - self._last > EVERY_S:
             self._last = time.monotonic()
-            self.say(f"{done} of {total} answers")
+            self.say(f"{done} of {total} outputs")
 
     def notify(self, event: Event) -> None:
         match event:
-            case Progress() if time.monotonic() - self._last > EVERY_S or event.step == 1:
+            case TrainingProgress() if time.monotonic() - self._last > EVERY_S or event.step == 1:
                 self._last = time.monotonic()
                 self.say(
                     f"step {event.step}  {event.share:.1%}  loss {event.loss:.3f}"
@@ -82,9 +82,9 @@ class Log:
 
 def main() -> None:
     args, log = arguments(), Log()
-    asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda caught, _: asked.append(caught))
+        signal.signal(number, lambda caught, _: signals.append(caught))
     deadline = time.monotonic() + 60 * args.stop_after if args.stop_after else float("inf")
     job = Job(
         target=args.target,
@@ -111,7 +111,7 @@ def main() -> None:
             seed=args.seed,
             gguf=args.gguf,
         ),
-        begin=args.continue_from,
+        continue_from=args.continue_from,
         resume=args.resume,
         device=args.device,
     )
@@ -119,10 +119,10 @@ def main() -> None:
         job,
         answering=log.answering,
         notify=log.notify,
-        cancelled=lambda: bool(asked) or time.monotonic() > deadline,
+        cancelled=lambda: bool(signals) or time.monotonic() > deadline,
         data_only=args.data_only,
     )
-    log.say(f"{'done' if result.finished else 'stopped, go on with --resume'}: {result}")
+    log.say(f"{'done' if result.finished else 'stopped, continue with --resume'}: {result}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Short sums and facts about numbers, asked and answered in plain words; knows no word problems, no LaTeX."""
+"""Generator of short sums and facts about numbers, in plain words."""
 
 import math
 import random
@@ -18,7 +18,7 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 def drill(rng: random.Random) -> Problem:
-    """A problem of a random kind."""
+    """Return a problem of a random kind."""
     question, solution = rng.choice(DRILLS)(rng)
     return Problem(question, solution, solution.split()[-1].rstrip("."))
 

@@ -1,8 +1,7 @@
-"""Heads of functions as strangers write them: long docstrings, examples of every form, helpers above.
+"""Generator of varied function heads: long docstrings, examples of every form, helper functions.
 
-Such a head is answered with itself and then a body. Most of what stands in it cannot be foreseen from what
-was learnt, so it teaches to copy, also where the same few words and symbols come again and again.
-Knows no tokens.
+The completion repeats the head and adds a body. Most of a head is unpredictable, so it trains the model to
+copy, even where the same few words and symbols recur.
 """
 
 import functools
@@ -21,9 +20,9 @@ TYPING = ("Any", "Dict", "List", "Optional", "Tuple", "Union")
 MODULES = ("collections", "functools", "itertools", "math", "re", "string")
 HELPER_SHARE, RENAMED_SHARE = 0.1, 0.4
 MAX_HELPER_CHARACTERS = 300
-MAX_CHARACTERS = 1200  # of an answer: with its request it fits into a row of the trainer
-OWN_WORDS, OWN_SHARE = 5, 0.45  # of one author, and how often he takes one of them
-# Few symbols, so that what comes next is told by the place alone.
+MAX_CHARACTERS = 1200  # of a completion: with its request it fits into a training row
+OWN_WORDS, OWN_SHARE = 5, 0.45  # per docstring, and the probability of reusing one of them
+# Few symbols, so that only the position determines the next one.
 ALPHABETS = (
     ("(", ")"), ("(", ")", " "), ("[", "]"), ("<", ">"), ("0", "1"), ("a", "b"), ("x", "y", "z"), (".", "#"),
     ("o", ".", "|", " "), ("A", "B", "C"), ("+", "-"), ("N", "E", "S", "W"), ("H", "T"), ("C", "G", "A", "T"),
@@ -32,7 +31,7 @@ NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eigh
 ONSETS = re.findall(r"\w+", "b br c d dr f fl g gr h j k l m n p pl qu r s st t tr v w z")
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ee", "ou")
 CODAS = ("", "", "n", "r", "l", "s", "t", "m", "ck", "nd", "rt", "x")
-# Their bytes are tokens that hardly occur elsewhere.
+# Their bytes are rare tokens.
 FOREIGN = (
     "café",
     "naïve",
@@ -56,7 +55,7 @@ PEOPLE = ("Anna", "Ben", "Clara", "Hugo", "Mia", "Noah", "Olga", "Paul")
 
 
 def head_dialogue(rng: random.Random) -> Dialogue:
-    """A function's head with a docstring that nobody has seen before, answered with the whole function."""
+    """Return a request with a function's head and a new docstring, completed with the whole function."""
     while True:
         author, solution = _Author(rng), draw_solution(rng)
         key = solution_key(solution)
@@ -70,7 +69,7 @@ def head_dialogue(rng: random.Random) -> Dialogue:
 
 
 def _renamed(solution: Solution, name: str) -> Solution:
-    """The same function under another name."""
+    """Return the same function under another name."""
 
     def new(text: str) -> str:
         return re.sub(rf"\b{solution.name}\(", f"{name}(", text)
@@ -85,7 +84,7 @@ def _renamed(solution: Solution, name: str) -> Solution:
 
 
 def _above(solution: Solution, rng: random.Random) -> list[str]:
-    """Lines of imports, not all of them of use, and sometimes of another function."""
+    """Return import lines, some of them unused, and sometimes a helper function."""
     imports = list(solution.imports)
     if rng.random() < 0.25 and not any("typing" in line for line in imports):
         names = sorted(rng.sample(TYPING, rng.choice((1, 1, 1, 2, 3))))
@@ -104,7 +103,7 @@ def _above(solution: Solution, rng: random.Random) -> list[str]:
 
 @dataclass(slots=True)
 class _Author:
-    """Writes one docstring and comes back to a few words of his own, as authors do."""
+    """Generates one docstring that reuses a few words."""
 
     rng: random.Random
     words: tuple[str, ...] = ()
@@ -116,7 +115,7 @@ class _Author:
         rng = self.rng
         quotes = '"""' if rng.random() < 0.85 else "'''"
         lines = self._lines(solution)
-        # some indent what stands in a docstring by less or by more than its quotes
+        # some indent a docstring's text by less or more than its quotes
         inner = rng.choice(("    ",) * 8 + ("     ", "  ", "        "))
         trailing = rng.random() < 0.1
         lines = [inner + line + " " * (trailing and rng.random() < 0.5) if line else "" for line in lines]
@@ -146,7 +145,7 @@ class _Author:
         return [line for number, block in enumerate(blocks) for line in (*(gap if number else ()), *block)]
 
     def _lead(self, solution: Solution) -> str:
-        """What the function does, in one of the ways people say it."""
+        """Return a description of the function in one of several forms."""
         statement, third = solution.statement, third_person(solution.statement)
         lower = statement[0].lower() + statement[1:]
         (name, note), *_ = solution.parameter_notes or (("it", "a value"),)
@@ -167,7 +166,7 @@ class _Author:
         )
 
     def aside(self) -> str:
-        """A sentence of no importance, in words that nothing announces."""
+        """Return an irrelevant sentence of unpredictable words."""
         rng, w, n, value = self.rng, self.word, self.number, self.literal
         return rng.choice(
             (
@@ -190,14 +189,14 @@ class _Author:
         )()
 
     def _varied(self, sentence: str) -> str:
-        """The same sentence but for a word or two: whoever copies it must know where he is."""
+        """Return near-identical sentences: copying them requires tracking the position."""
         words = sentence.split(" ")
         for place in self.rng.sample(range(len(words)), min(2, len(words))):
             words[place] = self.word()
         return " ".join(words)
 
     def _legend(self) -> list[str]:
-        """Two to five lines of one form: a table, a list of points, rows of a picture, calls of something."""
+        """Return two to five lines of one form: a table, a list, a grid of symbols, calls."""
         rng = self.rng
         count = rng.randint(2, 5)
         match rng.randrange(7):
@@ -229,7 +228,7 @@ class _Author:
         return [head, *rows] if head else rows
 
     def _calls(self, count: int) -> list[str]:
-        """Calls of another function whose arguments hardly differ."""
+        """Return calls of another function with nearly equal arguments."""
         rng = self.rng
         name, sign = self.name(), rng.choice(("->", "=>", "==>", "➞", "==", "returns"))
         values = rng.choice((("True", "False"), ("0", "1", "2"), ("[]", "None", "[1]"), NUMERALS))
@@ -283,7 +282,7 @@ class _Author:
         return [heading, *(bullet + row for row in rng.sample(rows, rng.randint(1, 3)))]
 
     def literal(self) -> str:
-        """A value, spelt as one likes it."""
+        """Return a value in a random notation."""
         text = self._value()
         if self.rng.random() < 0.2:
             text = text.replace(", ", ",").replace(": ", ":")
@@ -315,7 +314,7 @@ class _Author:
         return ", ".join(f"'{each}'" for each in chosen)
 
     def symbols(self, count: int) -> str:
-        """A string over a few symbols; some in groups with spaces between."""
+        """Return a string over a few symbols, sometimes in groups separated by spaces."""
         rng = self.rng
         alphabet = rng.choice(ALPHABETS)
         text = "".join(rng.choice(alphabet) for _ in range(count))
@@ -332,13 +331,13 @@ class _Author:
         return self.pseudo() if rng.random() < 0.2 else rng.choice(_vocabulary())
 
     def pseudo(self) -> str:
-        """A word that is none."""
+        """Return a made-up word."""
         rng = self.rng
         count = rng.choice((1, 2, 2, 3))
         return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count))
 
     def name(self) -> str:
-        """Of a function."""
+        """Return a name for a function."""
         rng = self.rng
         if rng.random() < 0.15:
             return rng.choice(("solve", "f", "func", "solution", "process", "compute", "check", "answer"))
@@ -359,6 +358,6 @@ def _arguments(example: Example) -> str:
 
 @functools.cache
 def _vocabulary() -> tuple[str, ...]:
-    """Every plain word of the templates."""
+    """Return every plain word of the templates."""
     texts = (path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.rglob("*.txt")))
     return tuple(sorted({word for text in texts for word in re.findall(r"\b[a-z]{3,10}\b", text)}))

@@ -1,4 +1,4 @@
-"""Mathematics as dialogues: word problems, plain sums and LaTeX exercises; knows nothing about tokens."""
+"""Mathematics as dialogues: word problems, plain sums and LaTeX exercises."""
 
 import random
 from dataclasses import replace
@@ -14,11 +14,11 @@ PREFIXES = ("Solve this problem step by step. ", "Solve the problem. ", "Please 
 
 
 def mathematics_dialogue(rng: random.Random) -> Dialogue:
-    """One problem with its solution; short sums come several to a dialogue."""
+    """Return a dialogue with one problem, or with several short sums."""
     (kind, make, _) = rng.choices(KINDS, [share for *_, share in KINDS])[0]
     problem = make(rng)
     if kind == "story":
-        # A few scenarios tell their last step in words only: they stay as they are told.
+        # A few scenarios have their last step in words only: these keep their solution.
         steps = as_steps(problem.question, problem.solution)
         problem = replace(
             problem, solution=steps or f"{problem.solution.replace('#### ', 'The answer is ')}."

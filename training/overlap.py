@@ -1,4 +1,4 @@
-"""Whether a text shares a run of words with a prompt of a benchmark; knows no training text."""
+"""Decontamination: whether a text shares an n-gram of words with a benchmark item."""
 
 import gzip
 import json
@@ -8,18 +8,18 @@ from pathlib import Path
 
 RUN = 13  # words
 WORD = re.compile(r"[a-z0-9]+")
-# File, and the fields that hold what is asked and what answers it.
+# File, and the fields with the problem and its solution.
 BENCHMARKS = {
     "humaneval/test.jsonl.gz": ("prompt", "canonical_solution"),
     "gsm8k/test.jsonl.gz": ("question", "answer"),
     "math500/test.jsonl.gz": ("problem", "solution"),
     "mbpp/all.jsonl.gz": ("text", "code"),
 }
-MBPP_TRAINING = 601  # the first of its tasks that are meant for training
+MBPP_TRAINING = 601  # its first training task
 
 
 def benchmark_runs(folder: Path) -> frozenset[str]:
-    """Every run of words in the benchmarks' items."""
+    """The n-grams of words in the benchmarks' items."""
     found: set[str] = set()
     for name, fields in BENCHMARKS.items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""Builds the small target's training data from the corpus, installed sources and generators; knows no model.
+"""Builds the small target's training data from the corpus, installed sources and generators.
 
     python training/prepare.py --corpus training/work/text.jsonl.xz
 
@@ -47,7 +47,7 @@ INSTRUCT = {
     "library_completions": 14, "mathematics": 10, "gsm8k": 8, "math": 3, "topical": 1.5, "chatter": 0.3,
     "talk": 4, "wordnet": 0.5, "tldr": 1, "manual_dialogues": 0.7,
 }  # fmt: skip
-# A short part is repeated in the instruction phase, but not more often.
+# A short part is repeated in the instruction phase at most this often.
 MAX_REPEATS = 4
 # Percent of the prompts.
 PROMPTS = {
@@ -57,7 +57,7 @@ PROMPTS = {
     "manual_dialogues": 0.5,
 }  # fmt: skip
 GENERATED = ("task_dialogues", "task_sources", "heads", "mathematics", "talk")
-# Talk is drawn from short lists: more of it would only repeat.
+# Talk is generated from short lists: more of it would only repeat.
 MAX_GENERATED = {"talk": 4_000_000}
 # Copies of a function under other class names have other texts but one key.
 KEYED = ("library", "library_plain", "library_completions", "library_dialogues")
@@ -69,7 +69,7 @@ log = logging.getLogger("prepare")
 
 @dataclass(slots=True)
 class Part:
-    """A part's documents: those to train on, shuffled, and those held out."""
+    """Return a part's training documents, shuffled, and its held-out documents."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -78,10 +78,10 @@ class Part:
 
 
 def plan(options: argparse.Namespace) -> list[Job]:
-    """The whole work, cut so that many processes share it evenly; depends on no count of processes."""
+    """Return the jobs; independent of the number of processes, and small enough to balance them."""
     jobs = []
     files = python_code.source_files(options.code_dirs)
-    # neighbouring files are alike; spreading them makes jobs take equal time
+    # adjacent files are similar; spreading them balances the jobs
     random.Random(options.seed).shuffle(files)
     for i in range(0, len(files), JOB_FILES):
         jobs.append(Job("code", f"{options.seed}/code/{i}", files=tuple(files[i : i + JOB_FILES])))
@@ -107,12 +107,12 @@ def plan(options: argparse.Namespace) -> list[Job]:
 
 
 def merge(shards: list[Shard], *, budget: float, seed: int) -> dict[str, Part]:
-    """Parts without repetitions, shuffled; what is plentiful is no longer than its weight asks for."""
+    """Return the deduplicated, shuffled parts; long parts are cut to their weight."""
     parts = {}
     for number, (name, weight) in enumerate(WEIGHTS.items()):
         found = [shard.parts[name] for shard in shards if name in shard.parts]
         if not found:
-            raise SystemExit(f"part {name} has no text, needed: some for {weight}% of the mix")
+            raise SystemExit(f"part {name} has no text, needed: {weight}% of the mix")
         parts[name] = _merge(
             found,
             keyed=name in KEYED,
@@ -146,7 +146,7 @@ def _gather(ids: np.ndarray, begins: np.ndarray, lengths: np.ndarray, order: np.
 
 
 def instructions(parts: dict[str, Part], *, tokens: float, seed: int) -> tuple[np.ndarray, dict[str, int]]:
-    """Dialogues in the shares of the instruction phase, shuffled; how many tokens of each part."""
+    """Return the instruction phase's dialogues, shuffled, and the number of tokens of each part."""
     rng = np.random.default_rng([seed, 1000])
     pieces: list[np.ndarray] = []
     shares = {}
@@ -166,7 +166,7 @@ def instructions(parts: dict[str, Part], *, tokens: float, seed: int) -> tuple[n
 
 
 def answer_mask(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """1 for every token that the assistant writes, the end of its turn included."""
+    """Return 1 for every assistant token, the end of its turn included."""
     opening = np.array(tokenizer.encode(f"{TURN_START}assistant\n").ids)
     starts = np.flatnonzero(ids == opening[0])
     starts = starts[starts + len(opening) <= len(ids)]
@@ -182,7 +182,7 @@ def answer_mask(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def held_out(parts: dict[str, Part]) -> tuple[np.ndarray, dict[str, int]]:
-    """Up to the wanted number of tokens, in the shares of the mix; tokens of each part in order."""
+    """Return up to the wanted number of held-out tokens in the mix's shares, and the tokens of each part."""
     pieces, counts = [], {}
     for name, part in parts.items():
         wanted = WEIGHTS[name] / 100 * HELD_OUT_TOKENS
@@ -193,7 +193,7 @@ def held_out(parts: dict[str, Part]) -> tuple[np.ndarray, dict[str, int]]:
 
 
 def choose_prompts(shards: list[Shard], *, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Conversations to be answered by the target, none of them held out, in the shares of the kinds."""
+    """Return prompts for the target, none of them held out, in the shares of the kinds."""
     rng = random.Random(f"{seed}/prompts")
     by_kind: dict[str, dict[str, list[dict[str, str]]]] = {kind: {} for kind in PROMPTS}
     for shard in shards:
@@ -215,7 +215,7 @@ def sha256(path: Path) -> str:
 
 
 def write(options: argparse.Namespace, shards: list[Shard], tokenizer: Tokenizer) -> dict[str, Any]:
-    """All output files; the record without times."""
+    """Write all output files; return the record without times."""
     work: Path = options.work
     (work / "parts").mkdir(parents=True, exist_ok=True)
     parts = merge(shards, budget=options.budget_tokens, seed=options.seed)
@@ -253,7 +253,7 @@ def write(options: argparse.Namespace, shards: list[Shard], tokenizer: Tokenizer
 
 
 def inputs(options: argparse.Namespace, shards: list[Shard], jobs: list[Job]) -> dict[str, Any]:
-    """What the data was made from, by hash."""
+    """Return the hashes of the inputs."""
     templates = hashlib.sha256()
     folder = Path(__file__).parent / "templates"
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -278,16 +278,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, default=WORK / "text.jsonl.xz")
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument(
-        "--code-dirs", type=Path, nargs="*", default=[], help="more folders of Python sources"
+        "--code-dirs", type=Path, nargs="*", default=[], help="additional folders of Python sources"
     )
-    parser.add_argument("--math-documents", type=int, help="instead of as many as the budget asks for")
+    parser.add_argument("--math-documents", type=int, help="default: by the token budget")
     parser.add_argument("--prompts", type=int, default=40_000)
-    parser.add_argument("--budget-tokens", type=int, default=200_000_000, help="tokens the training will see")
+    parser.add_argument("--budget-tokens", type=int, default=200_000_000, help="training tokens")
     parser.add_argument(
-        "--instruct-tokens", type=float, default=0.12, help="of the instruction phase, as a share of those"
+        "--instruct-tokens",
+        type=float,
+        default=0.12,
+        help="tokens of the instruction phase, as a share of the budget",
     )
     parser.add_argument(
-        "--benchmarks", type=Path, help="folder of benchmarks: what shares 13 words with them is left out"
+        "--benchmarks", type=Path, help="folder of benchmarks: text that shares 13 words with them is dropped"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=1)

@@ -1,13 +1,13 @@
-"""Stage 3: trains the target on what stages 1 and 2 left in the work folder, within a time budget.
+"""Stage 3: trains the target on the files of stages 1 and 2 in the work folder, within a time budget.
 
     PYTHONPATH=src python training/pretrain.py --minutes 9
-    PYTHONPATH=src python training/pretrain.py --benchmark 20    speed and a profile, nothing is written
-    PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    and then the same with --resume
+    PYTHONPATH=src python training/pretrain.py --benchmark 20    throughput and a profile, writes nothing
+    PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    then the same with --resume
     PYTHONPATH=src python training/pretrain.py --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
 
 Writes TreeFlash-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
 into the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and
-the tokenizer's files there; knows nothing of how they were made.
+the tokenizer's files there.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from treeflash.train.muon import Muon
 from treeflash.train.target import Target, TargetConfig, save_target
 from treeflash.train.target_file import read_target
 
-NAME = "TreeFlash-40M"  # of the folder, and so of the model
+NAME = "TreeFlash-40M"  # of the folder and the model
 WARM_UP, DECAY = 0.02, 0.4  # shares of the time: at the start, at the end
-INSTRUCT_ROWS = 0.8  # of a batch in the last phase; the rest stays general text
-ALIGNED_ROWS = 0.5  # of general text: rows that start where a document does, as prompts do
+INSTRUCT_ROWS = 0.8  # share of a batch in the last phase; the rest stays general text
+ALIGNED_ROWS = 0.5  # share of general text: rows that start at a document's start, as prompts do
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CHECKPOINT_SECONDS, REPORT_SECONDS = 120, 10
 MAX_EVALUATION_BATCHES = 8
-# Kernels that differ from plain torch by more than bfloat16 explains are not used.
+# Fused kernels are not used if they differ from plain torch by more than bfloat16 rounding explains.
 MAX_KERNEL_ERROR = 0.05
 
 
@@ -45,14 +45,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("training/work"))
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="whole budget, start-up and saving included"
+        "--minutes", type=float, default=9.0, help="total budget, start-up and saving included"
     )
     parser.add_argument("--pause-after", type=float, help="minutes after which this call stops, for --resume")
     parser.add_argument("--resume", action="store_true", help="continue from work/checkpoint.pt")
     parser.add_argument(
-        "--continue-from", type=Path, help="GGUF file of a target whose weights to begin with"
+        "--continue-from", type=Path, help="GGUF file of a target whose weights to start with"
     )
-    parser.add_argument("--instruct-share", type=float, default=0.15, help="last part of the time")
+    parser.add_argument("--instruct-share", type=float, default=0.15, help="share of the time, at the end")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--seq", type=int, default=512, help="a multiple of 64")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -64,7 +64,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens in a chunk of the delta rule")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--triton", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--benchmark", type=int, metavar="STEPS", help="time that many steps, then profile")
+    parser.add_argument("--benchmark", type=int, metavar="STEPS", help="time this many steps, then profile")
     return parser.parse_args(given)
 
 
@@ -73,12 +73,12 @@ def say(text: str) -> None:
 
 
 def rate(share: float) -> float:
-    """The learning rate's factor at a share of the time."""
+    """Return the learning-rate factor at a share of the time."""
     return max(0.0, min(1.0, share / WARM_UP + 0.01, (1 - share) / DECAY))
 
 
 class Pretraining:
-    """Everything a checkpoint holds, and the steps."""
+    """The training state that checkpoints hold, and the training steps."""
 
     def __init__(self, options: argparse.Namespace, config: TargetConfig):
         self.options, self.config = options, config
@@ -127,7 +127,7 @@ class Pretraining:
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         matrices, others = [], []
         for name, parameter in self.target.named_parameters():
-            # A few rows are no matrix worth making orthogonal: in_proj_a and in_proj_b.
+            # Matrices with few rows are not worth orthogonalising: in_proj_a and in_proj_b.
             hidden = parameter.ndim == 2 and "embed" not in name and min(parameter.shape) >= 16
             (matrices if hidden else others).append(parameter)
         adam = torch.optim.AdamW(
@@ -136,7 +136,7 @@ class Pretraining:
         return [Muon(matrices, lr=self.options.lr, weight_decay=self.options.weight_decay), adam]
 
     def batch(self, *, instruct: bool) -> tuple[Tensor, Tensor]:
-        """Rows [B, T + 1] of tokens and the mask [B, T] of their labels."""
+        """Return rows [B, T + 1] of tokens and the mask [B, T] of their labels."""
         answers = round(self.rows * INSTRUCT_ROWS) if instruct else 0
         parts = [self.general.sample(self.rows - answers, self.generator, aligned=ALIGNED_ROWS)]
         if answers:
@@ -145,7 +145,7 @@ class Pretraining:
         return torch.cat(rows), torch.cat(masks)
 
     def gradients(self, *, instruct: bool) -> Tensor:
-        """Adds one batch's gradients; returns its cross entropy without waiting for it."""
+        """Accumulate one batch's gradients; return its cross entropy without synchronising."""
         rows, mask = self.batch(instruct=instruct)
         loss = self.target.loss(rows[:, :-1], rows[:, 1:], mask, z_loss=self.options.z_loss)
         loss.objective.backward()
@@ -164,7 +164,7 @@ class Pretraining:
         return cross_entropy
 
     def warm_up(self) -> None:
-        """Runs one batch for nothing, so that compilation is over before the clock of the schedule starts."""
+        """Run one batch and discard it, so that compilation ends before the schedule's clock starts."""
         if self.options.compile:
             self.compiled = True
             self.target.compile_layers()
@@ -182,10 +182,13 @@ class Pretraining:
         self.target.zero_grad(set_to_none=True)
 
     def evaluate(self) -> float:
-        """Held-out cross entropy in nats a token, with gradients on and all: the compiled graphs must fit."""
+        """Return the held-out cross entropy in nats per token.
+
+        Gradients stay enabled, so that the compiled graphs are reused.
+        """
         total, count = 0.0, 0
         for part in self.held_out.split(self.rows):
-            # Every batch has the shape that was compiled; repeated rows do not count.
+            # Every batch has the compiled shape; repeated rows do not count.
             rows = part[torch.arange(self.rows) % len(part)].to(self.device)
             mask = (torch.arange(self.rows) < len(part)).float()[:, None].expand(-1, self.options.seq)
             loss = self.target.loss(
@@ -205,7 +208,7 @@ class Pretraining:
         }
 
     def save(self, path: Path) -> None:
-        """Atomic: a kill in between leaves the last checkpoint."""
+        """Write a checkpoint atomically."""
         partial = path.with_suffix(".partial")
         torch.save(self.state(), partial)
         partial.replace(path)
@@ -228,9 +231,9 @@ class Pretraining:
 
 
 def train(run: Pretraining, started: float) -> bool:
-    """Until the budget is spent; False where --pause-after came first. `started`: of the process's clock."""
+    """Train until the budget is spent; return False if --pause-after came first. `started`: start time."""
     options, work = run.options, run.options.work
-    budget = 60 * options.minutes - min(20.0, 3 * options.minutes)  # evaluation and saving come after it
+    budget = 60 * options.minutes - min(20.0, 3 * options.minutes)  # leaves time for evaluation and saving
     earlier, limit = run.spent, 60 * (options.pause_after or math.inf)
     with (work / "log.jsonl").open("a" if options.resume else "w") as log:
         run.warm_up()
@@ -291,7 +294,7 @@ def train(run: Pretraining, started: float) -> bool:
 
 
 def finish(run: Pretraining) -> None:
-    """The Hugging Face folder and the record of how it was made."""
+    """Write the Hugging Face folder and the record of the run."""
     options, folder = run.options, run.options.work / NAME
     run.finished["end"] = run.evaluate()
     say(f"held-out loss at the end: {run.finished['end']:.4f}")
@@ -350,7 +353,7 @@ def benchmark(run: Pretraining, steps: int) -> None:
 
 
 def main(given: Sequence[str] | None = None, shape: TargetConfig | None = None) -> None:
-    """shape: another one than the shipped target's, for tests."""
+    """Run the stage; shape: a smaller target, for tests."""
     started = time.monotonic()
     options = arguments(given)
     ids = token_ids(options.work)
@@ -367,7 +370,7 @@ def main(given: Sequence[str] | None = None, shape: TargetConfig | None = None) 
     if train(run, started):
         finish(run)
     else:
-        say(f"paused at step {run.step}: go on with --resume")
+        say(f"paused at step {run.step}: continue with --resume")
 
 
 if __name__ == "__main__":

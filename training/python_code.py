@@ -1,4 +1,4 @@
-"""Functions of installed, permissively licensed Python packages; knows no tokens and no generated tasks.
+"""Functions of installed, permissively licensed Python packages as training text.
 
 Functions of 3 to 60 lines from files of at most 60 kB, without tests, generated code and benchmark harnesses.
 """
@@ -26,7 +26,7 @@ SKIPPED_FOLDERS = re.compile(
     r"|lib2to3|idlelib|turtledemo|ensurepip|lib-dynload|pydoc_data|encodings"
     r"|human_eval|lm_eval|evalplus|bigcode.*"
 )
-# Modules that a function may use and still stand alone.
+# Modules that a self-contained function may use.
 KNOWN_MODULES = frozenset(
     ("math", "np", "numpy", "re", "os", "sys", "itertools", "functools", "collections", "torch")
 )
@@ -37,13 +37,13 @@ GENERATED = re.compile(
 MAX_FILE_BYTES = 60_000
 MIN_LINES, MAX_LINES = 3, 60
 MAX_LINE_CHARACTERS = 120
-# A longer docstring is cut to its first paragraph: what is copied fits into a row of the trainer.
+# A longer docstring is cut to its first paragraph, so that a completion fits into a training row.
 MAX_DOCSTRING_LINES, MAX_DOCSTRING_CHARACTERS = 24, 700
 MAX_REQUEST_LINES = 30
-COMPLETION_SHARE = 0.6  # of the functions with a docstring; the others are read as they are
+COMPLETION_SHARE = 0.6  # of the functions with a docstring; the others are plain text
 MAX_FREE_NAMES = 2
 PROSE_CHARACTERS = (250, 4000)
-# Where a docstring stops being prose.
+# Markers that end a docstring's prose.
 SECTION = re.compile(
     r"^\s*(Parameters|Args|Arguments|Examples?|References|Attributes|Methods|Notes|Returns|See Also)\b"
     r"|>>>|```|\(`|:param|::$",
@@ -53,14 +53,14 @@ SECTION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One function, dedented, with its docstring possibly cut."""
+    """One function, dedented, with its docstring possibly shortened."""
 
     name: str
     # Everything up to the body, and the body.
     head: str
     body: str
     summary: str
-    # Not a method, no decorators, and hardly a name but its own, Python's and a few modules'.
+    # Not a method, no decorators, and few names except its own, builtins and a few modules.
     stands_alone: bool
 
     @property
@@ -69,7 +69,7 @@ class Function:
 
 
 def source_files(extra: Iterable[Path] = ()) -> list[Path]:
-    """Every file to read: listed packages wherever they are, the standard library, `extra` folders."""
+    """Return every source file: listed packages, the standard library, `extra` folders."""
     folders = {Path(sysconfig.get_paths()["stdlib"]), *extra}
     for name in PACKAGES.read_text(encoding="utf-8").split():
         spec = importlib.util.find_spec(name)
@@ -82,7 +82,7 @@ def source_files(extra: Iterable[Path] = ()) -> list[Path]:
             inner = path.relative_to(folder).parts[:-1]
             if not any(map(SKIPPED_FOLDERS.fullmatch, inner)) and not SKIPPED_FILES.match(path.name):
                 found.add(path)
-    # by place inside site-packages, so that two machines with the same packages read in the same order
+    # by path inside site-packages, so that two machines with the same packages have the same order
     roots = sorted((*installed, Path(sysconfig.get_paths()["stdlib"])), key=lambda root: -len(str(root)))
     return sorted(found, key=lambda path: _relative(path, roots))
 
@@ -93,7 +93,7 @@ def _relative(path: Path, roots: list[Path]) -> str:
 
 
 def read_source(path: Path) -> str | None:
-    """The text of a file that is worth reading."""
+    """Return a file's text, or None if it is unsuitable."""
     try:
         if not 0 < path.stat().st_size <= MAX_FILE_BYTES:
             return None
@@ -104,7 +104,7 @@ def read_source(path: Path) -> str | None:
 
 
 def items(text: str, rng: random.Random) -> Iterator[Document | Dialogue]:
-    """Functions, class and module docstrings, and requests for some of the functions."""
+    """Return functions, class and module docstrings, and dialogues for some of the functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -125,12 +125,12 @@ def items(text: str, rng: random.Random) -> Iterator[Document | Dialogue]:
 
 
 def _items(function: Function, rng: random.Random) -> Iterator[Document | Dialogue]:
-    # copies with other class names are one function: model families repeat each other
+    # copies with other class names count as one function: model families repeat each other
     key = re.sub(r"\b[A-Z]\w*", "X", re.sub(r"\s+", " ", function.source))
     if not function.summary:
         yield Document("library_plain", function.source + "\n", key)
         return
-    # To complete a function is to copy its head word for word: that is learnt on heads of every kind.
+    # Completing a function copies its head verbatim: this is trained on heads of every kind.
     if rng.random() < COMPLETION_SHARE and function.source.count("\n") <= MAX_REQUEST_LINES:
         request = _completion(function, rng)
         yield dialogue("library_completions", request, fenced(function.source), key=key)
@@ -209,7 +209,7 @@ def _function(node: ast.FunctionDef, lines: list[str], *, is_class: bool) -> Fun
 
 
 def _free_names(function: ast.FunctionDef) -> set[str]:
-    """Names that the function uses and neither binds nor gets from Python itself."""
+    """Return the names that the function uses, except its own and builtins."""
     bound: set[str] = {function.name}
     used: set[str] = set()
     for node in ast.walk(function):
@@ -226,7 +226,7 @@ def _free_names(function: ast.FunctionDef) -> set[str]:
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:
-    """Whether there is nothing to learn: `pass`, `...`, or only an exception."""
+    """Return whether the body is trivial: `pass`, `...`, or only an exception."""
     if len(body) > 1:
         return False
     only = body[0]

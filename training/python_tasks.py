@@ -1,4 +1,4 @@
-"""Programming tasks with executed solutions: reads the templates, draws variants; knows no chat format."""
+"""Programming tasks with executed solutions: template files and random variants of their tasks."""
 
 import builtins
 import copy
@@ -17,7 +17,7 @@ TEMPLATES = Path(__file__).parent / "templates" / "tasks"
 MAX_EXAMPLE_CHARACTERS = 72
 MAX_EXAMPLES = 6
 EMPTY = ("[]", "{}", "''", "None", "0", "[[]]")
-# Names that may stand for the one written in a template; the template's own is the likeliest.
+# Alternatives to names in templates; the template's own is the likeliest.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "text": ("s", "string", "text"),
     "numbers": ("nums", "values", "lst", "arr", "numbers"),
@@ -59,7 +59,7 @@ RESERVED = frozenset((*keyword.kwlist, *dir(builtins)))
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One exercise with all constants filled in; `{parameter}` in a statement stands for a parameter."""
+    """One task with all constants filled in; `{parameter}` in a statement is a parameter."""
 
     names: tuple[str, ...]
     parameters: tuple[tuple[str, str], ...]
@@ -78,13 +78,13 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A task in one choice of names, with examples that were run."""
+    """A task in one choice of names, with executed examples."""
 
     name: str
     # With type hints in the chosen style, and without.
     signature: str
     bare_signature: str
-    # Names the parameters; and the same as one would say it without them, where that is possible.
+    # With the parameters' names; and without them, if possible.
     statement: str
     spoken: str | None
     imports: tuple[str, ...]
@@ -97,7 +97,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A task as written in a file, with `@constants` still open."""
+    """A task as written in a file, with unresolved `@constants`."""
 
     task: Task
     constants: tuple[tuple[tuple[str, ...], tuple[tuple[str, ...], ...]], ...]
@@ -124,7 +124,7 @@ class Template:
 
 @functools.cache
 def templates() -> tuple[Template, ...]:
-    """Every task of the template files."""
+    """Return every task of the template files."""
     found = []
     for path in sorted(TEMPLATES.glob("*.txt")):
         blocks = re.split(r"^== ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -166,7 +166,7 @@ def _choices(values: str) -> tuple[tuple[str, ...], ...]:
 
 
 def solve(task: Task, rng: random.Random) -> Solution:
-    """A solution in names of its own; every body is run on the examples, and a difference is an error."""
+    """Return a solution with random names; every body is run on the examples, and must agree."""
     renamed = _names(task, rng)
     name = rng.choice((task.names[0], rng.choice(task.names)))
     bodies = [_rename(body, renamed).replace("@self", name) for body in task.bodies]
@@ -205,10 +205,10 @@ def solve(task: Task, rng: random.Random) -> Solution:
 
 
 def _names(task: Task, rng: random.Random) -> dict[str, str]:
-    """New names for some identifiers, none of which is in use already."""
+    """Return new names for some identifiers, none of which is in use already."""
     used = set(IDENTIFIER.findall("\n".join((*task.bodies, *task.imports, *task.names))))
     used.update(parameter for parameter, _ in task.parameters)
-    # a name that the sentence uses as a plain word would confuse: "the values of values"
+    # a name that is also a word of the sentence would be ambiguous: "the values of values"
     taken = used.union(RESERVED, *(statement.split() for statement in task.statements))
     renamed: dict[str, str] = {}
     for name in sorted(used & SYNONYMS.keys()):
@@ -234,7 +234,7 @@ def _hint(hint: str, style: str) -> str:
 
 
 def _spoken(statement: str, kinds: Mapping[str, Domain], renamed: Mapping[str, str]) -> str | None:
-    """The statement with "a string" and "the string" in place of names, where that makes a sentence."""
+    """Return the statement with "a string" and "the string" instead of names, if that makes a sentence."""
     nouns = [kind.noun for kind in kinds.values() if kind.noun]
     if len(set(nouns)) < len(nouns):
         return None
@@ -257,7 +257,7 @@ def _spoken(statement: str, kinds: Mapping[str, Domain], renamed: Mapping[str, s
 
 
 def compile_function(code: str, name: str) -> Callable[..., Any]:
-    """The function of that name which the code defines."""
+    """Return the function of that name that the code defines."""
     namespace: dict[str, Any] = {}
     exec(compile(code, "<task>", "exec"), namespace)
     return namespace[name]
@@ -286,12 +286,12 @@ def _run(
         results = [function(*copy.deepcopy(arguments)) for function in functions]
         if any(result != results[0] for result in results):
             if all(isinstance(result, float) for result in results):
-                continue  # rounded at a tie, up one way and down the other: no example to learn from
+                continue  # a rounding tie, on which the bodies differ: not a usable example
             raise ValueError(f"task {task.names[0]}: {arguments} gives {results}, needed: one value")
         example = Example(f"{name}({', '.join(map(repr, arguments))})", repr(results[0]))
         if len(example.call) > MAX_EXAMPLE_CHARACTERS or len(example.value) > MAX_EXAMPLE_CHARACTERS:
             continue
-        # examples that differ say more, and a constant answer is allowed only when nothing else comes up
+        # different results are preferred; a constant result is used only if there is no other
         if attempt < 12 and (example.value in values or (example.value in EMPTY and not examples)):
             continue
         if all(example.call != other.call for other in examples):

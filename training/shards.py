@@ -1,4 +1,4 @@
-"""One worker's share of the data: draws or reads items, encodes them; knows no mix and writes no files."""
+"""One worker's share of the data: generates or reads items and encodes them. Writes no files."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 Item = Document | Dialogue
 Prompt = tuple[str, int, list[dict[str, str]]]  # kind, hash of the key, messages
-# Dialogue kinds that go into one part; any other kind is a part of its own.
+# Dialogue kinds that share a part; every other kind has its own part.
 PART_OF_KIND = {
     "code": "task_dialogues",
     "completion": "task_dialogues",
@@ -48,7 +48,7 @@ SYSTEM_SHARE = 0.06
 CHUNK = 256
 # One document in this many is never trained on.
 HELD_OUT = 256
-# Where a turn says a run of so many tokens so often, it teaches to go in circles.
+# A turn that repeats an n-gram of LOOP tokens this often would teach the model to loop.
 LOOP, LOOP_TIMES = 12, 3
 
 
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(slots=True)
 class Encoded:
-    """Documents one behind the other, each with its end token; a hash of each one's key and of its text."""
+    """Concatenated documents, each with its end token, and the hashes of their keys and texts."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -79,10 +79,10 @@ class Encoded:
 class Shard:
     parts: dict[str, Encoded]
     prompts: list[Prompt]
-    # Of what was read, for the record.
+    # Hashes of the inputs, for the record.
     bytes_read: int = 0
     sha256: str = ""
-    # Documents that were left out, by part and reason.
+    # Dropped documents, by part and reason.
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -98,7 +98,7 @@ class _Builder:
     seen: set[tuple[str, int]] = field(default_factory=set)
 
     def add(self, items: list[tuple[str, str, str]]) -> int:
-        """Encodes (part, text, key) triples that are new; the number of tokens."""
+        """Encode the (part, text, key) triples that are new; return the number of tokens."""
         fresh = []
         for part, text, key in items:
             print_ = fingerprint(text)
@@ -124,7 +124,7 @@ class _Builder:
         return total
 
     def unknown(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Those that no benchmark asks."""
+        """Return the triples that do not overlap with a benchmark."""
         if not self.benchmarks:
             return prompts
         kept = [each for each in prompts if not overlaps(each[2][-1]["content"], self.benchmarks)]
@@ -144,7 +144,7 @@ class _Builder:
 
 
 def loops(ids: np.ndarray, turn_start: int) -> bool:
-    """Whether one of the turns, or the text where it has none, repeats itself."""
+    """Return whether a turn, or the text if it has none, loops."""
     weights = np.cumprod(np.full(LOOP, 0x9E3779B97F4A7C15, np.uint64))  # of a hash that wraps around
     for turn in np.split(ids, np.flatnonzero(ids == turn_start)):
         if len(turn) < LOOP + LOOP_TIMES - 1:
@@ -156,7 +156,7 @@ def loops(ids: np.ndarray, turn_start: int) -> bool:
 
 
 class _Worker:
-    """Set once per process."""
+    """Per-process state."""
 
     tokenizer: Tokenizer
     benchmarks: frozenset[str]
@@ -170,7 +170,7 @@ def start_worker(tokenizer_file: str, benchmarks: Path | None = None) -> None:
 
 
 def make_shard(job: Job) -> Shard:
-    """All items of a job, encoded, and the prompts it was asked for."""
+    """Return all items of a job, encoded, and its prompts."""
     rng = random.Random(job.seed)
     builder = _Builder(_Worker.tokenizer, _Worker.benchmarks)
     prompts: list[Prompt] = []
@@ -200,7 +200,7 @@ def _generate(job: Job, builder: _Builder, rng: random.Random) -> None:
         gained = builder.add([_triple(make(rng), rng) for _ in range(left)])
         documents += left
         tokens += gained
-        # a generator that has said all it can say
+        # the generator is exhausted
         if gained == 0:
             break
 
@@ -215,7 +215,7 @@ def _read(job: Job, rng: random.Random) -> Iterator[tuple[list[Item], str]]:
 
 
 def _forged(item: Item) -> bool:
-    """Whether the text itself spells special tokens, as sources of tokenizers do."""
+    """Return whether the text spells special tokens, as tokenizers' sources do."""
     texts: Iterable[str] = (
         (content for _, content in item.messages) if isinstance(item, Dialogue) else (item.text,)
     )
@@ -232,7 +232,7 @@ def _triple(item: Item, rng: random.Random) -> tuple[str, str, str]:
 
 
 def _prompt(item: Dialogue, rng: random.Random) -> Prompt:
-    """The conversation up to one of its answers."""
+    """Return the conversation before one of its assistant messages."""
     turns = rng.randrange(len(item.messages) // 2) * 2 + 1
     messages = [{"role": role, "content": content} for role, content in item.messages[:turns]]
     if rng.random() < SYSTEM_SHARE:

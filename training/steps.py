@@ -1,4 +1,4 @@
-"""Worked solutions as numbered sums, the one form in which the small model answers; knows no other text.
+"""Worked solutions as numbered sums, the small model's uniform style.
 
 Tom packs 3 * 12 = 36 apples.          Step 1: 3 * 12 = 36
 He keeps 36 - 10 = $26.          ->    Step 2: 36 - 10 = 26
@@ -17,9 +17,9 @@ NUMBER = re.compile(r"\d|\.\d")
 WHOLE = re.compile(r"(?<![\w.,/-])\d{1,3}(?:,\d{3})+(?![\d/%]|[.,]\d)|(?<![\w.,/-])\d+(?![\d/%]|[.,]\d)")
 MAX_WORDS = 3  # a unit between a number and the next sign: "4800 square inches"
 MAX_DECIMALS = 4
-# Below it a number often stands for a word of the question: twice, half, a third.
+# Smaller numbers often represent words of the question: twice, half, a third.
 LEAST_VARIED = 5
-# What a solution may use although the question does not say it: small numbers, units of time, percent.
+# Numbers that a solution may use although they are not in the question: small ones, units of time, percent.
 COMMON = {*range(13), 16, 24, 30, 31, 36, 50, 52, 60, 100, 365, 1000}
 LARGEST = 1_000_000
 TRIES = 12
@@ -27,7 +27,7 @@ TRIES = 12
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """`operands` are numbers, signs and brackets as they are written."""
+    """One sum; `operands` are numbers, signs and brackets as written."""
 
     operands: tuple[str, ...]
     value: Fraction
@@ -38,13 +38,13 @@ class Sum:
 
 
 def as_steps(question: str, solution: str) -> str | None:
-    """The solution's own sums and its answer; None where they do not lead from the question to it."""
+    """Return the solution's sums and its answer; None if they do not lead from the question to the answer."""
     sums = _worked(question, solution)
     return None if sums is None else _numbered(sums)
 
 
 def variants(question: str, solution: str, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """The same problem with other numbers, again and again, its sums done anew."""
+    """Yield variants of a problem with other numbers and recomputed sums."""
     sums = _worked(question, solution)
     if sums is None:
         return
@@ -56,7 +56,7 @@ def variants(question: str, solution: str, rng: random.Random) -> Iterator[tuple
 
 
 def other_numbers(text: str, rng: random.Random) -> dict[str, str]:
-    """A new value for each whole number of a text, of the same roundness."""
+    """Return a new value for each integer of a text, of the same roundness."""
     changed = {}
     for number in dict.fromkeys(match[0].replace(",", "") for match in WHOLE.finditer(text)):
         value = int(number)
@@ -97,7 +97,7 @@ def _worked(question: str, solution: str) -> list[Sum] | None:
 
 
 def _recomputed(sums: list[Sum], changed: dict[str, str]) -> list[Sum] | None:
-    """None where the new numbers give other kinds of results: parts of a person, less than nothing."""
+    """Return the recomputed steps; None if a result changes its kind: half a person, a negative amount."""
     changed, fresh = dict(changed), []
     for old in sums:
         operands = tuple(changed.get(operand, operand) for operand in old.operands)
@@ -115,7 +115,7 @@ def _recomputed(sums: list[Sum], changed: dict[str, str]) -> list[Sum] | None:
 
 
 def _sums(line: str) -> Iterator[Sum]:
-    """Every `a + b = c` of a line that holds."""
+    """Return every correct `a + b = c` of a line."""
     tokens = [SIGNS.get(token, token) for token in TOKEN.findall(line) if token not in "$£€"]
     for i, token in enumerate(tokens[:-1]):
         if token != "=" or not NUMBER.match(tokens[i + 1]):
@@ -132,7 +132,7 @@ def _sums(line: str) -> Iterator[Sum]:
 
 
 def _left_side(tokens: list[str]) -> tuple[str, ...]:
-    """The longest sum that ends here, units left out."""
+    """Return the longest sum that ends here, without units."""
     taken: list[str] = []
     words = depth = 0
     for token in reversed(tokens):
@@ -170,7 +170,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _written(value: Fraction | None) -> str | None:
-    """As people write it; None where that takes too many digits."""
+    """Return the number in ordinary notation; None if that takes too many digits."""
     if value is None:
         return None
     if value.denominator == 1:

@@ -1,4 +1,4 @@
-"""Word problems with worked solutions, drawn from templates/stories; knows no other kind of mathematics."""
+"""Word problems with worked solutions, generated from templates/stories."""
 
 import functools
 import random
@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """One scenario: how its numbers are drawn, ways to ask, and for each step ways to say it."""
+    """One scenario: random numbers, phrasings of the question, and phrasings of each step."""
 
     name: str
     numbers: tuple[tuple[str, Draw], ...]
@@ -63,7 +63,7 @@ def stories() -> tuple[Story, ...]:
 
 
 def story_problem(rng: random.Random) -> Problem:
-    """A problem from a random scenario."""
+    """Return a problem from a random scenario."""
     story = rng.choice(stories())
     values = _words(rng) | _numbers(story, rng)
     lines = [_fill(rng.choice(step), values, rng) for step in story.steps]

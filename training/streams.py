@@ -1,4 +1,4 @@
-"""Token streams of the work folder in device memory, and random rows of them. Knows no model."""
+"""Token streams of the work folder in device memory, and random rows of them."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stream of token ids; `mask` says which tokens are learnt, None: all."""
+    """A stream of token ids; `mask` selects the labels, None: all."""
 
     name: str
     tokens: np.ndarray
@@ -20,7 +20,7 @@ class Part:
 
 
 def token_ids(work: Path) -> dict[str, int]:
-    """Every token's id, added ones too."""
+    """Return every token's id, added tokens included."""
     tokenizer = json.loads((work / "tokenizer.json").read_text(encoding="utf-8"))
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     return {**tokenizer["model"]["vocab"], **added}
@@ -31,7 +31,7 @@ def document_end(work: Path) -> int:
 
 
 def read_parts(work: Path) -> list[Part]:
-    """The parts that prepare.json names, with their weights in the mix."""
+    """Return the parts listed in prepare.json, with their weights in the mix."""
     parts = json.loads((work / "prepare.json").read_text(encoding="utf-8"))["parts"]
     return [Part(name, _ids(work / part["file"]), float(part["weight"])) for name, part in parts.items()]
 
@@ -44,7 +44,7 @@ def read_instructions(work: Path) -> Part:
 
 
 def held_out_windows(work: Path, *, seq: int, limit: int) -> Tensor:
-    """Up to `limit` rows [N, seq + 1] spread evenly over the held-out text."""
+    """Return up to `limit` rows [N, seq + 1] evenly spaced over the held-out text."""
     tokens = _ids(work / "heldout.bin")
     count = (len(tokens) - 1) // seq
     if count < 1:
@@ -55,7 +55,7 @@ def held_out_windows(work: Path, *, seq: int, limit: int) -> Tensor:
 
 
 class Streams:
-    """Several parts one behind the other, sampled by weight."""
+    """Several concatenated parts, sampled by weight."""
 
     def __init__(self, parts: list[Part], *, seq: int, document_end: int, device: torch.device):
         for part in parts:
@@ -64,7 +64,7 @@ class Streams:
         self._parts, self._seq = parts, seq
         lengths = np.array([len(part.tokens) for part in parts])
         begins = np.cumsum(lengths) - lengths
-        # Where documents start, part by part; a row that starts there must end inside the part.
+        # Document starts, part by part; a row that starts there must end inside the part.
         starts = [
             np.concatenate(
                 [[0], np.flatnonzero(part.tokens[: len(part.tokens) - seq - 1] == document_end) + 1]
@@ -90,9 +90,9 @@ class Streams:
         self._window = torch.arange(seq + 1, device=device)
 
     def sample(self, rows: int, generator: torch.Generator, *, aligned: float) -> tuple[Tensor, Tensor]:
-        """Tokens [rows, seq + 1] and the mask [rows, seq] of the labels.
+        """Return tokens [rows, seq + 1] and the mask [rows, seq] of the labels.
 
-        aligned: the share of rows that start where a document does; the others start anywhere.
+        aligned: the share of rows that start at a document's start; the others start anywhere.
         """
         device = self._tokens.device
         part = torch.multinomial(self._weights, rows, replacement=True, generator=generator)
@@ -107,7 +107,7 @@ class Streams:
         return tokens, self._mask[index[:, 1:]].float()
 
     def epochs(self, tokens: float) -> dict[str, float]:
-        """How often each part is seen in that many tokens."""
+        """Return each part's number of epochs within that many tokens."""
         total = sum(part.weight for part in self._parts)
         return {part.name: round(tokens * part.weight / total / len(part.tokens), 2) for part in self._parts}
 

@@ -1,4 +1,4 @@
-"""Greetings, simple facts and small jobs with words, as dialogues; knows no corpus and no code."""
+"""Greetings, simple facts and small word tasks, as dialogues."""
 
 import functools
 import random
@@ -14,7 +14,7 @@ Turn = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Pairs of one sort, with ways to ask for the second and to tell it."""
+    """Fact pairs of one kind, with phrasings of the question and of the answer."""
 
     questions: tuple[str, ...]
     answers: tuple[str, ...]
@@ -34,7 +34,7 @@ def facts() -> tuple[Facts, ...]:
 
 @functools.cache
 def exchanges() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """Things people say and fitting answers."""
+    """Return small-talk messages with replies."""
     found = []
     for block in (TEMPLATES / "talk.txt").read_text(encoding="utf-8").strip().split("\n\n"):
         asked, answered = block.splitlines()
@@ -47,7 +47,7 @@ def _marked(lines: list[str], mark: str) -> tuple[str, ...]:
 
 
 def talk_dialogue(rng: random.Random) -> Dialogue:
-    """A conversation of one to four turns."""
+    """Return a conversation of one to four turns."""
     count = rng.choice((1, 1, 2, 3, 4))
     turns = [rng.choices((_fact, _exchange, _word_job), (4, 2, 5))[0](rng) for _ in range(count)]
     key = "\n".join(asked for asked, _ in turns)

@@ -1,4 +1,4 @@
-"""Programming tasks as dialogues and as plain source files; knows nothing about how tasks are solved."""
+"""Programming tasks as dialogues and as plain source files."""
 
 import random
 import re
@@ -13,14 +13,14 @@ SHOWN = 3  # examples in assertions and answers
 
 
 def draw_solution(rng: random.Random) -> Solution:
-    """A task from the templates or a composed one, solved."""
+    """Return a solved task from the templates or a composed one."""
     if rng.random() < COMPOSED_SHARE:
         return solve(composed_task(rng), rng)
     return solve(rng.choice(templates()).draw(rng), rng)
 
 
 def task_dialogue(rng: random.Random) -> Dialogue:
-    """A request of one of several kinds, with its answer."""
+    """Return a dialogue of one of several kinds."""
     solution = draw_solution(rng)
     (form,) = rng.choices(
         (request, completion, signature_only, explanation, prediction, two_turns), (54, 26, 6, 4, 4, 6)
@@ -29,7 +29,7 @@ def task_dialogue(rng: random.Random) -> Dialogue:
 
 
 def task_source(rng: random.Random) -> Document:
-    """A small source file of one to four functions, some with assertions or calls below."""
+    """Return a source file of one to four functions, some with assertions or calls at the end."""
     solutions = [draw_solution(rng) for _ in range(rng.choice((1, 1, 1, 2, 3, 4)))]
     if len({solution.name for solution in solutions}) < len(solutions):
         solutions = solutions[:1]
@@ -51,7 +51,7 @@ def task_source(rng: random.Random) -> Document:
 
 
 def request(solution: Solution, rng: random.Random) -> Dialogue:
-    """A wish in words, answered with a fenced function."""
+    """Return a request in words, answered with a fenced function."""
     docstring = rng.choice(("none", "none", "line", "line", "doctest"))
     return dialogue(
         "code", _wish(solution, rng), _answer(solution, docstring, rng), key=solution_key(solution)
@@ -59,7 +59,7 @@ def request(solution: Solution, rng: random.Random) -> Dialogue:
 
 
 def completion(solution: Solution, rng: random.Random) -> Dialogue:
-    """The head of a function with its docstring, answered with the whole function."""
+    """Return a function's head with its docstring, completed with the whole function."""
     docstring = rng.choice(("line", "doctest", "doctest", "tight", "tight", "arrow", "equal", "arguments"))
     code = function(solution, docstring)
     head = code[: len(code) - len(indented(solution.body))].rstrip("\n")
@@ -67,7 +67,7 @@ def completion(solution: Solution, rng: random.Random) -> Dialogue:
 
 
 def completion_request(head: str, rng: random.Random) -> str:
-    """The wish that a function be completed, in one of several forms."""
+    """Return a completion request in one of several forms."""
     return rng.choice(
         (
             f"Complete this function:\n```python\n{head}\n```",
@@ -83,7 +83,7 @@ def completion_request(head: str, rng: random.Random) -> str:
 
 
 def signature_only(solution: Solution, rng: random.Random) -> Dialogue:
-    """A bare `def name(arguments):`, answered with the whole function."""
+    """Return a bare `def name(arguments):`, completed with the whole function."""
     if rng.random() < 0.5:
         untyped = tuple(line for line in solution.imports if "typing" not in line)
         solution = replace(solution, signature=solution.bare_signature, imports=untyped)
@@ -117,7 +117,7 @@ def prediction(solution: Solution, rng: random.Random) -> Dialogue:
 
 
 def two_turns(solution: Solution, rng: random.Random) -> Dialogue:
-    """A request and a question about the answer."""
+    """Return a request, followed by a question about the answer."""
     first = request(solution, rng).messages
     if solution.other_bodies and rng.random() < 0.6:
         asked = rng.choice(
@@ -129,7 +129,7 @@ def two_turns(solution: Solution, rng: random.Random) -> Dialogue:
         )
         head = "\n".join(solution.imports) + "\n\n\n" if solution.imports else ""
         answer = fenced(f"{head}{solution.signature}\n{indented(solution.other_bodies[0])}")
-        # the import of the first body may not serve the second one
+        # the second body may need other imports than the first
         if re.search(r"\b(math|re|string)\.", solution.other_bodies[0]) or "import math" in head:
             return request(solution, rng)
     else:
@@ -158,7 +158,7 @@ DOCSTRINGS = ("none", "line", "line", "doctest", "tight", "arrow", "equal", "arg
 
 
 def function(solution: Solution, docstring: str, *, imports: bool = True) -> str:
-    """The function as source text with a docstring of the named style."""
+    """Return the function's source with a docstring of the named style."""
     head = "\n".join(solution.imports) + "\n\n\n" if imports and solution.imports else ""
     lines = [solution.signature, *_docstring(solution, docstring), indented(solution.body)]
     return head + "\n".join(lines)
@@ -255,5 +255,5 @@ def _answer(solution: Solution, docstring: str, rng: random.Random) -> str:
 
 
 def solution_key(solution: Solution) -> str:
-    """What a solution is known by, whatever is said about it."""
+    """Return a solution's identity, independent of the text around it."""
     return f"{solution.name}\n{solution.body}"

@@ -1,7 +1,7 @@
-"""Trains the small target's vocabulary and writes it as Hugging Face files; knows no model.
+"""Trains the small target's vocabulary and writes it as Hugging Face files.
 
     PYTHONPATH=src python training/tokenizer.py --corpus training/work/text.jsonl.xz
-    PYTHONPATH=src python training/tokenizer.py --model TARGET.gguf    takes over a target's vocabulary
+    PYTHONPATH=src python training/tokenizer.py --model TARGET.gguf    extracts a target's vocabulary
 
 Byte-level BPE, NFC, the word pattern of Qwen3.5, 16,384 entries; the special tokens have the last ids.
 """
@@ -40,7 +40,7 @@ from treeflash.gguf.reader import GGUFFile
 
 VOCABULARY = 16_384
 WORK = Path(__file__).parent / "work"
-# llama.cpp's `qwen35`; the converter knows it by exactly this text.
+# llama.cpp's `qwen35`; the converter recognises exactly this text.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,12 +59,12 @@ log = logging.getLogger("tokenizer")
 
 
 def chat_template() -> str:
-    """ChatML as Qwen writes it; a think block opens only where the request asks for thinking."""
+    """Return Qwen's ChatML template; a think block opens only if the request enables thinking."""
     return (Path(__file__).parent / "templates" / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def train(texts: Iterator[str], size: int = VOCABULARY) -> Tokenizer:
-    """A tokenizer of exactly `size` entries."""
+    """Train a tokenizer of exactly `size` entries."""
     tokenizer = _around(BPE())
     trainer = BpeTrainer(
         vocab_size=size - len(SPECIAL_TOKENS),
@@ -82,7 +82,7 @@ def train(texts: Iterator[str], size: int = VOCABULARY) -> Tokenizer:
 
 
 def from_model(path: Path) -> Tokenizer:
-    """The tokenizer that a target made here was trained with."""
+    """Return the tokenizer of a target that was trained by these scripts."""
     with GGUFFile.open(path) as file:
         tokens = file.require("tokenizer.ggml.tokens", list)
         merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges", list)]
@@ -114,7 +114,7 @@ def _add_special(tokenizer: Tokenizer) -> None:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
@@ -147,7 +147,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def sample(corpus_file: Path, seed: int, *, scale: float = 1.0) -> dict[str, list[str]]:
-    """Texts of every part of the mix, up to its share."""
+    """Yield texts of every part of the mix, up to its share."""
     rng = random.Random(seed)
     records = corpus.label(corpus.read_records(corpus_file))
     rng.shuffle(records)
@@ -186,7 +186,7 @@ def sample(corpus_file: Path, seed: int, *, scale: float = 1.0) -> dict[str, lis
 
 
 def pieces(texts: list[str]) -> Iterator[str]:
-    """The texts between special tokens, which never take part in merges."""
+    """Yield the texts between special tokens, which take no part in merges."""
     for text in texts:
         for token in SPECIAL_TOKENS:
             text = text.replace(token, "\0")
@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=WORK / "text.jsonl.xz")
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", type=Path, help="GGUF file to take the vocabulary of, instead of training")
+    parser.add_argument(
+        "--model", type=Path, help="GGUF file whose vocabulary to extract, instead of training"
+    )
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     if options.model is not None:

@@ -1,4 +1,4 @@
-"""Lists of words for the generators, read once from templates/words.txt; knows nothing about their use."""
+"""Word lists of the generators, read once from templates/words.txt."""
 
 import functools
 import random
@@ -19,7 +19,7 @@ def _lists() -> dict[str, tuple[str, ...]]:
 
 
 def words(name: str) -> tuple[str, ...]:
-    """The list of that name; several lines of one name are one list."""
+    """Return the list of that name; lines of the same name are joined."""
     return _lists()[name]
 
 
@@ -28,5 +28,5 @@ def pick(rng: random.Random, name: str) -> str:
 
 
 def pick_several(rng: random.Random, name: str, count: int) -> list[str]:
-    """Different entries of one list."""
+    """Return distinct random entries of one list."""
     return rng.sample(_lists()[name], count)

@@ -1,43 +1,43 @@
-"""Answers without a model, and the lines of runs that never were."""
+"""Measurements without a model, and results of made-up runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeflash.bench.measure import Answer
+from treeflash.bench.measure import Measurement
 from treeflash.bench.suites import Prompt
 from treeflash.errors import PromptTooLong
 
 
-def an_answer(text: str = "yes", **values: Any) -> Answer:
+def a_measurement(text: str = "yes", **values: Any) -> Measurement:
     facts: dict[str, Any] = {"finish": "stop", "tokens": 11, "prompt_tokens": 5, "cached_tokens": 0}
-    return Answer(text=text, **(facts | {"ttft_s": 0.5, "tok_s": 20.0} | values))
+    return Measurement(text=text, **(facts | {"ttft_s": 0.5, "tok_s": 20.0} | values))
 
 
 class Parrot:
-    """Repeats what it was asked; `limit` answers, then it is cancelled."""
+    """An endpoint that repeats the last message; cancelled after `limit` generations."""
 
     def __init__(self, limit: int = 10**6):
         self.limit = limit
-        self.asked: list[tuple[str, int | None, float]] = []
-        self.heard: list[list[str]] = []
-        self.forgot = 0
+        self.requests: list[tuple[str, int | None, float]] = []
+        self.messages: list[list[str]] = []
+        self.cleared = 0
 
-    def forget(self) -> None:
-        self.forgot += 1
+    def clear_cache(self) -> None:
+        self.cleared += 1
 
-    def answer(
+    def generate(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
-    ) -> Answer:
-        self.asked.append((prompt.name, budget, temperature))
-        self.heard.append([message["content"] for message in messages])
+    ) -> Measurement:
+        self.requests.append((prompt.name, budget, temperature))
+        self.messages.append([message["content"] for message in messages])
         if "too long" in prompt.name:
             raise PromptTooLong(10, 5)
-        finish = "stop" if len(self.asked) <= self.limit else "cancelled"
-        return an_answer(f"{messages[-1]['content']}!", finish=finish, tok_s=10.0 + (budget or 0))
+        finish = "stop" if len(self.requests) <= self.limit else "cancelled"
+        return a_measurement(f"{messages[-1]['content']}!", finish=finish, tok_s=10.0 + (budget or 0))
 
 
 def a_line(prompt: str = "builtin/0", budget: int | None = 22, **values: Any) -> dict[str, Any]:
-    """Of a tree that accepts 4 tokens a step, twice as fast as plain decoding."""
+    """Return a result with an acceptance length of 4, twice as fast as plain decoding."""
     suite = prompt.partition("/")[0]
     facts: dict[str, Any] = {
         "suite": suite, "prompt": prompt, "budget": budget, "temperature": 0.0, "context": 0, "text": "yes",

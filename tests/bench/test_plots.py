@@ -1,4 +1,4 @@
-"""The pictures are drawn from what was measured, and only those that it can fill."""
+"""Plots are rendered from the results, and only those that have data."""
 
 from matplotlib.image import imread
 
@@ -17,24 +17,24 @@ def sweep() -> list[dict]:
     return lines
 
 
-def test_all_pictures(tmp_path):
+def test_all_plots(tmp_path):
     lines = [
         a_line(f"{suite}/{n}", budget) for suite in ("builtin", "gsm8k") for n in (0, 1) for budget in (0, 22)
     ]
-    drawn = plots.draw([*lines, *sweep()], tmp_path / "pictures", title="a model on a machine")
-    assert list(drawn) == [
+    written = plots.render([*lines, *sweep()], tmp_path / "pictures", title="a model on a machine")
+    assert list(written) == [
         "Speed-up by suite",
         "Accepted tokens by position",
         "Cost of a step by rows",
         "Speed-up by tree budget",
         "Speed by context",
     ]
-    for path in drawn.values():
+    for path in written.values():
         height, width = imread(path).shape[:2]
         assert (width, height) == (1280, 740)
         assert imread(path)[..., :3].std() > 0.05
 
 
-def test_a_server_s_run_fills_none(tmp_path):
+def test_a_remote_run_has_no_plots(tmp_path):
     line = a_line("builtin/0", None, accepted_by_position=None, steps_by_rows={}, steps=None)
-    assert plots.draw([line], tmp_path, title="") == {}
+    assert plots.render([line], tmp_path, title="") == {}

@@ -1,4 +1,4 @@
-"""Figures mean what they are said to mean; changes are told apart from noise."""
+"""Summaries of results, and changes against noise."""
 
 import random
 
@@ -23,7 +23,7 @@ def test_a_suite_s_row():
     assert report.overall(lines) is None
 
 
-def test_all_suites_together_and_what_was_left_out():
+def test_overall_row_and_skipped_prompts():
     lines = [*pair("builtin/0", 50, 100), *pair("gsm8k/0", 50, 50)]
     lines.append(
         {"suite": "gsm8k", "prompt": "gsm8k/1", "budget": 22, "temperature": 0.0, "skipped": "too long"}
@@ -33,7 +33,7 @@ def test_all_suites_together_and_what_was_left_out():
     assert report.summary(a_head(), lines)["skipped"] == 1
 
 
-def test_a_server_that_is_not_ours_has_only_what_can_be_seen():
+def test_a_foreign_server_has_no_step_statistics():
     hidden = dict.fromkeys(("acceptance_length", "loops", "steps", "rows_per_step", "draft_s", "memory"))
     hidden |= dict.fromkeys(("verify_s", "rest_s", "accepted_by_position"))
     lines = [a_line("builtin/0", None, steps_by_rows={}, **hidden)]
@@ -43,24 +43,24 @@ def test_a_server_that_is_not_ours_has_only_what_can_be_seen():
     assert "| builtin | 1 | – | 100.0 | – | – | – | 100% |" in page
 
 
-def test_the_time_to_the_first_token_is_of_a_prompt_that_nobody_remembered():
+def test_ttft_counts_the_request_with_fewer_cached_tokens():
     plain, tree = pair("builtin/0", 50, 100, cached_tokens=8, ttft_s=0.01)
     [row] = report.rows([plain, tree])
     assert row["ttft_s"]["mean"] == plain["ttft_s"]
 
 
-def test_a_run_without_trees_is_shown_as_such():
+def test_a_run_of_plain_decoding_alone():
     [row] = report.rows([a_line("builtin/0", 0)])
     assert row["budget"] == 0 and row["tok_s"]["mean"] == 50 and row["speedup"] is None
 
 
-def test_the_page_names_command_machine_and_floor():
+def test_the_page_has_command_machine_and_bandwidth_bound():
     page = report.markdown(a_head(), pair("builtin/0", 50, 100))
     assert "`treeflash bench`" in page and "a machine" in page
     assert "10.00 ms" in page and "100.0 tok/s" in page
 
 
-def test_a_busy_machine_is_said_to_be_one():
+def test_a_busy_machine_is_reported():
     lines = pair("builtin/0", 50, 100)
     assert "busy" not in report.markdown(a_head() | {"load": 0.9, "cpus": 2}, lines)
     assert "load 5.5 on 2 CPUs" in report.markdown(a_head() | {"load": 5.5, "cpus": 2}, lines)
@@ -85,25 +85,25 @@ def documents(change: float, jitter: float, count: int = 12) -> tuple[dict, dict
 def test_changes_beyond_noise(change, jitter, seen):
     found = {row[1]: row for row in report.compare(*documents(change, jitter))}
     assert found["tree tok/s"][5] is seen
-    assert found["plain tok/s"][5] is False and found["accepted"][5] is False
+    assert found["plain tok/s"][5] is False and found["acceptance length"][5] is False
 
 
-def test_two_prompts_prove_nothing():
+def test_two_prompts_are_too_few():
     assert not any(row[5] for row in report.compare(*documents(0.5, 0.0, count=2)))
 
 
-def test_what_else_changed_is_said():
+def test_changed_settings_are_listed():
     old, new = report.document(a_head(), []), report.document(a_head(n_gen=32), [])
     assert report.differences(old, new) == ["n_gen was 64, is 32"]
 
 
-def test_a_loop_begins_where_a_run_comes_for_the_third_time():
+def test_a_loop_starts_at_an_ngrams_third_occurrence():
     assert measure.loop_start(list(range(100))) is None
     assert measure.loop_start([*range(40), *[7, 8, 9] * 10]) == 40 + 12 + 6
 
 
 def test_tokens_of_a_loop_are_not_counted():
-    steps = measure._Watched(NoDrafter())
+    steps = measure._RecordingDrafter(NoDrafter())
     for kept in (2, 4, 5, 5):
         steps.learn(StepOutcome(5, list(range(kept)), [0] * kept, draft_seconds=0.001, step_seconds=0.002))
     assert steps.acceptance(7) == 3 and steps.acceptance(99) == 4 and steps.acceptance(1) == 0

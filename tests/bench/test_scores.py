@@ -1,4 +1,4 @@
-"""Answers are right or wrong for the reasons that count, and code cannot do much while that is found out."""
+"""Scoring of answers, and the limits on executed code."""
 
 import time
 from pathlib import Path
@@ -33,13 +33,13 @@ def test_a_program_that_never_ends(monkeypatch):
     assert time.perf_counter() - start < 20
 
 
-def test_a_program_sees_neither_our_folder_nor_our_environment(monkeypatch):
+def test_a_program_runs_in_an_empty_folder_and_environment(monkeypatch):
     monkeypatch.setenv("SECRET", "1")
     here = str(Path.cwd())
     assert scores.passes(f"import os; assert os.getcwd() != {here!r} and 'SECRET' not in os.environ")
 
 
-def test_humaneval_takes_a_whole_function_and_the_head_of_the_prompt():
+def test_humaneval_accepts_a_whole_function_after_the_prompts_head():
     item = {
         "prompt": "import math\n\n\ndef half(x):\n    '''Half of x.'''\n",
         "entry_point": "half",
@@ -70,7 +70,7 @@ def test_the_last_number_counts(answer, right):
     assert scores.gsm8k({"answer": "6 * 2 = 12\n#### 1,234"}, answer) is right
 
 
-def test_formulas_are_compared_without_their_looks():
+def test_formulas_are_compared_without_typesetting():
     item = {"answer": r"\left( 3, \frac{\pi}{2} \right)"}
     assert scores.math500(item, r"So \boxed{1}, or rather $\boxed{(3, \dfrac{\pi}{2})}$.")
     assert not scores.math500(item, r"\boxed{(3, \pi)}")
@@ -78,7 +78,7 @@ def test_formulas_are_compared_without_their_looks():
 
 
 @given(st.recursive(st.text("ab"), lambda inner: inner.map(lambda text: f"x{{{text}}}"), max_leaves=5))
-def test_boxes_may_hold_braces(formula):
+def test_boxes_may_contain_braces(formula):
     assert scores.boxed(f"so \\boxed{{{formula}}} it is }}") == formula
 
 

@@ -1,4 +1,4 @@
-"""What a step's trace is made of: times that overlap, parts, and kernels that nobody has named."""
+"""The breakdown of a step's trace: overlapping kernels, groups, and kernels without a group."""
 
 import re
 from pathlib import Path
@@ -7,22 +7,27 @@ import pytest
 
 import treeflash
 from treeflash.bench.step import lines, part_lines
-from treeflash.bench.step_profile import PARTS, SHOWN, Span, alone, by_kernel, shares
+from treeflash.bench.step_profile import GROUPS, LABELS, Span, by_kernel, exclusive_times, shares
 
-# Of prompts, or a step's rows and places, which are no part of their own.
+# Kernels of prefill, or of a step's embedding and slot mapping, which have no group.
 ELSEWHERE = {
     *("_chunk_attention_kernel", "_chunk_conv_kernel", "_prepare_kernel", "_walk_kernel", "_expand_kernel"),
     *("_embed_kernel", "_pad_kernel", "_places_kernel", "expand"),
 }
 
 
-def test_a_kernel_that_waits_is_not_at_work() -> None:
+def test_overlap_counts_for_the_earlier_kernel() -> None:
     spans = [Span("c", 9, 12), Span("a", 0, 5), Span("b", 1, 8), Span("d", 2, 4)]
-    assert [(span.name, time) for span, time in alone(spans)] == [("a", 5), ("b", 3), ("d", 0), ("c", 3)]
+    assert [(span.name, time) for span, time in exclusive_times(spans)] == [
+        ("a", 5),
+        ("b", 3),
+        ("d", 0),
+        ("c", 3),
+    ]
     assert by_kernel([*spans, Span("a", 20, 21)]) == {"a": 6, "b": 3, "c": 3, "d": 0}
 
 
-def test_parts_of_two_passes() -> None:
+def test_groups_of_two_passes() -> None:
     one = [
         Span("_pad_kernel", 0, 1),
         Span("rows", 1, 3),
@@ -38,24 +43,24 @@ def test_parts_of_two_passes() -> None:
     ]
     spans = one + [Span(span.name, span.begin + 100, span.end + 100) for span in one]
     found = shares(spans, 2)
-    assert list(found) == list(SHOWN)
+    assert list(found) == list(LABELS)
     wanted = {
         **{"matmul": 7, "head": 20, "delta net": 2, "attention": 1, "norms": 2},
         **{"sampling": 3, "draft": 6, "rest": 2},
     }
-    assert {part: round(43 * share, 6) for part, share in found.items()} == wanted
+    assert {group: round(43 * share, 6) for group, share in found.items()} == wanted
     assert shares([], 3) == {}
 
 
-def test_every_kernel_of_a_step_has_a_part() -> None:
-    """Or is known to have none: a new one would count as "rest" and nobody would notice."""
+def test_every_kernel_of_a_step_has_a_group() -> None:
+    """Or is listed in ELSEWHERE: a new kernel would otherwise silently count as "rest"."""
     kernels = set()
     for file in (Path(treeflash.__file__).parent / "kernels").rglob("*.*"):
         if file.suffix == ".py":
             kernels |= set(re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", file.read_text()))
         elif file.suffix == ".cu":
             kernels |= set(re.findall(r"__global__[^{;]*?\b(\w+)\((?!THREADS|256|512)", file.read_text()))
-    named = {name for names in PARTS.values() for name in names}
+    named = {name for names in GROUPS.values() for name in names}
     assert {"matmul", "rows", "tree_delta", "_paged_kernel"} <= kernels
     assert kernels == named | ELSEWHERE
 
@@ -67,7 +72,7 @@ def test_tables(traced: bool) -> None:
         **{"rows": 24, "step_ms": 5.0, "bytes": 16_754_159_148, "bandwidth_share": 0.456},
     }
     if traced:
-        row["parts_ms"] = {part: 0.5 + place for place, part in enumerate(SHOWN)}
+        row["parts_ms"] = {group: 0.5 + index for index, group in enumerate(LABELS)}
     head, cells = lines({"sizes": [row]})
     assert dict(zip(head, cells, strict=True)) | {"rows": "24"} == {
         **{"rows": "24", "draft + tree": "1.25", "verify": "1.25", "sample + walk + commit": "1.25"},
@@ -75,5 +80,7 @@ def test_tables(traced: bool) -> None:
     }
     parts = part_lines({"sizes": [row]})
     assert parts == (
-        [["rows", *SHOWN], ["24", *(f"{0.5 + p:.2f}" for p in range(len(SHOWN)))]] if traced else []
+        [["rows", *LABELS.values()], ["24", *(f"{0.5 + p:.2f}" for p in range(len(LABELS)))]]
+        if traced
+        else []
     )

@@ -1,4 +1,4 @@
-"""The prompts: ours are sound, the public ones are read from a folder as it is published."""
+"""The built-in prompts are valid, and public ones are read from their published files."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from treeflash.bench import agent, scores, suites
 from treeflash.errors import UsageError
 
 
-def test_thirty_prompts_of_five_kinds_that_the_first_ones_show():
+def test_thirty_prompts_of_five_kinds_in_mixed_order():
     prompts = suites.load("builtin", None, data=None)
     kinds = [prompt.item["kind"] for prompt in prompts]
     assert Counter(kinds) == {"code": 7, "arithmetic": 6, "edit": 6, "prose": 6, "json": 5}
@@ -95,19 +95,19 @@ def test_mbpp_keeps_to_its_test_split(folder):
     assert [text.split("\n")[0] for text in asked] == ["task 11", "task 510"]
 
 
-def test_the_second_question_of_mtbench_follows_the_first(folder):
+def test_the_second_turn_of_mtbench_follows_the_first(folder):
     first, second = suites.load("mtbench", 1, data=folder)
     assert (first.continues, second.continues) == (False, True)
     assert first.thread == second.thread
     assert first.score is None
 
 
-def test_what_cannot_be_loaded_says_what_can(folder, tmp_path):
+def test_suites_that_cannot_be_loaded(folder, tmp_path):
     with pytest.raises(UsageError, match="there is no suite 'humanevil'"):
         suites.load("humanevil", 1, data=folder)
     with pytest.raises(UsageError, match=r"has no gsm8k/test\.jsonl"):
         suites.load("gsm8k", 1, data=tmp_path / "empty")
-    with pytest.raises(UsageError, match="--offline forbids"):
+    with pytest.raises(UsageError, match="`offline` forbids"):
         suites.load("gsm8k", 1, data=None, offline=True)
 
 

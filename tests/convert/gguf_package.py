@@ -1,4 +1,4 @@
-"""GGUF files as the gguf package reads them: an opinion that is not ours."""
+"""GGUF files as the gguf package reads them, as an independent reference."""
 
 from pathlib import Path
 from typing import Any

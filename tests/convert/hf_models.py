@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every family we convert, and their folders; knows nothing of GGUF."""
+"""Tiny random Hugging Face models of every convertible family, and their folders."""
 
 import json
 from collections.abc import Iterator

@@ -55,7 +55,7 @@ def test_llama3_scaling_becomes_a_tensor_of_factors(tmp_path: Path):
     assert sorted(found) == sorted(expected)
 
 
-def test_multimodal_checkpoints_lose_their_eyes_only(tmp_path: Path):
+def test_multimodal_checkpoints_lose_only_their_vision_tower(tmp_path: Path):
     model, config = build_hf("qwen35", seed=4)
     save_hf(model, config, tmp_path / "hf", mtp=True, multimodal=True)
     report = convert(tmp_path / "hf", tmp_path / "model.gguf", mix="f32")
@@ -73,7 +73,7 @@ def test_shards_of_half_precision(dtype: torch.dtype, tmp_path: Path):
     assert_tensors(tmp_path / "model.gguf", expected_tensors(rounded, config, "qwen35moe"))
 
 
-def test_experts_may_lie_apart(tmp_path: Path):
+def test_experts_may_be_separate_tensors(tmp_path: Path):
     model, config = build_hf("qwen35moe", seed=6)
     save_hf(model, config, tmp_path / "hf")
     stacked = checkpoint(model, config)

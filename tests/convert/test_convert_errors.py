@@ -1,4 +1,4 @@
-"""Folders that cannot be converted: one clear error each, and no file left behind."""
+"""Folders that cannot be converted: one clear error each, and no output file."""
 
 import json
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def test_a_misshapen_tensor(folder: Path, built: tuple[Any, Any]):
 def test_an_unknown_tensor(folder: Path, built: tuple[Any, Any]):
     extra = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)}
     edit_tensors(folder, built, lambda tensors: tensors.update(extra))
-    refused(folder, UnsupportedModel, "self_attn.q_proj.bias of shape [128] has no place in a qwen3 file")
+    refused(folder, UnsupportedModel, "self_attn.q_proj.bias of shape [128] is not a tensor of qwen3")
 
 
 def test_old_rotary_buffers_are_dropped(folder: Path, built: tuple[Any, Any]):
@@ -203,7 +203,7 @@ def test_no_tokenizer(folder: Path):
     refused(folder, ModelFileError, "has no tokenizer.json")
 
 
-def test_an_unknown_mix_and_an_absent_place(folder: Path):
+def test_an_unknown_mix_and_an_absent_folder(folder: Path):
     refused(folder, UsageError, "mix is 'q4'", mix="q4")
     with pytest.raises(UsageError):
         convert(folder, folder / "nowhere" / "model.gguf", mix="f32")

@@ -1,4 +1,4 @@
-"""Growing keeps the function: logits, text and acceptance of a larger file are the small pair's."""
+"""Growing preserves the function: logits, outputs and acceptance equal the small pair's."""
 
 import math
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def specification(path: Path) -> ModelSpec:
 
 
 def outputs(target: Path, draft: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a prompt [T, V] and of a drafted block behind it [16, V]."""
+    """Logits of a prompt [T, V] and of a drafted block after it [16, V]."""
     with GGUFFile.open(target) as file:
         decoder = Decoder.load(file)
     spec = decoder.spec
@@ -89,7 +89,7 @@ def assert_same(small: tuple[torch.Tensor, ...], grown: tuple[torch.Tensor, ...]
     for ours, theirs in zip(grown, small, strict=True):
         vocabulary = theirs.shape[1]
         assert (ours[:, :vocabulary] - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
-        # so far below that no temperature gives a filler token a chance
+        # low enough that no temperature samples a padding token
         assert ours[:, vocabulary:].max() < theirs.min() - 1000
 
 
@@ -101,18 +101,18 @@ def test_a_random_pair_keeps_its_logits(tmp_path, tiny_model, mix, kind, tied):
     target = tiny_model(mix=mix, tied=tied)
     draft = tiny_draft(target, tmp_path / "draft.gguf", kind)
     grown = grow(tmp_path / "grown", WIDER, target=target, draft=draft)
-    assert grown.places == (0, 1, 2, 3, 4, 5, 6, 7) and grown.taps == TAPS
+    assert grown.layer_indices == (0, 1, 2, 3, 4, 5, 6, 7) and grown.taps == TAPS
     assert_same(outputs(target, draft), outputs(grown.target, grown.draft))
 
 
 @pytest.mark.parametrize("mtp", [False, True])
 def test_k_types_deeper_and_four_times_as_wide(tmp_path, tiny_model, mtp):
-    """At a ratio of four the scale that would do leaves no room for the constant; the next one does."""
+    """At a ratio of four the smallest sufficient scale leaves no room for the constant; the next one does."""
     target = tiny_model(mix="q4_k_m", width=256, mtp=mtp)
     draft = tiny_draft(target, tmp_path / "draft.gguf", QuantType.Q8_0)
     shape = replace(WIDER.target, layers=16, width=1024, feed_forward=768)
     grown = grow(tmp_path / "grown", replace(WIDER, target=shape), target=target, draft=draft)
-    assert grown.places == (0, 1, 2, 3, 8, 9, 10, 11) and grown.taps == (1, 3, 9)
+    assert grown.layer_indices == (0, 1, 2, 3, 8, 9, 10, 11) and grown.taps == (1, 3, 9)
     assert_same(outputs(target, draft), outputs(grown.target, grown.draft))
     types, keys = read_types(grown.target), read_keys(grown.target)
     small = read_types(target)
@@ -143,7 +143,7 @@ def test_a_checkpoint_in_bfloat16_gets_norms_in_float32(tmp_path, tiny_model):
     more=st.integers(1, 400),
     eps=st.sampled_from([1e-6, 1e-5]),
 )
-def test_norms_see_the_small_stream(small: int, more: int, eps: float):
+def test_norms_of_the_large_stream_equal_the_small(small: int, more: int, eps: float):
     stream = Stream(small, small + 32 * more, eps)
     assert math.log2(stream.scale).is_integer() and stream.constant > 0
     x = np.random.default_rng(small).standard_normal(small) * 1e-3
@@ -155,7 +155,7 @@ def test_norms_see_the_small_stream(small: int, more: int, eps: float):
 
 # Codes that a block's float16 factor is multiplied with, at most.
 LARGEST_CODE = {QuantType.Q8_0: 127, QuantType.Q6_K: 127, QuantType.Q4_K: 63, QuantType.Q5_K: 63}
-# Half the widest gap between two products of a float16 and such a code, relative, over all of them from 0.01
+# Half the widest gap between two values of float16 times such a code, relative, over all of them from 0.01
 # to 2e4: 5.77e-5 up to 127 and 1.06e-4 up to 63. Below, where large codes need a factor that is subnormal,
 # both have 1.91e-4 at most down to 1e-3. A bfloat16 of 8 digits: 2^-8.
 HALF_GAP = {127: 5.77e-5, 63: 1.06e-4}
@@ -231,7 +231,7 @@ def answers(target: Path, draft: Path) -> list[Finished]:
     return found
 
 
-def test_the_embedded_pair_says_the_same_and_is_guessed_as_well(embedded: Pair, larger: Growth):
+def test_the_embedded_pair_keeps_its_outputs_and_acceptance(embedded: Pair, larger: Growth):
     assert larger.draft is not None
     small, grown = answers(embedded.target, embedded.draft), answers(larger.target, larger.draft)
     assert [each.tokens for each in grown] == [each.tokens for each in small]
@@ -247,8 +247,8 @@ def test_the_vocabulary_is_filled_up(larger: Growth):
     assert draft["dflash.target_layers"] == [tap + 1 for tap in larger.taps]
 
 
-def test_written_twice_is_written_alike(tmp_path, tiny_model, monkeypatch):
-    """However many threads write, and whatever stood there before."""
+def test_writing_is_deterministic(tmp_path, tiny_model, monkeypatch):
+    """For any number of threads and any previous file content."""
     target = tiny_model()
     first = grow(tmp_path / "a", WIDER, target=target)
     monkeypatch.setattr("treeflash.convert.grow_write._PIECE_BYTES", 1000)

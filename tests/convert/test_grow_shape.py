@@ -1,4 +1,4 @@
-"""What can be grown to what, and what the 27B would be; nothing large is written."""
+"""Shapes that can be grown, and the plan of the 27B; writes no large file."""
 
 import shutil
 from collections import namedtuple
@@ -9,7 +9,7 @@ import pytest
 
 from tests.convert.test_grow import WIDER, specification, tiny_draft
 from treeflash.convert.grow import TARGET, grow
-from treeflash.convert.grow_plan import Plan, plan_draft, plan_target
+from treeflash.convert.grow_plan import TensorPlan, plan_draft, plan_target
 from treeflash.convert.grow_shape import like, preset
 from treeflash.errors import ModelNotFound, ResourceError, UnsupportedModel, UsageError
 from treeflash.gguf.reader import GGUFFile
@@ -26,7 +26,7 @@ def embedded() -> Pair:
     return found[0].pair
 
 
-def plans(pair: Pair, *, random: bool) -> tuple[list[Plan], list[Plan]]:
+def plans(pair: Pair, *, random: bool) -> tuple[list[TensorPlan], list[TensorPlan]]:
     """Of the 27B and its draft."""
     with GGUFFile.open(pair.target) as target, GGUFFile.open(pair.draft) as draft:
         spec, draft_spec = ModelSpec.from_gguf(target), DraftSpec.from_gguf(draft)
@@ -102,14 +102,14 @@ def test_drafts_that_do_not_fit(tmp_path: Path, tiny_model):
             grow(tmp_path / "grown", shape, target=target, draft=draft)
 
 
-def test_models_that_do_not_grow(tmp_path: Path, tiny_model):
+def test_models_that_cannot_be_grown(tmp_path: Path, tiny_model):
     with pytest.raises(UnsupportedModel, match="'qwen3', only 'qwen35' can be grown"):
         grow(tmp_path / "grown", WIDER, target=tiny_model("qwen3"))
     with pytest.raises(UnsupportedModel, match="'llama', needed 'qwen35'"):
         grow(tmp_path / "grown", as_file=tiny_model("llama"), target=tiny_model())
     with pytest.raises(UsageError, match=r"attention\.key_length is 32, needed 256"):
         grow(tmp_path / "grown", as_file=tiny_model())
-    with pytest.raises(UsageError, match="preset is '9b', needed: one of 27b, double"):
+    with pytest.raises(UsageError, match="`preset` is '9b', needed: one of 27b, double"):
         grow(tmp_path / "grown", "9b")
     with pytest.raises(ModelNotFound):
         grow(tmp_path / "grown", target=tmp_path / "none.gguf")
@@ -127,7 +127,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list((tmp_path / "grown").iterdir())
 
 
-def test_nothing_is_written_over(tmp_path: Path, tiny_model):
+def test_existing_files_are_not_overwritten(tmp_path: Path, tiny_model):
     (tmp_path / TARGET).write_bytes(b"precious")
     with pytest.raises(UsageError, match="exists"):
         grow(tmp_path, WIDER, target=tiny_model())

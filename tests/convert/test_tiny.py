@@ -1,4 +1,4 @@
-"""Tiny random models: readable by the gguf package, the same every time, and sane."""
+"""Tiny random models: readable by the gguf package, deterministic and well-formed."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def test_the_chat_template(thinking: dict[str, bool], tail: str):
     assert template.render(messages=messages, add_generation_prompt=False) == turns
 
 
-def test_what_cannot_be_made(tmp_path: Path):
+def test_invalid_arguments(tmp_path: Path):
     with pytest.raises(UsageError, match="family is 'gpt2', needed: one of qwen35, qwen35moe"):
         make_tiny(tmp_path / "tiny.gguf", family="gpt2")
     with pytest.raises(ModelFileError, match="num_hidden_layers is 0"):

@@ -18,13 +18,13 @@ from treeflash.train.delta import recurrence, unit_lower_inverse
 torch.manual_seed(0)
 strict = torch.randn(3, 16, 16).tril(-1)
 x, erase, decay = torch.randn(4, 3, 32, 32), 0.1 * torch.randn(3, 3, 32, 32), torch.rand(3, 3)
-leaves = [part.requires_grad_() for part in (x, erase, decay)]
+leaves = [each.requires_grad_() for each in (x, erase, decay)]
 weight = torch.randn(4, 3, 32, 32)
-found = []
+results = []
 for fused in (False, True):
     y = recurrence(*leaves, fused)
-    found.append([unit_lower_inverse(strict, fused), y, *torch.autograd.grad((y * weight).sum(), leaves)])
-for plain, fused in zip(*found):
+    results.append([unit_lower_inverse(strict, fused), y, *torch.autograd.grad((y * weight).sum(), leaves)])
+for plain, fused in zip(*results):
     assert torch.isfinite(fused).all()
     error = (fused - plain).norm() / plain.norm()
     assert error <= 1e-5, float(error)
@@ -44,7 +44,7 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
 
 
 def inputs(tokens: int, *, decay: float, spread: float) -> list[Tensor]:
-    """spread: how far keys lie from each other; small: all nearly the same, as in repetitive text."""
+    """spread: distance between keys; small: nearly equal keys, as in repetitive text."""
     generator = torch.Generator().manual_seed(tokens)
 
     def random(*shape: int) -> Tensor:
@@ -56,31 +56,31 @@ def inputs(tokens: int, *, decay: float, spread: float) -> list[Tensor]:
     return [q, k, random(2, tokens, 6, 16), g, (2 + random(2, tokens, 6)).sigmoid()]
 
 
-def differences(dtype: torch.dtype, parts: list[Tensor], chunk: int) -> list[float]:
+def differences(dtype: torch.dtype, arguments: list[Tensor], chunk: int) -> list[float]:
     """Relative errors of the output and of the five gradients."""
-    found = []
-    weight = torch.randn(parts[2].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    results = []
+    weight = torch.randn(arguments[2].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     for kind, function in ((torch.float64, token_by_token), (dtype, lambda *x: delta_rule(*x, chunk=chunk))):
-        leaves = [part.to(kind).requires_grad_() for part in parts]
+        leaves = [each.to(kind).requires_grad_() for each in arguments]
         out = function(*leaves)
         gradients = torch.autograd.grad((out * weight.to(kind)).sum(), leaves)
-        found.append([part.detach().double() for part in (out, *gradients)])
-    return [float((ours - plain).norm() / plain.norm()) for plain, ours in zip(*found, strict=True)]
+        results.append([each.detach().double() for each in (out, *gradients)])
+    return [float((ours - plain).norm() / plain.norm()) for plain, ours in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("decay", [0.01, 8.0])
 @pytest.mark.parametrize("spread", [10.0, 0.01])
 @pytest.mark.parametrize(("tokens", "chunk"), [(64, 64), (128, 64), (256, 64), (48, 8), (128, 128)])
-def test_outputs_and_gradients_are_the_recurrences(
+def test_outputs_and_gradients_equal_the_recurrence(
     tokens: int, chunk: int, decay: float, spread: float
 ) -> None:
-    parts = inputs(tokens, decay=decay, spread=spread)
-    assert max(differences(torch.float64, parts, chunk)) <= 1e-9
-    assert max(differences(torch.float32, parts, chunk)) <= 1e-4
+    arguments = inputs(tokens, decay=decay, spread=spread)
+    assert max(differences(torch.float64, arguments, chunk)) <= 1e-9
+    assert max(differences(torch.float32, arguments, chunk)) <= 1e-4
 
 
-def test_products_in_half_precision_lose_no_more_than_their_rounding() -> None:
-    """float16 stands in for bfloat16, whose products not every CPU has; its unit is 5e-4."""
+def test_half_precision_matmuls_lose_no_more_than_their_rounding() -> None:
+    """float16 replaces bfloat16, whose matmuls not every CPU has; its unit roundoff is 5e-4."""
     q, k, v, g, beta = inputs(256, decay=0.05, spread=10.0)
     out = delta_rule(q.float(), k.float(), v.half(), g.float(), beta.float())
     exact = token_by_token(q, k, v, g, beta)

@@ -1,4 +1,4 @@
-"""`treeflash train` as users meet it: one command, files, errors, Ctrl-C."""
+"""`treeflash train` as a command: files, errors, Ctrl-C."""
 
 import json
 import signal
@@ -58,7 +58,7 @@ def test_one_command_makes_a_draft(model, prompts, tmp_path):
         result = treeflash("run", model, "hello", "--draft", draft, "-n", 5, "--device", "cpu", "--json")
         assert result.exit_code == 0, result.output
     again = treeflash("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, *QUICK)
-    assert again.exit_code == 2 and "--resume goes on with it" in again.stderr
+    assert again.exit_code == 2 and "exists from an earlier run" in again.stderr
     other = ["-o", tmp_path / "other", "--steps", 1, "--json", "--float32", *QUICK]
     result = treeflash("train", model, "--tokens", folder / "tokens", *other)
     assert result.exit_code == 0, result.output
@@ -76,7 +76,7 @@ def test_a_hugging_face_folder_is_converted_first(prompts, tmp_path):
     assert "Converted to" in result.stderr
 
 
-def test_mistakes_are_explained(model, prompts, tmp_path):
+def test_errors_have_exit_codes_and_messages(model, prompts, tmp_path):
     output = ["-o", tmp_path / "draft", *QUICK]
     for arguments, code, message in (
         ([model], 2, "needed either --prompts or --tokens"),
@@ -85,7 +85,7 @@ def test_mistakes_are_explained(model, prompts, tmp_path):
         ([model, "--tokens", tmp_path], 2, "holds no tokens-*.npz"),
         ([tmp_path / "absent.gguf", "--prompts", prompts], 3, "no such file"),
         ([model, "--prompts", prompts, "--steps", 1, "--minutes", 1], 2, "exclude each other"),
-        ([model, "--prompts", prompts, "--mask-token", 999], 2, "--mask-token is 999"),
+        ([model, "--prompts", prompts, "--mask-token", 999], 2, "is 999, needed a row of the embedding"),
         ([model, "--prompts", prompts, "--continue-from", model], 4, "needed 'dflash' for a draft"),
     ):
         result = treeflash("train", *arguments, *output)
@@ -95,7 +95,7 @@ def test_mistakes_are_explained(model, prompts, tmp_path):
     assert result.exit_code == 2 and "--output" in result.stderr
 
 
-def test_ctrl_c_keeps_everything(model, prompts, tmp_path):
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(model, prompts, tmp_path):
     folder = tmp_path / "draft"
     program = [sys.executable, "-m", "treeflash.cli.main", "train", model, "--prompts", prompts, "-o", folder]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Prompts to tokens to batches: what is kept, what is made again, and what a block is trained on."""
+"""Prompts to tokens to batches: stored shards, resuming, and the labels of a block."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, dict[str, list[int]]]:
         ({"messages": [], "thinking": "yes"}, r"thinking is 'yes', needed true or false"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path, line, problem):
+def test_an_invalid_prompt_line_is_reported(tmp_path, line, problem):
     with pytest.raises(UsageError, match=problem):
         read_prompts(write(tmp_path / "prompts.jsonl", {"prompt": "fine"}, line))
 
@@ -69,26 +69,26 @@ def test_a_file_without_prompts_is_refused(tmp_path):
         read_prompts(tmp_path / "absent.jsonl")
 
 
-def test_messages_go_through_the_chat_template_without_their_answer(tiny_target):
-    question = {"role": "user", "content": "Who is <|im_end|>?"}
-    asked = encode_prompt({"messages": [question]}, tiny_target)
-    answered = encode_prompt({"messages": [question, {"role": "assistant", "content": "Me."}]}, tiny_target)
-    assert asked == answered
-    text = tiny_target.tokenizer.decode(asked, skip_special=False)
+def test_messages_are_rendered_without_the_assistant_message(tiny_target):
+    message = {"role": "user", "content": "Who is <|im_end|>?"}
+    prompt = encode_prompt({"messages": [message]}, tiny_target)
+    with_output = encode_prompt({"messages": [message, {"role": "assistant", "content": "Me."}]}, tiny_target)
+    assert prompt == with_output
+    text = tiny_target.tokenizer.decode(prompt, skip_special=False)
     assert text == "<|im_start|>user\nWho is <|im_end|>?<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    # What the message spells like a control token is not one.
-    assert asked.count(tiny_target.tokenizer.id_of("<|im_end|>")) == 1
-    plain = encode_prompt({"messages": [question], "thinking": False}, tiny_target)
+    # Text that spells a control token is not encoded as one.
+    assert prompt.count(tiny_target.tokenizer.id_of("<|im_end|>")) == 1
+    plain = encode_prompt({"messages": [message], "thinking": False}, tiny_target)
     assert tiny_target.tokenizer.decode(plain).endswith("</think>\n\n")
 
 
-def test_every_prompt_is_answered_at_every_temperature(tiny_target, prompts, tmp_path, small_shards):
-    heard = []
+def test_every_prompt_has_an_output_at_every_temperature(tiny_target, prompts, tmp_path, small_shards):
+    reports = []
     done = regenerate(
-        tiny_target, prompts, tmp_path / "tokens", QUICK, progress=lambda *each: heard.append(each)
+        tiny_target, prompts, tmp_path / "tokens", QUICK, progress=lambda *each: reports.append(each)
     )
     assert done
-    assert heard[-1] == (14, 14) and [done for done, _ in heard] == sorted(done for done, _ in heard)
+    assert reports[-1] == (14, 14) and [done for done, _ in reports] == sorted(done for done, _ in reports)
     data = TokenData.load(tmp_path / "tokens", vocabulary=tiny_target.spec.vocab_size, length=48)
     assert sorted(data.prompts.tolist()) == sorted([*range(7)] * 2)
     stop = tiny_target.tokenizer.stop_ids
@@ -98,16 +98,16 @@ def test_every_prompt_is_answered_at_every_temperature(tiny_target, prompts, tmp
             {"prompt": read_prompts(prompts)[data.prompts[number]]["prompt"]}, tiny_target
         )
         assert text[:boundary] == expected
-        answer = text[boundary:]
-        assert len(answer) == 12 or answer[-1] in stop
-        assert not stop & set(answer[:-1])
-    greedy, drawn = (
+        output = text[boundary:]
+        assert len(output) == 12 or output[-1] in stop
+        assert not stop & set(output[:-1])
+    greedy, sampled = (
         [data.text(n).tolist() for n in range(len(data)) if data.prompts[n] == 0][i] for i in (0, 1)
     )
-    assert greedy != drawn
+    assert greedy != sampled
 
 
-def test_shards_that_are_there_are_kept(tiny_target, prompts, tmp_path, small_shards):
+def test_existing_shards_are_kept(tiny_target, prompts, tmp_path, small_shards):
     folder = tmp_path / "tokens"
     regenerate(tiny_target, prompts, folder, QUICK)
     made = contents(folder)
@@ -121,14 +121,14 @@ def test_shards_that_are_there_are_kept(tiny_target, prompts, tmp_path, small_sh
 
 
 def test_an_interruption_loses_one_shard(tiny_target, prompts, tmp_path, small_shards):
-    folder, answers = tmp_path / "tokens", []
+    folder, outputs = tmp_path / "tokens", []
     done = regenerate(
         tiny_target,
         prompts,
         folder,
         QUICK,
-        progress=lambda *each: answers.append(each),
-        cancelled=lambda: len(answers) >= 5,
+        progress=lambda *each: outputs.append(each),
+        cancelled=lambda: len(outputs) >= 5,
     )
     assert not done
     assert sorted(path.name for path in folder.iterdir()) == ["index.json", "tokens-00000.npz"]
@@ -137,7 +137,7 @@ def test_an_interruption_loses_one_shard(tiny_target, prompts, tmp_path, small_s
     assert contents(folder).items() >= kept.items() and len(contents(folder)) == 6
 
 
-def test_processes_share_the_shards(tiny_target, prompts, tmp_path, small_shards):
+def test_ranks_share_the_shards(tiny_target, prompts, tmp_path, small_shards):
     regenerate(tiny_target, prompts, tmp_path / "whole", QUICK)
     for rank in range(2):
         regenerate(tiny_target, prompts, tmp_path / "shared", QUICK, rank=rank, ranks=2)
@@ -145,7 +145,7 @@ def test_processes_share_the_shards(tiny_target, prompts, tmp_path, small_shards
     assert contents(tmp_path / "shared") == contents(tmp_path / "whole")
 
 
-def test_a_folder_made_in_another_way_is_not_mixed_with(tiny_target, prompts, tmp_path):
+def test_a_folder_made_with_other_settings_is_refused(tiny_target, prompts, tmp_path):
     folder = tmp_path / "tokens"
     one = Regeneration(length=48, max_tokens=4, temperatures=(0.0,))
     regenerate(tiny_target, prompts, folder, one)
@@ -159,15 +159,15 @@ def test_a_folder_made_in_another_way_is_not_mixed_with(tiny_target, prompts, tm
 def test_prompts_that_leave_no_room_are_refused(tiny_target, prompts, tmp_path):
     with pytest.raises(UsageError, match="no prompt leaves room") as error:
         regenerate(tiny_target, prompts, tmp_path / "tokens", Regeneration(length=4))
-    assert "--seq" in error.value.hint
+    assert "`seq`" in error.value.hint
 
 
-def test_answers_end_where_they_begin_to_go_in_circles():
-    circle = list(range(15))
-    assert draft_data._finished([99, *circle * 5], 1000, 7) == [99, *circle, *circle, *circle[:12]]
-    assert draft_data._finished([*circle, *circle], 1000, 7) == [*circle, *circle, 7]
-    assert draft_data._finished(circle, 15, 7) == circle
-    assert draft_data._finished(circle, 20, None) == circle
+def test_outputs_are_cut_where_they_loop():
+    loop = list(range(15))
+    assert draft_data._finished([99, *loop * 5], 1000, 7) == [99, *loop, *loop, *loop[:12]]
+    assert draft_data._finished([*loop, *loop], 1000, 7) == [*loop, *loop, 7]
+    assert draft_data._finished(loop, 15, 7) == loop
+    assert draft_data._finished(loop, 20, None) == loop
 
 
 def damaged(path: Path, **changes: object) -> None:
@@ -175,20 +175,20 @@ def damaged(path: Path, **changes: object) -> None:
     np.savez(path, **{name: np.array(value) for name, value in (arrays | changes).items()})
 
 
-def test_files_of_tokens_are_checked(tmp_path):
+def test_token_files_are_checked(tmp_path):
     path = tmp_path / "tokens-00000.npz"
     damaged(path)
     assert TokenData.load(path, vocabulary=6, length=9).text(0).tolist() == [1, 2, 3, 4, 5]
     assert TokenData.load(tmp_path, vocabulary=6, length=4).text(0).tolist() == [1, 2, 3, 4]
     with pytest.raises(UsageError, match="token 5, the target's vocabulary has ids 0 to 4"):
         TokenData.load(path, vocabulary=5, length=9)
-    with pytest.raises(UsageError, match="no text with an answer within 3 tokens"):
+    with pytest.raises(UsageError, match="no text with an output within 3 tokens"):
         TokenData.load(path, vocabulary=6, length=3)
     damaged(path, lengths=[4])
-    with pytest.raises(ModelFileError, match="do not belong together"):
+    with pytest.raises(ModelFileError, match="are inconsistent"):
         TokenData.load(path, vocabulary=6, length=9)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ModelFileError, match=r"tokens-00000\.npz: not a readable file"):
+    with pytest.raises(ModelFileError, match=r"tokens-00000\.npz: not a readable token file"):
         TokenData.load(path, vocabulary=6, length=9)
     with pytest.raises(UsageError, match="holds no tokens"):
         TokenData.load(tmp_path / "absent", vocabulary=6, length=9)
@@ -205,21 +205,23 @@ texts = st.lists(st.tuples(st.integers(1, 30), st.integers(2, 70)), min_size=1, 
 
 @settings(max_examples=60, deadline=None)
 @given(texts, st.integers(1, 40), st.integers(2, 16), st.integers(0, 2**31))
-def test_a_block_is_labelled_with_what_follows_its_anchor(shapes, anchors, block, seed):
-    data = data_of([border + answer for border, answer in shapes], [border for border, _ in shapes])
+def test_labels_are_the_tokens_after_the_anchor(shapes, anchors, block, seed):
+    data = data_of([border + output for border, output in shapes], [border for border, _ in shapes])
     batch = make_batch(data, range(len(shapes)), anchors=anchors, block=block, seed=seed)
     assert batch.real == data.lengths.sum() and batch.tokens.shape[1] % 64 == 0
-    for row, (border, answer) in enumerate(shapes):
+    for row, (border, output) in enumerate(shapes):
         text = data.text(row).tolist()
-        places = batch.anchors[row].tolist()
-        assert places == sorted(places)
-        used = [place for place, valid in zip(places, batch.valid[row].tolist(), strict=True) if valid[0]]
-        assert len(used) == len(set(used)) == min(anchors, answer - 1, len(places))
-        assert len(places) >= min(anchors, answer - 1)
-        for place, labels, valid in zip(places, batch.labels[row], batch.valid[row], strict=True):
-            assert border <= place <= len(text) - 2
+        positions = batch.anchors[row].tolist()
+        assert positions == sorted(positions)
+        used = [
+            position for position, valid in zip(positions, batch.valid[row].tolist(), strict=True) if valid[0]
+        ]
+        assert len(used) == len(set(used)) == min(anchors, output - 1, len(positions))
+        assert len(positions) >= min(anchors, output - 1)
+        for position, labels, valid in zip(positions, batch.labels[row], batch.valid[row], strict=True):
+            assert border <= position <= len(text) - 2
             if valid[0]:
-                assert labels[valid].tolist() == text[place + 1 : place + block]
+                assert labels[valid].tolist() == text[position + 1 : position + block]
 
 
 @given(st.integers(1, 90), st.integers(1, 8), st.integers(0, 99))
@@ -237,14 +239,14 @@ def test_an_epoch_has_every_text_once(count, batch, seed):
 
 def test_texts_of_one_prompt_are_held_out_together():
     data = data_of([9] * 12, [3] * 12, [0, 1, 2, 3, 4, 5] * 2)
-    train, apart = data.split(2)
-    assert sorted([*train, *apart]) == list(range(12))
-    held = set(data.prompts[apart].tolist())
+    train, held_out = data.split(2)
+    assert sorted([*train, *held_out]) == list(range(12))
+    held = set(data.prompts[held_out].tolist())
     assert len(held) == 2 and not held & set(data.prompts[train].tolist())
 
 
-def test_the_mask_is_a_token_that_no_text_has(tiny_target):
+def test_the_mask_is_an_unused_token(tiny_target):
     assert mask_token(tiny_target) == tiny_target.metadata["tokenizer.ggml.tokens"].index("[PAD302]")
     assert mask_token(tiny_target, 7) == 7
-    with pytest.raises(UsageError, match="--mask-token is 320, needed a row of the embedding, 0 to 319"):
+    with pytest.raises(UsageError, match="`mask_token` is 320, needed a row of the embedding, 0 to 319"):
         mask_token(tiny_target, 320)

@@ -1,4 +1,4 @@
-"""Weights of a block's tokens, the loss in groups of blocks, and what is counted beside it."""
+"""Weights of the labels, the loss in groups of blocks, and the statistics."""
 
 import math
 
@@ -18,7 +18,7 @@ def prefixes(lengths: list[int], positions: int) -> torch.Tensor:
     return torch.arange(positions) < torch.tensor(lengths)[:, None]
 
 
-def test_a_token_counts_by_what_hangs_on_it():
+def test_dpace_weights_sum_the_tokens_that_depend_on_a_label():
     cost, lengths = rows(4, 5).abs(), [5, 3, 1, 0]
     weights = block_weights(cost, prefixes(lengths, 5), "dpace")
     for block, length in enumerate(lengths):
@@ -28,7 +28,7 @@ def test_a_token_counts_by_what_hangs_on_it():
             assert weights[block, j].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_or_less_the_deeper_it_stands():
+def test_decay_weights_fall_with_depth():
     weights = block_weights(rows(2, 15).abs(), prefixes([15, 4], 15), "decay")
     assert weights[0].tolist() == pytest.approx([math.exp(-k / 7) for k in range(15)])
     assert torch.equal(weights[1, 4:], torch.zeros(11))
@@ -58,7 +58,7 @@ def test_groups_of_blocks_give_the_gradient_of_the_whole(monkeypatch, kind):
         assert tally.mean_loss == pytest.approx(mean, rel=1e-5)
 
 
-def test_acceptance_is_counted_on_whole_blocks_up_to_the_first_fault():
+def test_acceptance_counts_complete_blocks_up_to_the_first_error():
     tally = Tally.zero(4, torch.device("cpu"))
     right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 0, 0]]).bool()
     valid = prefixes([4, 4, 4, 2], 4)
@@ -70,7 +70,7 @@ def test_acceptance_is_counted_on_whole_blocks_up_to_the_first_fault():
     assert tally.mean_loss == 1
 
 
-def test_nothing_is_counted_where_there_are_no_labels():
+def test_blocks_without_labels_count_nothing():
     hidden = rows(1, 2, 4, 8).requires_grad_()
     none = torch.zeros(1, 2, 3, dtype=torch.bool)
     tally = block_loss(hidden, torch.zeros(1, 2, 3, dtype=torch.int64), none, rows(5, 8), kind="dpace")

@@ -1,4 +1,4 @@
-"""The trainable draft: what a block may see, and that it is the draft that the engine serves."""
+"""The trainable draft: attention masks, and parity with the inference draft."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def spec_of(target: Target, kind: str = "full") -> DraftSpec:
 
 
 def model_of(spec: DraftSpec) -> DraftModel:
-    """With norms that are not all one, and weights large enough to matter."""
+    """Return a model with norms other than one and weights large enough to matter."""
     model = DraftModel(spec, seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def inputs(spec: DraftSpec) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_sees_what_is_before_its_anchor_and_itself(tiny_target, kind):
+def test_a_block_attends_to_features_before_its_anchor_and_to_itself(tiny_target, kind):
     spec = spec_of(tiny_target, kind)
     model = model_of(spec)
     features, embeddings = inputs(spec)
@@ -66,7 +66,7 @@ def test_a_block_sees_what_is_before_its_anchor_and_itself(tiny_target, kind):
             loss = hidden[text, block].square().sum()
             seen, rows = torch.autograd.grad(loss, [features, embeddings], retain_graph=True)
             reached = seen.abs().amax(-1) > 0  # [2, n]
-            # Layers pass nothing on between context positions, so one window is as far as any row looks.
+            # Context positions do not mix between layers, so no row attends further back than one window.
             first = max(0, anchor - spec.window + 1) if "full" not in spec.layers else 0
             expected = torch.zeros(2, LENGTH, dtype=torch.bool)
             expected[text, first:anchor] = True
@@ -78,7 +78,7 @@ def test_a_block_sees_what_is_before_its_anchor_and_itself(tiny_target, kind):
             assert (rows[text, block].abs().amax(-1) > 0).all()
 
 
-def test_rows_of_a_causal_block_see_only_rows_before_them(tiny_target):
+def test_rows_of_a_causal_block_attend_only_to_earlier_rows(tiny_target):
     spec = spec_of(tiny_target, "causal")
     features, embeddings = inputs(spec)
     hidden = model_of(spec)(features, embeddings, ANCHORS)
@@ -87,7 +87,7 @@ def test_rows_of_a_causal_block_see_only_rows_before_them(tiny_target):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_draft_that_the_engine_serves(tiny_target, kind, tmp_path):
+def test_hidden_states_equal_the_inference_draft(tiny_target, kind, tmp_path):
     spec = spec_of(tiny_target, kind)
     model = model_of(spec)
     save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
@@ -158,8 +158,8 @@ def test_sizes_follow_the_target(tiny_target, depth, width, heads, feed_forward,
     spec.check_target(target)
 
 
-def test_a_window_leaves_the_last_layer_whole(tiny_target):
+def test_a_window_leaves_the_last_layer_with_full_attention(tiny_target):
     spec = new_spec(tiny_target.spec, mask_id=1, window=100)
     assert spec.layers == ("sliding", "sliding", "full") and spec.causal == (True, True, False)
-    with pytest.raises(UsageError, match="--block is 1, needed 2 to 64"):
+    with pytest.raises(UsageError, match="`block` is 1, needed 2 to 64"):
         new_spec(tiny_target.spec, mask_id=1, block_size=1)

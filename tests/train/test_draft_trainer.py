@@ -1,4 +1,4 @@
-"""The loop: it learns, it survives being stopped and a full disk, and what it writes is what was trained."""
+"""The training loop: learning, resuming, a full disk, and that the export is the trained draft."""
 
 import json
 import resource
@@ -21,7 +21,7 @@ from treeflash.train import draft_eval
 from treeflash.train.draft_data import Regeneration, TokenData
 from treeflash.train.draft_eval import Evaluation, check_parity, measure
 from treeflash.train.draft_run import Job, train_draft
-from treeflash.train.draft_settings import Progress, Saved, TrainConfig
+from treeflash.train.draft_settings import Saved, TrainConfig, TrainingProgress
 from treeflash.train.draft_target import load_target
 from treeflash.train.draft_trainer import Trainer
 from treeflash.train.muon import orthogonalised
@@ -32,7 +32,7 @@ QUICK = TrainConfig(layers=1, block=4, steps=6, batch=3, anchors=4, held_out=2, 
 
 @pytest.fixture(scope="module")
 def data(tiny_target) -> TokenData:
-    """Texts of any tokens: enough to see that steps are taken."""
+    """Random texts: enough to check that steps are taken."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(20, 40, 14)
     tokens = generator.integers(0, 300, lengths.sum()).astype(np.int32)
@@ -48,8 +48,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_draft_learns_to_foresee_its_target(tmp_path):
-    """From prompts to a draft that the engine accepts far more of than of an untrained one."""
+def test_training_raises_the_acceptance_length(tmp_path):
+    """From prompts to a draft with a far higher acceptance length in the engine than an untrained one."""
     generator = np.random.default_rng(5)
     prompts = tmp_path / "prompts.jsonl"
     with prompts.open("w") as file:
@@ -66,24 +66,24 @@ def test_a_draft_learns_to_foresee_its_target(tmp_path):
         device="cpu",
     )
     result = train_draft(job, notify=events.append)
-    losses = [event.loss for event in events if isinstance(event, Progress)]
+    losses = [event.loss for event in events if isinstance(event, TrainingProgress)]
     held_out = [event for event in events if isinstance(event, Evaluation)]
     assert losses[-1] < 0.5 * losses[0]
     assert held_out[-1].acceptance > held_out[0].acceptance + 0.5
     assert result.untrained < 1.3
     assert result.measured is not None and result.measured.acceptance > 2.2 > 1.6 * result.untrained
     assert result.parity < 1e-3
-    # What rows promise on held-out text is what the engine then sees.
+    # The evaluation predicts the acceptance length in the engine.
     assert result.measured.acceptance == pytest.approx(held_out[-1].tree_acceptance, rel=0.35)
 
     target = load_target(path, device="cpu")
-    questions = [target.tokenizer.encode("Cats and dogs rest here. It is")]
+    encoded = [target.tokenizer.encode("Cats and dogs rest here. It is")]
     for draft in (folder, folder / "draft-q8_0.gguf"):
-        assert measure(target, draft, questions, max_tokens=32).acceptance > 2
-        drawn = measure(
-            target, draft, questions, max_tokens=32, sampling=SamplingParams(temperature=0.8, seed=1)
+        assert measure(target, draft, encoded, max_tokens=32).acceptance > 2
+        sampled = measure(
+            target, draft, encoded, max_tokens=32, sampling=SamplingParams(temperature=0.8, seed=1)
         )
-        assert drawn.acceptance > 1.5
+        assert sampled.acceptance > 1.5
     stored = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     report = json.loads((folder / "training.json").read_text())
@@ -92,33 +92,33 @@ def test_a_draft_learns_to_foresee_its_target(tmp_path):
     assert len(report["history"]) == 10
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_were_not(tiny_target, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_target, data, tmp_path):
     whole = Trainer(tiny_target, data, tmp_path / "whole", QUICK)
     assert whole.run().finished
-    seen: list[Progress] = []
+    seen: list[TrainingProgress] = []
     stopped = Trainer(
         tiny_target,
         data,
-        tmp_path / "parts",
+        tmp_path / "resumed",
         QUICK,
-        cancelled=lambda: stopped._place.step >= 3,
+        cancelled=lambda: stopped._state.step >= 3,
         notify=seen.append,
     )
     assert not stopped.run().finished
-    assert not (tmp_path / "parts/config.json").exists()
-    resumed = Trainer(tiny_target, data, tmp_path / "parts", QUICK, resume=True)
+    assert not (tmp_path / "resumed/config.json").exists()
+    resumed = Trainer(tiny_target, data, tmp_path / "resumed", QUICK, resume=True)
     assert same(weights(stopped), weights(resumed)) and not same(weights(whole), weights(resumed))
     assert resumed.run().finished
     assert same(weights(whole), weights(resumed))
-    again = Trainer(tiny_target, data, tmp_path / "parts", QUICK, resume=True).run()
+    again = Trainer(tiny_target, data, tmp_path / "resumed", QUICK, resume=True).run()
     assert again.finished and again.step == 6
 
 
-def test_a_draft_is_trained_further(tiny_target, data, tmp_path):
+def test_continue_from_an_exported_draft(tiny_target, data, tmp_path):
     first = Trainer(tiny_target, data, tmp_path / "first", replace(QUICK, gguf=True))
     assert first.run().finished
     for path, tolerance in ((tmp_path / "first", 0.0), (tmp_path / "first" / "draft-q8_0.gguf", 1e-2)):
-        begun = Trainer(tiny_target, data, tmp_path / path.name / "second", QUICK, begin=path)
+        begun = Trainer(tiny_target, data, tmp_path / path.name / "second", QUICK, continue_from=path)
         for name, tensor in weights(first).items():
             torch.testing.assert_close(weights(begun)[name], tensor, rtol=tolerance, atol=tolerance)
     held_out: list[Evaluation] = []
@@ -127,7 +127,7 @@ def test_a_draft_is_trained_further(tiny_target, data, tmp_path):
         data,
         tmp_path / "second",
         replace(QUICK, steps=2, lr=1e-5),
-        begin=tmp_path / "first",
+        continue_from=tmp_path / "first",
         notify=lambda event: held_out.append(event) if isinstance(event, Evaluation) else None,
     )
     assert second.run().finished
@@ -137,10 +137,12 @@ def test_a_draft_is_trained_further(tiny_target, data, tmp_path):
     assert report["continued_from"] == "first" and earlier["continued_from"] is None
     assert held_out[-1].loss == pytest.approx(earlier["history"][-1]["loss"], rel=0.01)
     with pytest.raises(UsageError, match="has layers"):
-        Trainer(tiny_target, data, tmp_path / "other", replace(QUICK, layers=2), begin=tmp_path / "first")
+        Trainer(
+            tiny_target, data, tmp_path / "other", replace(QUICK, layers=2), continue_from=tmp_path / "first"
+        )
 
 
-def test_a_kill_loses_what_came_after_the_last_checkpoint(tiny_target, data, tmp_path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(tiny_target, data, tmp_path):
     config = replace(QUICK, checkpoint_minutes=0.0)
 
     class Killed(Exception):
@@ -154,7 +156,7 @@ def test_a_kill_loses_what_came_after_the_last_checkpoint(tiny_target, data, tmp
     with pytest.raises(Killed):
         trainer.run()
     resumed = Trainer(tiny_target, data, tmp_path / "draft", config, resume=True)
-    assert resumed._place.step == 4
+    assert resumed._state.step == 4
     resumed.run()
     whole = Trainer(tiny_target, data, tmp_path / "whole", config)
     whole.run()
@@ -171,52 +173,52 @@ def files_up_to(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tiny_target, data, tmp_path):
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(tiny_target, data, tmp_path):
     trainer = Trainer(tiny_target, data, tmp_path, QUICK)
     trainer._save()
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    trainer._place.step = 1
+    trainer._state.step = 1
     with (
         files_up_to(20_000),
         pytest.raises(ResourceError, match=r"checkpoint\.pt cannot be written") as error,
     ):
         trainer._save()
-    assert "--resume" in error.value.hint
+    assert "`resume`" in error.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
-def test_an_earlier_run_is_not_written_over(tiny_target, data, tmp_path):
+def test_an_earlier_run_is_not_overwritten(tiny_target, data, tmp_path):
     Trainer(tiny_target, data, tmp_path, QUICK)._save()
-    with pytest.raises(UsageError, match="there from an earlier run") as error:
+    with pytest.raises(UsageError, match="exists from an earlier run") as error:
         Trainer(tiny_target, data, tmp_path, QUICK)
-    assert "--resume" in error.value.hint
-    with pytest.raises(UsageError, match=r"has layers \('full',\), now \('full', 'full'\) is asked for"):
+    assert "`resume`" in error.value.hint
+    with pytest.raises(UsageError, match=r"has layers \('full',\), needed \('full', 'full'\)"):
         Trainer(tiny_target, data, tmp_path, replace(QUICK, layers=2), resume=True)
-    with pytest.raises(UsageError, match="was trained with --optimiser muon, not adamw"):
+    with pytest.raises(UsageError, match="was trained with `optimiser` muon, not adamw"):
         Trainer(tiny_target, data, tmp_path, replace(QUICK, optimiser="adamw"), resume=True)
     (tmp_path / "checkpoint.pt").write_bytes(b"not one")
     with pytest.raises(ModelFileError, match="not a readable checkpoint"):
         Trainer(tiny_target, data, tmp_path, QUICK, resume=True)
 
 
-def test_what_cannot_be_trained_is_refused(tiny_target, data, tmp_path):
+def test_invalid_settings_are_refused(tiny_target, data, tmp_path):
     for change, problem in (
-        ({"steps": 0}, "--steps is 0"),
-        ({"minutes": 3.0}, "--steps and --minutes exclude each other"),
-        ({"batch": 0}, "--batch is 0"),
-        ({"lr": -1.0}, "--lr is -1.0"),
+        ({"steps": 0}, "`steps` is 0"),
+        ({"minutes": 3.0}, "`steps` and `minutes` exclude each other"),
+        ({"batch": 0}, "`batch` is 0"),
+        ({"lr": -1.0}, "`lr` is -1.0"),
     ):
         with pytest.raises(UsageError, match=problem):
             replace(QUICK, **change)
     few = TokenData(data.tokens[:60], np.array([0, 30, 60]), np.array([8, 8]), np.array([0, 0]))
     with pytest.raises(UsageError, match="2 texts of 1 prompts are too few"):
         Trainer(tiny_target, few, tmp_path, QUICK)
-    with pytest.raises(UsageError, match="either --prompts or --tokens"):
+    with pytest.raises(UsageError, match="either `prompts` or `tokens`"):
         Job(tmp_path, tmp_path)
 
 
-def test_texts_go_through_in_parts_where_memory_is_short(tiny_target, data, tmp_path):
+def test_micro_batches_accumulate_the_same_gradient(tiny_target, data, tmp_path):
     """The gradient is that of the whole batch."""
     gradients = []
     for size in (3, 2):
@@ -225,20 +227,20 @@ def test_texts_go_through_in_parts_where_memory_is_short(tiny_target, data, tmp_
         trainer._optimisers = []
         trainer._step(trainer._batch(trainer._epoch(0)[0]), 0.5)
         gradients.append([parameter.grad for parameter in trainer.model.parameters()])
-    for whole, parts in zip(*gradients, strict=True):
-        assert (whole - parts).norm() < 1e-4 * whole.norm()
+    for whole, micro in zip(*gradients, strict=True):
+        assert (whole - micro).norm() < 1e-4 * whole.norm()
 
 
-def test_a_gradient_that_is_no_number_is_no_step(tiny_target, data, tmp_path):
+def test_a_non_finite_gradient_is_skipped(tiny_target, data, tmp_path):
     trainer = Trainer(tiny_target, data, tmp_path, replace(QUICK, steps=100))
     before = weights(trainer)
     trainer._frozen.head[:] = torch.nan
-    with pytest.raises(TreeFlashError, match="the gradient was no number in 20 steps in a row"):
+    with pytest.raises(TreeFlashError, match="the gradient was not finite in 20 consecutive steps"):
         trainer._loop()
     assert same(before, weights(trainer))
 
 
-def test_a_draft_whose_engine_says_something_else_is_not_shipped(tiny_target, data, tmp_path, monkeypatch):
+def test_a_parity_failure_raises(tiny_target, data, tmp_path, monkeypatch):
     trainer = Trainer(tiny_target, data, tmp_path, QUICK)
     trainer._export(tmp_path)
     assert check_parity(tiny_target, tmp_path, data, [0, 1, 2]) < 1e-5
@@ -254,14 +256,14 @@ def test_a_draft_whose_engine_says_something_else_is_not_shipped(tiny_target, da
         check_parity(tiny_target, tmp_path, data, [0, 1, 2])
 
 
-def test_muon_makes_matrices_orthogonal():
+def test_muon_orthogonalises_matrices():
     for shape in ((3, 16, 40), (2, 40, 16), (1, 8, 8)):
         made = orthogonalised(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
         sizes = torch.linalg.svdvals(made)
         assert made.shape == shape and sizes.min() > 0.5 and sizes.max() < 1.5
 
 
-def test_processes_under_torchrun_train_together(tiny_target, tmp_path):
+def test_data_parallel_training_under_torchrun(tiny_target, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the {i}"}) + "\n" for i in range(8)))
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -1,4 +1,4 @@
-"""Many sequences in one step against one at a time."""
+"""Batched generation against the engine, one sequence at a time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +32,10 @@ def alone(target: Decoder, prompt: list[int], stop_ids: frozenset[int]) -> list[
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16])
-def test_answers_are_those_of_the_engine(target: Decoder, slots: int) -> None:
+def test_outputs_are_identical_to_the_engine(target: Decoder, slots: int) -> None:
     stop_ids = frozenset(alone(target, PROMPTS[2], frozenset())[5:7])
     seen: list[tuple[int, int]] = []
-    answers = dict(
+    outputs = dict(
         generate_batch(
             target,
             PROMPTS,
@@ -46,21 +46,21 @@ def test_answers_are_those_of_the_engine(target: Decoder, slots: int) -> None:
             progress=lambda done, total: seen.append((done, total)),
         )
     )
-    assert answers == {index: alone(target, prompt, stop_ids) for index, prompt in enumerate(PROMPTS)}
-    assert any(len(answer) < 40 for answer in answers.values())
+    assert outputs == {index: alone(target, prompt, stop_ids) for index, prompt in enumerate(PROMPTS)}
+    assert any(len(output) < 40 for output in outputs.values())
     assert seen[-1] == (10, 10)
 
 
-def test_draws_do_not_depend_on_the_company(target: Decoder) -> None:
-    def answers(slots: int) -> dict[int, list[int]]:
+def test_samples_do_not_depend_on_the_batch(target: Decoder) -> None:
+    def outputs(slots: int) -> dict[int, list[int]]:
         sampling = SamplingParams(temperature=1.0, top_k=50, seed=4)
         prompts = [PROMPTS[2]] * 6
         options = {"max_tokens": 30, "sampling": sampling, "stop_ids": frozenset[int]()}
         return dict(generate_batch(target, prompts, slots=slots, **options))
 
-    together, apart = answers(6), answers(2)
+    together, apart = outputs(6), outputs(2)
     assert together == apart
-    assert len({tuple(answer) for answer in together.values()}) == 6
+    assert len({tuple(output) for output in together.values()}) == 6
 
 
 def test_bad_prompts(target: Decoder) -> None:

@@ -55,7 +55,7 @@ def pretrain(scripts: None) -> ModuleType:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """What stages 1 and 2 leave: two parts, masked instructions, held-out text, a tokenizer."""
+    """Return the files of stages 1 and 2: two parts, masked instructions, held-out text, a tokenizer."""
     save_tokenizer("qwen35", tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
 
@@ -145,7 +145,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
 ) -> None:
     common = ["--work", str(work), "--minutes", "0.1", *FLAGS]
     pretrain.main([*common, "--pause-after", "0.04"], SHAPE)
-    assert "go on with --resume" in capsys.readouterr().out and not (work / "TreeFlash-40M").exists()
+    assert "continue with --resume" in capsys.readouterr().out and not (work / "TreeFlash-40M").exists()
     counts = torch.load(work / "checkpoint.pt", weights_only=True)["counts"]
     fresh = pretrain.Pretraining(pretrain.arguments(common), SHAPE)
     with pytest.raises(SystemExit, match="another shape"):

@@ -96,7 +96,7 @@ def test_converted_target_computes_the_same(ours: Target, tmp_path: Path) -> Non
         assert error(decoder.logits(output.hidden), ours.logits(ours(ids))) <= TOLERANCE
 
 
-def test_a_target_comes_back_out_of_its_file(ours: Target, tmp_path: Path) -> None:
+def test_a_target_is_read_back_from_its_file(ours: Target, tmp_path: Path) -> None:
     save_target(ours, tmp_path / "folder", end_ids=[1], pad_id=0)
     save_tokenizer("qwen35", tmp_path / "folder")
     convert(tmp_path / "folder", tmp_path / "target.gguf", mix="f32")
@@ -111,8 +111,8 @@ def test_a_target_comes_back_out_of_its_file(ours: Target, tmp_path: Path) -> No
         read_target(tmp_path / "target.gguf", replace(ours.config, layers=ours.config.layers // 2))
 
 
-def test_a_fresh_target_knows_nothing_and_can_learn() -> None:
-    """Projections back into the stream start at zero; every part has a gradient once they have moved."""
+def test_an_untrained_target_is_uniform_and_can_learn() -> None:
+    """Output projections start at zero; every parameter has a gradient after the first step."""
     torch.manual_seed(0)
     target, ids = Target(SHAPE), tokens(2, 65)
     optimiser = torch.optim.AdamW(target.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""A target of width 64 that has learnt ten sentences: its text is predictable, but for which comes next."""
+"""A target of width 64 trained on ten sentences: predictable text, except for which sentence follows."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ _LENGTH, _BATCH = 64, 16
 
 
 class _Weights:
-    """A state dict as the converter reads checkpoints."""
+    """A state dict with the interface of a checkpoint."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
@@ -64,13 +64,13 @@ def make_toy(path: Path, *, steps: int = 100, layers: int = 4) -> Path:
     optimiser = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
     entries = vocabulary("qwen2")
     metadata: dict[str, Any] = {key: value for key, value, _ in entries}
-    known = [Tokenizer.from_metadata(metadata).encode(sentence) for sentence in SENTENCES]
+    sentences = [Tokenizer.from_metadata(metadata).encode(sentence) for sentence in SENTENCES]
     generator = np.random.default_rng(1)
     loss = torch.zeros(())
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = 6e-3 * min(1.0, (step + 1) / 10) * (1 - step / steps)
-        ids = torch.tensor([_text(generator, known) for _ in range(_BATCH)])
+        ids = torch.tensor([_text(generator, sentences) for _ in range(_BATCH)])
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimiser.step()
@@ -84,9 +84,9 @@ def make_toy(path: Path, *, steps: int = 100, layers: int = 4) -> Path:
     return path
 
 
-def _text(generator: np.random.Generator, known: list[list[int]]) -> list[int]:
+def _text(generator: np.random.Generator, sentences: list[list[int]]) -> list[int]:
     words: list[int] = []
     while len(words) < _LENGTH:
-        words += known[generator.integers(len(known))]
+        words += sentences[generator.integers(len(sentences))]
     start = generator.integers(len(words) - _LENGTH + 1)
     return words[start : start + _LENGTH]

@@ -119,7 +119,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_every_task_gives_code_that_does_what_its_examples_say(number: int) -> None:
+def test_every_task_passes_its_examples(number: int) -> None:
     rng = random.Random(number)
     for template in templates()[number::20]:
         for body in range(2 * len(template.task.bodies)):
@@ -142,7 +142,7 @@ def test_composed_tasks_are_correct_and_many() -> None:
             assert eval(example.call, {solution.name: written}) == eval(example.value)
 
 
-def test_heads_are_copied_word_for_word_and_their_functions_are_correct() -> None:
+def test_heads_are_copied_verbatim_and_their_functions_are_correct() -> None:
     rng = random.Random(6)
     drawn = [head_dialogue(rng) for _ in range(300)]
     for item in drawn:
@@ -163,9 +163,7 @@ def test_heads_are_copied_word_for_word_and_their_functions_are_correct() -> Non
     assert len({item.messages[0][1] for item in drawn}) == len(drawn)
 
 
-def test_what_goes_in_circles_and_what_benchmarks_ask_is_left_out(
-    tokenizer: tokenizers.Tokenizer, tmp_path: Path
-) -> None:
+def test_loops_and_benchmark_overlaps_are_dropped(tokenizer: tokenizers.Tokenizer, tmp_path: Path) -> None:
     turn = tokenizer.token_to_id("<|im_start|>")
     run = np.arange(20, 32, dtype=np.uint16)
 
@@ -194,7 +192,7 @@ def test_what_goes_in_circles_and_what_benchmarks_ask_is_left_out(
         benchmark_runs(tmp_path / "nowhere")
 
 
-def test_a_vocabulary_comes_back_out_of_a_model(tmp_path: Path) -> None:
+def test_a_vocabulary_is_extracted_from_a_model(tmp_path: Path) -> None:
     found = from_model(PAIR)
     save(found, tmp_path)
     with GGUFFile.open(PAIR) as file:
@@ -297,7 +295,7 @@ def test_records_are_sorted_and_cleaned() -> None:
     assert items["topical"].messages[-1] == ("assistant", "1: Yes, I do.")
 
 
-def test_files_are_as_the_trainer_reads_them(tokenizer: tokenizers.Tokenizer, tmp_path: Path) -> None:
+def test_the_trainer_reads_the_files(tokenizer: tokenizers.Tokenizer, tmp_path: Path) -> None:
     save(tokenizer, tmp_path)
     with lzma.open(tmp_path / "text.jsonl.xz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records(300))

@@ -1,4 +1,4 @@
-"""Numbered sums: what they are taken from, and the same problem with other numbers."""
+"""Numbered sums: extraction from solutions, and variants of a problem with other numbers."""
 
 import random
 import re
@@ -41,11 +41,11 @@ def test_sums_are_found_among_words_and_units() -> None:
         "((48 + 100 = 148\n#### x",
     ],
 )
-def test_what_does_not_add_up_is_left_out(solution: str) -> None:
+def test_inconsistent_solutions_are_rejected(solution: str) -> None:
     assert as_steps(QUESTION, solution) is None
 
 
-def test_other_numbers_keep_the_story_and_the_truth() -> None:
+def test_variants_keep_the_text_and_stay_correct() -> None:
     found = list(variants(QUESTION, SOLUTION, random.Random(1)))
     assert len({question for question, _ in found}) > 5
     for question, steps in found:

@@ -1,7 +1,7 @@
-"""A long conversation of a coding agent with its tools, written by us: the same messages for every model.
+"""A scripted conversation of a coding agent with its tools, the same for every model.
 
-Every turn is a prompt of its own: the recorded messages up to there, so that turns are alike whatever a model
-answers. Knows no models.
+Every turn is its own prompt made of the scripted messages before it, so that prompts do not depend on a
+model's outputs.
 """
 
 import json
@@ -37,18 +37,18 @@ def tools() -> list[Message]:
 
 
 def turns() -> list[list[Message]]:
-    """The messages that lead to each turn of the agent."""
+    """Return the messages before each turn of the agent."""
     conversation: list[Message] = [{"role": "system", "content": SYSTEM}]
-    found = []
-    for asked, recorded in _recorded():
-        conversation.append(asked)
-        found.append(list(conversation))
-        conversation.append(recorded)
-    return found
+    prompts = []
+    for incoming, reply in _script():
+        conversation.append(incoming)
+        prompts.append(list(conversation))
+        conversation.append(reply)
+    return prompts
 
 
-def _recorded() -> list[tuple[Message, Message]]:
-    """What came in, and what the agent of the recording did about it."""
+def _script() -> list[tuple[Message, Message]]:
+    """Return pairs of an incoming message and the agent's scripted reply."""
     script = [
         (_user("The tests of our small shop fail since yesterday. Please find out why and repair it."),
          _call("run", command="python -m pytest -q")),

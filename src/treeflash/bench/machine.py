@@ -1,4 +1,4 @@
-"""What a run's figures depend on besides its settings: device, versions, the tree it came from, the floor."""
+"""The environment of a run: device, versions, commit, and the memory bandwidth that bounds plain decoding."""
 
 import os
 import statistics
@@ -14,11 +14,11 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.memory.device import device_name
 from treeflash.session.session import Session
 
-SMALLEST, LARGEST = 64 << 20, 2 << 30  # bytes of the buffer that is read
+SMALLEST, LARGEST = 64 << 20, 2 << 30  # bytes of the bandwidth test's buffer
 
 
 def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
-    """Of a run with anything that answers."""
+    """Return a run's header for any endpoint."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -31,12 +31,12 @@ def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
 
 
 def of_session(session: Session, path: Path) -> dict[str, Any]:
-    """Of the machine that a session runs on; with the weights read for a token and how fast that can be."""
+    """Return a local session's header fields, with the weight bytes read per token and the bandwidth."""
     import torch
 
     target = session.engine.target
     with GGUFFile.open(path) as file:
-        # Of the embedding one row is read; a tied head is counted as a copy of its own.
+        # Only one row of the embedding is read per token; a tied head is counted separately.
         weights = session.plan.weights - file.tensors["token_embd.weight"].nbytes
     return {
         "device": device_name(target.device),
@@ -49,7 +49,7 @@ def of_session(session: Session, path: Path) -> dict[str, Any]:
 
 
 def read_bandwidth(device: Any, size: int) -> float:
-    """Bytes a second while a buffer as large as the weights is added up; the median of seven."""
+    """Return the read bandwidth in bytes per second: the median of seven sums over a weight-sized buffer."""
     import torch
 
     buffer = torch.ones(min(max(size, SMALLEST), LARGEST) // 4, device=device)
@@ -62,7 +62,7 @@ def read_bandwidth(device: Any, size: int) -> float:
 
 
 def _commit() -> str:
-    """Of the checkout this runs from, and whether it was changed; else that it was installed."""
+    """Return the checkout's commit, with a suffix if it was changed, or "installed"."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10)

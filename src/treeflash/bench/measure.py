@@ -1,4 +1,4 @@
-"""One prompt answered once and everything measured of it. Knows nothing of suites, files and reports."""
+"""Measuring one generation: throughput, TTFT, acceptance length, step times, memory."""
 
 import resource
 import sys
@@ -13,12 +13,12 @@ from treeflash.engine.stats import StepRecord
 from treeflash.session.requests import Finished, Text, TextRequest
 from treeflash.session.session import Session
 
-RUN, TIMES = 12, 3  # a text loops where a run of so many tokens comes so often
+RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES times
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The same for every prompt of a run."""
+    """Settings shared by all prompts of a run."""
 
     n_gen: int = 256
     seed: int = 0
@@ -26,8 +26,8 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Answer:
-    """Times in seconds; None: cannot be seen from outside."""
+class Measurement:
+    """One generation and its measurements; times in seconds; None: not available from a remote server."""
 
     text: str
     finish: str
@@ -35,40 +35,42 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     ttft_s: float
-    tok_s: float  # tokens after the first over the time since the first
-    acceptance_length: float | None = None  # up to where the text begins to loop
+    tok_s: float  # decode throughput: tokens after the first over the time since the first
+    acceptance_length: float | None = None  # up to where the output starts to loop
     loops: bool | None = None
     steps: int | None = None
     rows_per_step: float | None = None
     draft_s: float | None = None
     verify_s: float | None = None
-    rest_s: float | None = None  # of decoding
-    accepted_by_position: list[int] | None = None  # steps that accepted at least so many proposed tokens
-    steps_by_rows: dict[str, list[float]] = field(default_factory=dict)  # rows: how many, milliseconds in all
-    memory: int | None = None  # bytes at the peak: of the GPU, else of the process
+    rest_s: float | None = None  # decoding time outside draft and verify
+    accepted_by_position: list[int] | None = (
+        None  # at index i: steps that accepted more than i drafted tokens
+    )
+    steps_by_rows: dict[str, list[float]] = field(default_factory=dict)  # rows: [steps, total milliseconds]
+    memory: int | None = None  # peak bytes, of the GPU or else of the process
 
 
-class Answerer(Protocol):
-    """Whatever can be benchmarked. `budget` 0 is plain decoding; None: as it does by itself."""
+class Endpoint(Protocol):
+    """Something that can be benchmarked. `budget` 0 is plain decoding; None: the endpoint's default."""
 
-    def forget(self) -> None:
-        """Lets go of what was read for earlier prompts, as far as that can be done."""
+    def clear_cache(self) -> None:
+        """Clear the prefix cache, if possible."""
 
-    def answer(
+    def generate(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
-    ) -> Answer: ...
+    ) -> Measurement: ...
 
 
-class LocalAnswerer:
+class LocalEndpoint:
     def __init__(self, session: Session, settings: Settings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         self._session.engine.prefixes.clear()
 
-    def answer(
+    def generate(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
-    ) -> Answer:
+    ) -> Measurement:
         settings = self._settings
         request = TextRequest(
             messages=messages,
@@ -90,7 +92,7 @@ class LocalAnswerer:
                     finished = event
         assert finished is not None
         stats, loop = finished.stats, loop_start(finished.tokens)
-        return Answer(
+        return Measurement(
             text=text if text else self._session.tokenizer.decode(finished.tokens),
             finish=finished.reason,
             tokens=stats.generated_tokens,
@@ -112,12 +114,15 @@ class LocalAnswerer:
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
-    """How many tokens there are when a run appears for the third time: what follows proves nothing."""
+    """Return the number of tokens after which the output loops (an n-gram's third occurrence), or None.
+
+    Acceptance after that point says nothing about real text.
+    """
     seen: Counter[tuple[int, ...]] = Counter()
     for end in range(RUN, len(tokens) + 1):
-        run = tuple(tokens[end - RUN : end])
-        seen[run] += 1
-        if seen[run] == TIMES:
+        ngram = tuple(tokens[end - RUN : end])
+        seen[ngram] += 1
+        if seen[ngram] == TIMES:
             return end
     return None
 

@@ -1,4 +1,4 @@
-"""The pictures of a run, sized for an article. Knows only lines and rows; needs matplotlib."""
+"""Plots of a run's results. Needs matplotlib."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from treeflash.bench.report import Row, rows
-from treeflash.bench.runner import PLAIN, Line
+from treeflash.bench.runner import PLAIN, Result
 from treeflash.errors import UsageError
 
 COLOURS = ("#0b6e99", "#d1603d", "#2a8f5b", "#7b5ea7", "#b58900", "#4c566a", "#c2528b")
@@ -15,17 +15,17 @@ GREY = "#9aa0a6"
 SIZE = (6.4, 3.7)  # inches
 DOTS = 200  # an inch
 POSITIONS = 15
-FEW_STEPS = 3  # a number of rows that an answer has less often says nothing about its cost
+FEW_STEPS = 3  # step sizes that occur less often in an output are too noisy to plot
 
 
-def draw(lines: Sequence[Line], folder: Path, *, title: str) -> dict[str, Path]:
-    """Writes those pictures that the lines can fill; title to file."""
+def render(lines: Sequence[Result], folder: Path, *, title: str) -> dict[str, Path]:
+    """Write the plots for which there are results; return their files by title."""
     require()
     folder.mkdir(parents=True, exist_ok=True)
     found, measured = rows(lines), [line for line in lines if "skipped" not in line]
     suites = [row for row in found if row["suite"] != "sweep"]
     sweep = [row for row in found if row["suite"] == "sweep" and row["budget"] != PLAIN]
-    drawn = {
+    plots = {
         "Speed-up by suite": _speedup(suites, title),
         "Accepted tokens by position": _positions(measured, title),
         "Cost of a step by rows": _cost(measured, title),
@@ -33,7 +33,7 @@ def draw(lines: Sequence[Line], folder: Path, *, title: str) -> dict[str, Path]:
         "Speed by context": _context(sweep, title),
     }
     written = {}
-    for name, figure in drawn.items():
+    for name, figure in plots.items():
         if figure is not None:
             path = folder / f"{name.lower().replace(' ', '-')}.png"
             figure.savefig(path, dpi=DOTS)
@@ -42,11 +42,9 @@ def draw(lines: Sequence[Line], folder: Path, *, title: str) -> dict[str, Path]:
 
 
 def require() -> None:
-    """Raises where pictures cannot be drawn, which is better known before anything is measured."""
+    """Raise if matplotlib is not installed; called before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise UsageError(
-            "pictures are drawn with matplotlib, which is not installed", "pip install 'treeflash[bench]'"
-        )
+        raise UsageError("plots need matplotlib, which is not installed", "pip install 'treeflash[bench]'")
 
 
 def _axes(heading: str, title: str, x: str, y: str) -> tuple[Any, Any]:
@@ -55,10 +53,10 @@ def _axes(heading: str, title: str, x: str, y: str) -> tuple[Any, Any]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    # Left of the axes too, so that long names of machines have room.
-    axes.set_title(" ", fontsize=9)  # room for a line that begins where the heading does
-    places = ("figure fraction", "axes fraction")
-    line = axes.annotate(title, (0.01, 1.03), xycoords=places, fontsize=9, color="#555555")
+    # The subtitle starts at the figure's left edge, not the axes', so that long machine names fit.
+    axes.set_title(" ", fontsize=9)  # reserves the subtitle's line
+    coordinates = ("figure fraction", "axes fraction")
+    line = axes.annotate(title, (0.01, 1.03), xycoords=coordinates, fontsize=9, color="#555555")
     line.set_in_layout(False)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
@@ -70,12 +68,11 @@ def _axes(heading: str, title: str, x: str, y: str) -> tuple[Any, Any]:
 
 
 def _mark(axes: Any, text: str, height: float, *, below: bool = False) -> None:
-    """Names a horizontal line at its right end."""
-    place = ("axes fraction", "data")
+    """Label a horizontal line at its right end."""
     axes.annotate(
         text,
         (1, height),
-        xycoords=place,
+        xycoords=("axes fraction", "data"),
         xytext=(-2, -12 if below else 3),
         textcoords="offset points",
         ha="right",
@@ -96,20 +93,19 @@ def _speedup(found: Sequence[Row], title: str) -> Any:
     temperatures = list(dict.fromkeys(row["temperature"] for row in found))
     suites = list(dict.fromkeys(row["suite"] for row in found))
     about = f"{title}; mean ± standard deviation over prompts"
-    figure, axes = _axes("Tree decoding against plain decoding", about, "", "times as fast")
+    figure, axes = _axes("Speed-up of tree decoding", about, "", "speed-up over plain decoding")
     width = 0.72 / len(temperatures)
     for index, temperature in enumerate(temperatures):
         chosen = [row for row in found if row["temperature"] == temperature]
-        places = [
-            suites.index(row["suite"]) + (index - (len(temperatures) - 1) / 2) * width for row in chosen
-        ]
+        offset = (index - (len(temperatures) - 1) / 2) * width
+        positions = [suites.index(row["suite"]) + offset for row in chosen]
         means, spreads = ([row["speedup"][name] for row in chosen] for name in ("mean", "sd"))
-        axes.bar(places, means, 0.92 * width, color=COLOURS[index], label=_heat(temperature))
-        axes.errorbar(places, means, spreads, fmt="none", ecolor="#333333", elinewidth=1, capsize=3)
-        for place, mean, sd in zip(places, means, spreads, strict=True):
+        axes.bar(positions, means, 0.92 * width, color=COLOURS[index], label=_heat(temperature))
+        axes.errorbar(positions, means, spreads, fmt="none", ecolor="#333333", elinewidth=1, capsize=3)
+        for position, mean, sd in zip(positions, means, spreads, strict=True):
             axes.annotate(
                 f"{mean:.2f}",
-                (place, mean + sd),
+                (position, mean + sd),
                 xytext=(0, 4),
                 textcoords="offset points",
                 ha="center",
@@ -119,30 +115,30 @@ def _speedup(found: Sequence[Row], title: str) -> Any:
     axes.set_ylim(0, (1.15 if len(temperatures) == 1 else 1.35) * max(top, 1.0))
     axes.set_xlim(-0.6, len(suites) - 0.4)
     axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
-    _mark(axes, "plain", 1)
+    _mark(axes, "plain decoding", 1)
     axes.set_xticks(range(len(suites)), suites)
     if len(temperatures) > 1:
         axes.legend(frameon=False, fontsize=10, loc="upper right", ncols=len(temperatures))
     return figure
 
 
-def _positions(lines: Sequence[Line], title: str) -> Any:
-    """Share of the steps that proposed something and accepted at least so many tokens."""
+def _positions(lines: Sequence[Result], title: str) -> Any:
+    """Plot the share of steps that accept at least n drafted tokens."""
     groups: dict[tuple[str, float], tuple[list[int], int]] = {}
     for line in lines:
         if line["budget"] == PLAIN or not line.get("steps") or line["suite"] == "sweep":
             continue
         key = line["suite"], line["temperature"]
         counts, steps = groups.get(key, ([0] * POSITIONS, 0))
-        for place, count in enumerate(line["accepted_by_position"][:POSITIONS]):
-            counts[place] += count
+        for position, count in enumerate(line["accepted_by_position"][:POSITIONS]):
+            counts[position] += count
         groups[key] = counts, steps + line["steps"]
     if not groups:
         return None
     suites = list(dict.fromkeys(suite for suite, _ in groups))
     coolest = min(temperature for _, temperature in groups)
     figure, axes = _axes(
-        "How far trees are right", title, "accepted tokens of a step, at least", "share of all steps"
+        "Accepted tokens per step", title, "at least this many accepted tokens", "share of all steps"
     )
     for (suite, temperature), (counts, steps) in groups.items():
         axes.plot(
@@ -158,13 +154,13 @@ def _positions(lines: Sequence[Line], title: str) -> Any:
     axes.set_ylim(0, 1)
     axes.set_xticks(range(1, POSITIONS + 1, 2))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
-    # Long enough to show a broken line.
+    # Long enough to show a dashed line.
     axes.legend(frameon=False, fontsize=10 if len(groups) < 6 else 8, handlelength=3.5)
     return figure
 
 
-def _cost(lines: Sequence[Line], title: str) -> Any:
-    """Behind the shortest context; the median over answers."""
+def _cost(lines: Sequence[Result], title: str) -> Any:
+    """Plot the step time by rows at the shortest context; the median over outputs."""
     shortest = min((line["context"] for line in lines), default=0)
     found: dict[int, list[float]] = {}
     for line in lines:
@@ -175,7 +171,7 @@ def _cost(lines: Sequence[Line], title: str) -> Any:
     if len(costs) < 3 or 1 not in costs:
         return None
     figure, axes = _axes(
-        "What a larger tree costs", title, "rows that a step verifies", "milliseconds a step"
+        "Step time by verified rows", title, "verified rows per step", "milliseconds per step"
     )
     axes.plot(costs.keys(), costs.values(), marker="o", markersize=4, linewidth=1.8, color=COLOURS[0])
     axes.set_ylim(0, 1.15 * max(costs.values()))
@@ -186,11 +182,11 @@ def _cost(lines: Sequence[Line], title: str) -> Any:
 
 
 def _budget(sweep: Sequence[Row], title: str) -> Any:
-    """At the smallest context."""
+    """Plot the speed-up by tree budget at the smallest context."""
     if len({row["budget"] for row in sweep}) < 2:
         return None
     smallest = min(row["context"] for row in sweep)
-    figure, axes = _axes("How large a tree pays", title, "nodes of a tree", "times as fast as plain")
+    figure, axes = _axes("Speed-up by tree budget", title, "tree nodes", "speed-up over plain decoding")
     for index, temperature in enumerate(dict.fromkeys(row["temperature"] for row in sweep)):
         chosen = sorted(
             (row for row in sweep
@@ -208,7 +204,7 @@ def _budget(sweep: Sequence[Row], title: str) -> Any:
             label=_heat(temperature),
         )
     axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
-    _mark(axes, "plain", 1, below=True)
+    _mark(axes, "plain decoding", 1, below=True)
     axes.set_ylim(bottom=0)
     axes.set_xticks(sorted({row["budget"] for row in sweep}))
     axes.legend(frameon=False, fontsize=10)
@@ -216,7 +212,7 @@ def _budget(sweep: Sequence[Row], title: str) -> Any:
 
 
 def _context(sweep: Sequence[Row], title: str) -> Any:
-    """Greedy, or the lowest temperature; the budget that is fastest at the smallest context."""
+    """Plot throughput by context at the lowest temperature, for the smallest context's fastest budget."""
     if len({row["context"] for row in sweep}) < 2:
         return None
     coolest = min(row["temperature"] for row in sweep)
@@ -226,11 +222,11 @@ def _context(sweep: Sequence[Row], title: str) -> Any:
     chosen = sorted(
         (row for row in chosen if row["budget"] == best["budget"]), key=lambda row: row["context"]
     )
-    figure, axes = _axes("Speed as the context grows", title, "tokens in the prompt", "tokens a second")
+    figure, axes = _axes("Throughput by context", title, "prompt tokens", "tokens per second")
     lengths = [row["prompt_tokens"]["mean"] for row in chosen]
     for name, label, colour in (
         ("tok_s", f"tree of {best['budget']} nodes", COLOURS[0]),
-        ("plain_tok_s", "plain", GREY),
+        ("plain_tok_s", "plain decoding", GREY),
     ):
         means = [row[name]["mean"] for row in chosen]
         axes.plot(lengths, means, marker="o", markersize=5, linewidth=1.8, color=colour, label=label)

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server as what is benchmarked: timed from outside, by the same definitions.
+"""Benchmarking an OpenAI-compatible server, timed at the client with the same definitions.
 
-Knows no suites. A server of ours also says what its steps were like, and decodes plainly when asked to.
+A TreeFlash server also reports its step statistics and supports plain decoding per request.
 """
 
 import json
@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx2 as httpx
 
-from treeflash.bench.measure import Answer, Settings
+from treeflash.bench.measure import Measurement, Settings
 from treeflash.bench.suites import Prompt
 from treeflash.errors import TreeFlashError
 
 
-class RemoteAnswerer:
+class RemoteEndpoint:
     def __init__(
         self,
         http: httpx.Client,
@@ -26,31 +26,33 @@ class RemoteAnswerer:
         settings: Settings,
         cancelled: Callable[[], bool],
     ):
-        """`url` is the part before /chat/completions."""
+        """Use the server at `url`, the address without /chat/completions."""
         self._http, self._url, self._model, self._ours = http, url, model, ours
         self._settings, self._cancelled = settings, cancelled
 
-    def forget(self) -> None:
-        """What a server remembers is its own affair; the tokens that it says it remembered are reported."""
+    def clear_cache(self) -> None:
+        """Do nothing: a server's prefix cache cannot be cleared; its cached tokens are reported."""
 
-    def answer(
+    def generate(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
-    ) -> Answer:
+    ) -> Measurement:
         start = time.perf_counter()
         tally = _Tally(start)
         body = self._body(prompt, messages, budget, temperature)
         try:
-            with self._http.stream("POST", f"{self._url}/chat/completions", json=body) as answer:
-                if not answer.is_success:
-                    answer.read()
-                    raise TreeFlashError(f"{self._url} says {answer.status_code}: {answer.text[:300]}")
-                for chunk in _chunks(answer):
+            with self._http.stream("POST", f"{self._url}/chat/completions", json=body) as response:
+                if not response.is_success:
+                    response.read()
+                    raise TreeFlashError(
+                        f"{self._url} returned {response.status_code}: {response.text[:300]}"
+                    )
+                for chunk in _chunks(response):
                     tally.add(chunk, time.perf_counter())
                     if self._cancelled():
                         break
         except httpx.HTTPError as error:
-            raise TreeFlashError(f"the connection to {self._url} broke off: {error}") from error
-        return tally.answer(cancelled=self._cancelled())
+            raise TreeFlashError(f"the connection to {self._url} was lost: {error}") from error
+        return tally.measurement(cancelled=self._cancelled())
 
     def _body(
         self,
@@ -87,26 +89,26 @@ class _Tally:
 
     def add(self, chunk: Mapping[str, Any], now: float) -> None:
         if error := chunk.get("error"):
-            raise TreeFlashError(f"the server broke off: {error}")
+            raise TreeFlashError(f"the server aborted the stream: {error}")
         self._usage = chunk.get("usage") or self._usage
         self._stats = (chunk.get("treeflash") or {}).get("stats") or self._stats
         for choice in chunk.get("choices") or ():
             self._finish = choice.get("finish_reason") or self._finish
             delta = choice.get("delta") or {}
-            spoken = delta.get("content")
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            if spoken or thought or delta.get("tool_calls"):
-                self._text += spoken or ""
+            content = delta.get("content")
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            if content or reasoning or delta.get("tool_calls"):
+                self._text += content or ""
                 self._pieces += 1
                 self._last = now
                 self._first = self._first or now
 
-    def answer(self, *, cancelled: bool) -> Answer:
-        # A server that counts nothing is taken to send a token in each piece.
+    def measurement(self, *, cancelled: bool) -> Measurement:
+        # Without usage numbers, assume one token per delta.
         tokens = self._usage.get("completion_tokens") or self._pieces
         seconds = self._last - self._first if self._first else 0.0
         details = self._usage.get("prompt_tokens_details") or {}
-        return Answer(
+        return Measurement(
             text=self._text,
             finish="cancelled" if cancelled else self._finish or "cut off",
             tokens=tokens,
@@ -120,13 +122,13 @@ class _Tally:
         )
 
 
-def _chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
-    for line in answer.iter_lines():
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a stream of server-sent events."""
+    for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue
         try:
             yield json.loads(data)
         except ValueError as error:
-            raise TreeFlashError(f"the server sent a piece that is not JSON: {data[:80]!r}") from error
+            raise TreeFlashError(f"the server sent an event that is not JSON: {data[:80]!r}") from error

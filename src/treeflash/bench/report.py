@@ -1,32 +1,33 @@
-"""Lines of a run to figures: means with their spread over prompts, tables, changes. Knows no screen."""
+"""Summaries of a run's results: means and standard deviations over prompts, tables, comparisons, markdown."""
 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from treeflash.bench.runner import PLAIN, Line
+from treeflash.bench.runner import PLAIN, Result
 
 Figure = dict[str, float]  # mean, sd and n
 Row = dict[str, Any]
 NOISE = 2.0  # standard errors that a change must exceed
-BUSY = 0.5  # of the CPUs, beyond which times are disturbed
-LEAST = 0.01  # and the share of the old value
+LEAST = 0.01  # and the share of the old value that it must exceed
+BUSY = 0.5  # load per CPU above which times are unreliable
 
 DEFINITIONS = """\
-- Every prompt goes through the model's chat template, and end tokens end the answer. Plain and tree decoding
-  run in the same process on the same prompts, behind a warm-up; which comes first changes with every prompt.
-- tok/s: tokens after the first over the time since the first, mean over prompts; ± is the standard deviation
-  over prompts. Speed-up: mean over prompts of the ratio. TTFT: from the request to the first token; nothing
-  is remembered from prompt to prompt but in the turns of one conversation. (A server remembers as it likes.)
-- Accepted: tokens committed a step, 1 is plain decoding, counted up to where an answer begins to loop (a run
-  of twelve tokens for the third time). Loops: share of answers that do; their tok/s flatters, so it is shown.
-- Rows: of a step, the root included. Draft, verify, rest: milliseconds of a step. Memory: the peak, of the
-  GPU or else of the process.
-- Sweep 16/658: trees of 16 nodes, all of them verified whether it pays or not; a prompt of 658 tokens.
-- Same text: share of answers that are the same to the letter with plain and with tree decoding.
-- Score: pass@1 for code, run in a process with limits; the exact answer for mathematics; sound JSON. Prose
-  has none.
+- Every prompt is rendered with the model's chat template, and end tokens end the output. Plain and tree
+  decoding run in the same process on the same prompts, after a warm-up; which one runs first alternates.
+- tok/s: decode throughput, tokens after the first over the time since the first, mean over prompts; ± is the
+  standard deviation over prompts. Speed-up: mean over prompts of the ratio. TTFT: time from the request to
+  the first token; the prefix cache is cleared between prompts, except between the turns of one conversation.
+  (A server's prefix cache cannot be cleared.)
+- Acceptance length: tokens committed per step, 1 for plain decoding, counted up to where an output starts to
+  loop (the third occurrence of a 12-gram). Loops: share of outputs that loop; their tok/s is too favourable.
+- Rows: verified rows per step, the root included. Draft, verify, other: milliseconds per step. Memory: peak
+  of the GPU, or of the process on a CPU.
+- Sweep 16/658: trees of 16 nodes, all verified regardless of cost; a prompt of 658 tokens.
+- Identical: share of outputs that are identical to plain decoding.
+- Score: pass@1 for code, run in a process with limits; the exact answer for mathematics; valid JSON. Prose is
+  not scored.
 """
 
 
@@ -37,13 +38,13 @@ def figure(values: Sequence[float]) -> Figure | None:
     return {"mean": statistics.fmean(values), "sd": spread, "n": len(values)}
 
 
-def rows(lines: Sequence[Line]) -> list[Row]:
-    """One for each suite, temperature, budget and context, in the order of the run."""
+def rows(lines: Sequence[Result]) -> list[Row]:
+    """Return a row for each suite, temperature, budget and context, in the order of the run."""
     measured = [line for line in lines if "skipped" not in line]
-    plain = {_place(line): line for line in measured if line["budget"] == PLAIN}
-    groups: dict[tuple[Any, ...], list[Line]] = {}
+    plain = {_key(line): line for line in measured if line["budget"] == PLAIN}
+    groups: dict[tuple[Any, ...], list[Result]] = {}
     for line in measured:
-        # Only a sweep has several budgets and contexts; a plain run on its own is shown too.
+        # Only a sweep has several budgets and contexts; a run with plain decoding alone has rows too.
         groups.setdefault((line["suite"], line["temperature"], line["context"], line["budget"]), []).append(
             line
         )
@@ -52,33 +53,31 @@ def rows(lines: Sequence[Line]) -> list[Row]:
     return [_row(key, group, plain) for key, group in (shown | alone).items()]
 
 
-def overall(lines: Sequence[Line]) -> Row | None:
-    """All suites but the sweep, every prompt with the same weight."""
+def overall(lines: Sequence[Result]) -> Row | None:
+    """Return a row for all suites except the sweep, every prompt with the same weight."""
     measured = [line for line in lines if "skipped" not in line and line["suite"] != "sweep"]
-    plain = {_place(line): line for line in measured if line["budget"] == PLAIN}
+    plain = {_key(line): line for line in measured if line["budget"] == PLAIN}
     tree = [line for line in measured if line["budget"] != PLAIN]
     if len({line["suite"] for line in tree}) < 2 or len({line["temperature"] for line in tree}) > 1:
         return None
     return _row(("overall", tree[0]["temperature"], 0, tree[0]["budget"]), tree, plain)
 
 
-def _place(line: Line) -> tuple[str, float]:
+def _key(line: Result) -> tuple[str, float]:
     return line["prompt"], line["temperature"]
 
 
-def _row(key: tuple[Any, ...], group: Sequence[Line], plain: Mapping[Any, Line]) -> Row:
-    pairs = [(plain[_place(line)], line) for line in group if _place(line) in plain]
+def _row(key: tuple[Any, ...], group: Sequence[Result], plain: Mapping[Any, Result]) -> Row:
+    pairs = [(plain[_key(line)], line) for line in group if _key(line) in plain]
     timed = [(old, new) for old, new in pairs if old["tok_s"] and new["tok_s"]]
-    # A server may remember the prompt when it is asked for the second time: then the first time counts.
-    fresh = [
-        min(line, plain.get(_place(line), line), key=lambda each: each["cached_tokens"]) for line in group
-    ]
+    # A server may have cached the prompt by its second request: TTFT counts the one with fewer cached tokens.
+    fresh = [min(line, plain.get(_key(line), line), key=lambda each: each["cached_tokens"]) for line in group]
     suite, temperature, context, budget = key
 
-    def of(name: str, share: Callable[[Line], float] = lambda line: 1.0) -> Figure | None:
+    def of(name: str, share: Callable[[Result], float] = lambda line: 1.0) -> Figure | None:
         return figure([line[name] * share(line) for line in group if line.get(name) is not None])
 
-    def per_step(line: Line) -> float:
+    def per_step(line: Result) -> float:
         return 1000 / line["steps"] if line["steps"] else 0.0
 
     return {
@@ -109,23 +108,25 @@ def _row(key: tuple[Any, ...], group: Sequence[Line], plain: Mapping[Any, Line])
     }
 
 
-def document(head: Line, lines: Sequence[Line]) -> dict[str, Any]:
-    """Everything; `lines` without the answers' texts."""
+def document(head: Result, lines: Sequence[Result]) -> dict[str, Any]:
+    """Return the whole run as JSON data; `lines` without the outputs' texts."""
     kept = [{name: value for name, value in line.items() if name != "text"} for line in lines]
     return summary(head, lines) | {"lines": kept}
 
 
-def summary(head: Line, lines: Sequence[Line]) -> dict[str, Any]:
+def summary(head: Result, lines: Sequence[Result]) -> dict[str, Any]:
     skipped = sum("skipped" in line for line in lines)
     return {"run": head, "suites": rows(lines), "overall": overall(lines), "skipped": skipped}
 
 
-SPEED = ("suite", "prompts", "plain tok/s", "tree tok/s", "speed-up", "accepted", "same text", "score")
-STEPS = ("suite", "rows", "draft ms", "verify ms", "rest ms", "TTFT s", "tokens", "loops", "memory")
+SPEED = (
+    *("suite", "prompts", "plain tok/s", "tree tok/s", "speed-up", "acceptance length", "identical", "score"),
+)
+STEPS = ("suite", "rows", "draft ms", "verify ms", "other ms", "TTFT s", "tokens", "loops", "memory")
 
 
-def tables(lines: Sequence[Line]) -> dict[tuple[str, ...], list[list[str]]]:
-    """Speed, and what steps are made of, as text: columns to rows, the last for all suites together."""
+def tables(lines: Sequence[Result]) -> dict[tuple[str, ...], list[list[str]]]:
+    """Return the throughput table and the step table as text, by their columns; overall rows come last."""
     temperatures = sorted({line["temperature"] for line in lines if "skipped" not in line})
     totals = [overall([line for line in lines if line.get("temperature") == each]) for each in temperatures]
     found = [*rows(lines), *(total for total in totals if total)]
@@ -176,66 +177,65 @@ def percent(found: Figure | None) -> str:
 
 
 def markdown(
-    head: Line, lines: Sequence[Line], pictures: Mapping[str, str] | None = None, *, notes: str = ""
+    head: Result, lines: Sequence[Result], pictures: Mapping[str, str] | None = None, *, notes: str = ""
 ) -> str:
-    """One run: what ran, notes, the table, the command, the floor, the pictures (title to file)."""
-    parts = [f"## {title(head)}\n", _machine(head) + "\n", *([notes] if notes else [])]
+    """Return a run as markdown: settings, notes, tables, command, bandwidth bound, plots (title to file)."""
+    sections = [f"## {title(head)}\n", _machine(head) + "\n", *([notes] if notes else [])]
     for columns, cells in tables(lines).items():
         table = [columns, ["---"] * len(columns), *cells]
-        parts.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")
-    parts.append(f"Command: `{head['command']}`\n")
-    remarks = [floor(head), disturbance(head)]
-    remarks += [f"{line['prompt']} was left out: {line['skipped']}." for line in lines if "skipped" in line][
-        :3
-    ]
-    parts += [" ".join(each for each in remarks if each) + "\n"] if any(remarks) else []
-    parts += [f"![{name}]({path})\n" for name, path in (pictures or {}).items()]
-    return "\n".join(parts)
+        sections.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")
+    sections.append(f"Command: `{head['command']}`\n")
+    skipped = [f"{line['prompt']} was skipped: {line['skipped']}." for line in lines if "skipped" in line]
+    remarks = [floor(head), disturbance(head), *skipped[:3]]
+    sections += [" ".join(each for each in remarks if each) + "\n"] if any(remarks) else []
+    sections += [f"![{name}]({path})\n" for name, path in (pictures or {}).items()]
+    return "\n".join(sections)
 
 
-def title(head: Line) -> str:
-    trees = ", trees of the whole budget" if head["settings"].get("fixed") else ""
+def title(head: Result) -> str:
+    trees = ", always the whole budget" if head["settings"].get("fixed") else ""
     return f"{subject(head)}: {head['settings']['suites']}{trees}"
 
 
-def subject(head: Line) -> str:
+def subject(head: Result) -> str:
     return f"{head['settings']['model']} on {head['device']}"
 
 
-def _machine(head: Line) -> str:
+def _machine(head: Result) -> str:
     settings = head["settings"]
     if "url" in settings:
         return (
-            f"{head['date'][:10]}, from outside by TreeFlash {head['treeflash']} ({head['commit']}), "
-            f"{settings['n_gen']} tokens at most, seed {settings['seed']}."
+            f"{head['date'][:10]}, measured at the client by TreeFlash {head['treeflash']} "
+            f"({head['commit']}), at most {settings['n_gen']} tokens, seed {settings['seed']}."
         )
     draft = f", draft {settings['draft']}" if settings.get("draft") else ", no draft"
     return (
         f"{head['date'][:10]}, TreeFlash {head['treeflash']} ({head['commit']}), torch {head['torch']}, "
-        f"{head['threads']} CPU threads{draft}, {settings['n_gen']} tokens at most, seed {settings['seed']}."
+        f"{head['threads']} CPU threads{draft}, at most {settings['n_gen']} tokens, seed {settings['seed']}."
     )
 
 
-def floor(head: Line) -> str:
-    """What plain decoding cannot beat: reading every weight once a token."""
+def floor(head: Result) -> str:
+    """Return the bandwidth bound of plain decoding: every weight is read once per token."""
     weights, speed = head.get("weights_bytes"), head.get("read_bandwidth")
     if not weights or not speed:
         return ""
     return (
-        f"Floor: a token that is decoded plainly reads {weights / 1e6:,.0f} MB of weights; at the "
-        f"{speed / 1e9:.1f} GB/s measured here that takes {1000 * weights / speed:.2f} ms: plain decoding "
-        f"gives at most {speed / weights:.1f} tok/s."
+        f"Bandwidth bound: plain decoding reads {weights / 1e6:,.0f} MB of weights per token; at the "
+        f"measured {speed / 1e9:.1f} GB/s that takes {1000 * weights / speed:.2f} ms, so its throughput is "
+        f"at most {speed / weights:.1f} tok/s."
     )
 
 
-def disturbance(head: Line) -> str:
-    """Said where other programs were busy when the run began."""
+def disturbance(head: Result) -> str:
+    """Return a warning if other programs were busy when the run began."""
     load, cpus = head.get("load", 0.0), head.get("cpus") or 1
     if load <= BUSY * cpus:
         return ""
     return (
-        f"**Other programs were busy** when it began (load {load:.1f} on {cpus} CPUs): times and speed-ups "
-        "are worth little. Texts and scores do not depend on it, nor do accepted tokens where --fixed is set."
+        f"**Other programs were busy** when the run began (load {load:.1f} on {cpus} CPUs): times and "
+        "speed-ups are unreliable. Outputs and scores do not depend on it, nor does the acceptance length of "
+        "a run with `fixed`."
     )
 
 
@@ -243,14 +243,14 @@ METRICS = {
     "tree tok/s": ("tok_s", 1),
     "plain tok/s": ("plain_tok_s", 1),
     "speed-up": ("speedup", 2),
-    "accepted": ("acceptance_length", 2),
+    "acceptance length": ("acceptance_length", 2),
     "TTFT s": ("ttft_s", 3),
     "score": ("score", 2),
 }
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What else changed between two documents, in words; figures that hang on it say little."""
+    """Return the settings and facts that differ between two documents, as sentences."""
     facts = [
         document["run"]["settings"] | {name: document["run"].get(name) for name in ("device", "threads")}
         for document in (old, new)
@@ -260,16 +260,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str, str, str, bool]]:
-    """(suite, figure, old, new, change, beyond noise) for every figure that both documents have.
+    """Return (suite, figure, old, new, change, beyond noise) for every figure that both documents have.
 
-    Prompts that both measured are compared one by one, so that what differs from prompt to prompt is no
-    noise.
+    The comparison is paired by prompt, so that the spread between prompts is not counted as noise.
     """
     before, after = (_by_prompt(document["lines"]) for document in (old, new))
     found = []
-    for place in after:
+    for group in after:
         for label, (name, digits) in METRICS.items():
-            ours, theirs = after[place].get(name, {}), before.get(place, {}).get(name, {})
+            ours, theirs = after[group].get(name, {}), before.get(group, {}).get(name, {})
             both = [prompt for prompt in ours if prompt in theirs]
             if not both:
                 continue
@@ -277,7 +276,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
             mean, changes = statistics.fmean(first), [b - a for a, b in zip(first, second, strict=True)]
             change = statistics.fmean(changes)
             share = change / mean if mean else (math.inf if change else 0.0)
-            suite, heat, context = place
+            suite, heat, context = group
             where = suite + (f" T={heat:g}" if heat else "") + (f" context {context}" if context else "")
             found.append(
                 (
@@ -299,27 +298,27 @@ def _beyond_noise(changes: Sequence[float], share: float) -> bool:
     return abs(statistics.fmean(changes)) > NOISE * error
 
 
-def _by_prompt(lines: Sequence[Line]) -> dict[tuple[str, float, int], dict[str, dict[Any, float]]]:
+def _by_prompt(lines: Sequence[Result]) -> dict[tuple[str, float, int], dict[str, dict[Any, float]]]:
     found: dict[tuple[str, float, int], dict[str, dict[Any, float]]] = {}
-    for place, prompt, name, number in _figures(lines):
-        found.setdefault(place, {}).setdefault(name, {})[prompt] = number
+    for group, prompt, name, number in _figures(lines):
+        found.setdefault(group, {}).setdefault(name, {})[prompt] = number
     return found
 
 
-def _figures(lines: Sequence[Line]) -> Iterator[tuple[tuple[str, float, int], Any, str, float]]:
+def _figures(lines: Sequence[Result]) -> Iterator[tuple[tuple[str, float, int], Any, str, float]]:
     measured = [line for line in lines if "skipped" not in line]
-    plain = {_place(line): line["tok_s"] for line in measured if line["budget"] == PLAIN}
+    plain = {_key(line): line["tok_s"] for line in measured if line["budget"] == PLAIN}
     for line in measured:
-        place = (line["suite"], line["temperature"], line["context"])
+        group = (line["suite"], line["temperature"], line["context"])
         prompt = (line["prompt"], line["budget"] if line["suite"] == "sweep" else None)
         if line["budget"] == PLAIN:
-            yield place, prompt, "plain_tok_s", line["tok_s"]
+            yield group, prompt, "plain_tok_s", line["tok_s"]
             continue
-        yield place, prompt, "tok_s", line["tok_s"]
-        yield place, prompt, "ttft_s", line["ttft_s"]
+        yield group, prompt, "tok_s", line["tok_s"]
+        yield group, prompt, "ttft_s", line["ttft_s"]
         if line["acceptance_length"] is not None:
-            yield place, prompt, "acceptance_length", line["acceptance_length"]
+            yield group, prompt, "acceptance_length", line["acceptance_length"]
         if line["right"] is not None:
-            yield place, prompt, "score", float(line["right"])
-        if plain.get(_place(line)):
-            yield place, prompt, "speedup", line["tok_s"] / plain[_place(line)]
+            yield group, prompt, "score", float(line["right"])
+        if plain.get(_key(line)):
+            yield group, prompt, "speedup", line["tok_s"] / plain[_key(line)]

@@ -1,4 +1,4 @@
-"""Every prompt of a run with every budget, one line each, written as it comes. Knows no models, no screen."""
+"""Running the cases of a benchmark and recording their results: one JSON line per prompt and budget."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,21 +7,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from treeflash.bench.measure import Answerer
+from treeflash.bench.measure import Endpoint
 from treeflash.bench.suites import Prompt
 from treeflash.errors import PromptTooLong, UsageError
 
-Line = dict[str, Any]
+Result = dict[str, Any]
 Key = tuple[str, int | None, float]
 PLAIN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """Prompts of one thread, to be answered in one way."""
+class Case:
+    """The prompts of one thread with one budget and temperature."""
 
     prompts: tuple[Prompt, ...]
-    budget: int | None  # PLAIN: nothing is proposed; None: as the server does
+    budget: int | None  # PLAIN: plain decoding; None: the server's default
     temperature: float
 
     @property
@@ -29,59 +29,59 @@ class Cell:
         return [(prompt.name, self.budget, self.temperature) for prompt in self.prompts]
 
 
-def cells(
+def cases(
     prompts: Sequence[Prompt], budgets: Sequence[int | None], temperatures: Sequence[float]
-) -> list[Cell]:
-    """In the order in which they are measured: every other thread begins with the other end of the budgets.
+) -> list[Case]:
+    """Return the cases in order of measurement; the order of the budgets alternates between threads.
 
-    A machine that warms up or is disturbed for a while thus favours neither side.
+    A machine that warms up or is busy for a while then favours neither side.
     """
-    found = []
+    ordered = []
     threads = groupby(prompts, key=lambda prompt: prompt.thread or prompt.name)
     for index, (_, thread) in enumerate(threads):
         members = tuple(thread)
         order = list(budgets) if index % 2 == 0 else list(reversed(budgets))
-        found += [Cell(members, budget, heat) for heat in temperatures for budget in order]
-    return found
+        ordered += [Case(members, budget, heat) for heat in temperatures for budget in order]
+    return ordered
 
 
-def measure(answerer: Answerer, planned: Sequence[Cell], known: Mapping[Key, Line]) -> Iterator[Line]:
-    """The lines that are not known yet; ends early when an answer was cancelled."""
-    for cell in planned:
-        if all(key in known for key in cell.keys):
+def measure(endpoint: Endpoint, planned: Sequence[Case], measured: Mapping[Key, Result]) -> Iterator[Result]:
+    """Yield the results of the cases that are not in `measured`; stop at the first cancelled generation."""
+    for case in planned:
+        if all(key in measured for key in case.keys):
             continue
-        answerer.forget()
+        endpoint.clear_cache()
         messages: list[Mapping[str, Any]] = []
-        for prompt in cell.prompts:
+        for prompt in case.prompts:
             messages = [*messages, *prompt.messages] if prompt.continues else list(prompt.messages)
-            line: Line = {
+            result: Result = {
                 "suite": prompt.suite,
                 "prompt": prompt.name,
-                "budget": cell.budget,
-                "temperature": cell.temperature,
+                "budget": case.budget,
+                "temperature": case.temperature,
                 "context": prompt.context,
             }
             try:
-                answer = answerer.answer(prompt, messages, budget=cell.budget, temperature=cell.temperature)
+                output = endpoint.generate(prompt, messages, budget=case.budget, temperature=case.temperature)
             except PromptTooLong as error:
-                yield line | {"skipped": error.message}
+                yield result | {"skipped": error.message}
                 continue
-            if answer.finish == "cancelled":
+            if output.finish == "cancelled":
                 return
-            right = prompt.score(prompt.item, answer.text) if prompt.score else None
-            yield line | asdict(answer) | {"right": right}
-            messages.append({"role": "assistant", "content": answer.text})
+            right = prompt.score(prompt.item, output.text) if prompt.score else None
+            yield result | asdict(output) | {"right": right}
+            messages.append({"role": "assistant", "content": output.text})
 
 
-class LineFile:
-    """Lines of one run after another; nothing that was written is ever changed."""
+class ResultFile:
+    """An append-only JSONL file of runs: a header line each, then a line per result."""
 
     def __init__(self, path: Path):
         self.path = path
 
-    def runs(self) -> list[tuple[Line, list[Line]]]:
-        """Every run's head and its lines."""
-        found: list[tuple[Line, list[Line]]] = []
+    def runs(self) -> list[tuple[Result, list[Result]]]:
+        """Return every run's header and results."""
+        found: list[tuple[Result, list[Result]]] = []
         if not self.path.exists():
             return found
         texts = self.path.read_text(encoding="utf-8").splitlines()
@@ -90,7 +90,7 @@ class LineFile:
                 line = json.loads(text)
             except ValueError as error:
                 if number == len(texts) or not text:
-                    continue  # a run was ended by force in the middle of a line
+                    continue  # a killed run left an incomplete line
                 raise UsageError(f"{self.path}, line {number}, is not JSON: {text[:60]!r}") from error
             if "run" in line:
                 found.append((line["run"], []))
@@ -98,19 +98,19 @@ class LineFile:
                 found[-1][1].append(line)
         return found
 
-    def resume(self, settings: Mapping[str, Any]) -> dict[Key, Line]:
-        """What the last run with these very settings has measured."""
+    def resume(self, settings: Mapping[str, Any]) -> dict[Key, Result]:
+        """Return the results of the last run with exactly these settings."""
         for head, lines in reversed(self.runs()):
             if head["settings"] == settings:
                 return {key_of(line): line for line in lines}
         return {}
 
-    def begin(self, head: Line) -> None:
+    def begin(self, head: Result) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         self._write(("\n" if torn and self.path.stat().st_size else "") + json.dumps({"run": head}))
 
-    def add(self, line: Line) -> None:
+    def add(self, line: Result) -> None:
         self._write(json.dumps(line, ensure_ascii=False))
 
     def _write(self, text: str) -> None:
@@ -118,22 +118,22 @@ class LineFile:
             file.write(text + "\n")
 
 
-def key_of(line: Line) -> Key:
+def key_of(line: Result) -> Key:
     return line["prompt"], line["budget"], line["temperature"]
 
 
 def record(
-    file: LineFile,
-    head: Line,
-    found: dict[Key, Line],
-    lines: Iterator[Line],
-    told: Callable[[Line], None] = lambda line: None,
+    file: ResultFile,
+    head: Result,
+    found: dict[Key, Result],
+    lines: Iterator[Result],
+    notify: Callable[[Result], None] = lambda line: None,
 ) -> None:
-    """Writes the run's head, what was found before, and each line as it comes; it goes into `found` too."""
+    """Write the run's header, the earlier results in `found` and each new result; add those to `found`."""
     file.begin(head)
     for line in found.values():
         file.add(line)
     for line in lines:
         file.add(line)
         found[key_of(line)] = line
-        told(line)
+        notify(line)

@@ -1,8 +1,7 @@
-"""Whether an answer is right: code that passes its tests, the exact number or formula, sound JSON.
+"""Scoring of answers: code that passes its tests, the exact number or formula, valid JSON.
 
-Knows no models. Code that a model wrote runs in a process of its own, in an empty folder that is removed
-afterwards, with little time and memory, no child processes and no files of any size. It is not a prison: on a
-machine whose files matter, use a container.
+Generated code runs in a separate process, in an empty temporary folder, with limits on time and memory, no
+child processes and no file writes. This is not a sandbox: use a container where files matter.
 """
 
 import json
@@ -21,13 +20,13 @@ Score = Callable[[Item, str], bool]
 
 
 def code_of(answer: str) -> str:
-    """The first fenced block, whole or broken off, else all of it."""
+    """Return the first fenced block, complete or not, or else the whole answer."""
     fenced = re.search(r"```(?:\w+)?\n(.*?)(?:```|$)", answer, re.DOTALL)
     return fenced[1] if fenced else answer
 
 
 def passes(program: str) -> bool:
-    """Whether a program ends well within the limits."""
+    """Return whether a program exits with 0 within the limits."""
     with tempfile.TemporaryDirectory(prefix="treeflash-bench-") as folder:
         try:
             done = subprocess.run(
@@ -51,12 +50,12 @@ def _limits() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Counted over all of the user's processes, so that none can be added; root is not bound by it.
+    # Counts all of the user's processes, so that none can be added; does not apply to root.
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def humaneval(item: Item, answer: str) -> bool:
-    # The prompt's own imports and helpers stand before the answer, which may repeat only the function.
+    # The prompt's imports and helpers go first: the answer may repeat only the function.
     head = item["prompt"][: item["prompt"].rindex("def " + item["entry_point"])]
     return passes(f"{head}\n{code_of(answer)}\n{item['test']}\ncheck({item['entry_point']})\n")
 
@@ -87,20 +86,20 @@ def math500(item: Item, answer: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, whose braces may be nested."""
+    r"""Return the content of the last \boxed{...}, whose braces may be nested."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     start, depth = start + len("\\boxed{"), 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start:end]
     return None
 
 
 def _plain(formula: str) -> str:
-    """Without differences that change only how it looks."""
+    """Normalise a formula's typesetting."""
     for old, new in (
         (r"\dfrac", r"\frac"),
         (r"\tfrac", r"\frac"),
@@ -113,7 +112,7 @@ def _plain(formula: str) -> str:
 
 
 def json_keys(item: Item, answer: str) -> bool:
-    """An object, fenced or bare, with exactly these keys."""
+    """Return whether the answer is a JSON object, fenced or bare, with exactly the item's keys."""
     try:
         found = json.loads(code_of(answer))
     except ValueError:

@@ -146,9 +146,9 @@ def lines(result: dict[str, Any]) -> list[list[str]]:
 def part_lines(result: dict[str, Any]) -> list[list[str]]:
     """Return the kernels of forward and acceptance in milliseconds, header first; [] without a trace."""
     rows = [row for row in result["sizes"] if "parts_ms" in row]
-    table = [["rows", *step_profile.SHOWN]] if rows else []
+    table = [["rows", *step_profile.LABELS.values()]] if rows else []
     for row in rows:
-        table.append([str(row["rows"]), *(f"{row['parts_ms'][part]:.2f}" for part in step_profile.SHOWN)])
+        table.append([str(row["rows"]), *(f"{row['parts_ms'][part]:.2f}" for part in step_profile.LABELS)])
     return table
 
 

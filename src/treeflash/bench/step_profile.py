@@ -1,11 +1,12 @@
-"""What a device is at work on during a step, from a trace of its kernels. Knows no engine and no profiler."""
+"""Breakdown of a step's device time by kind of kernel, from a kernel trace."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Kernels by name, of every backend; those of a pass's beginning and end that are none of these: "rest".
-PARTS = {
+# Kernels by name, of every backend, in groups; any other kernel is in the group "rest". The groups' names are
+# the keys of the JSON result.
+GROUPS = {
     "matmul": ("matmul", "pack_rows", "_matmul_kernel", "_add_kernel", "_pack_rows_kernel"),
     "delta net": ("tree_delta", "tree_conv", "_tree_kernel", "_conv_kernel", "_index_kernel", "_fold_kernel"),
     "attention": ("tree_attention", "_paged_kernel", "_merge_kernel", "_cache_kernel", "_head_kernel"),
@@ -19,24 +20,35 @@ PARTS = {
     ),
     "draft": ("_ring_kernel", "build_kernel", "shortlist_kernel"),
 }
-SHOWN = ("matmul", "head", "delta net", "attention", "norms", "sampling", "draft", "rest")
-_FIRST = "_pad_kernel"  # of a pass
-_PART_OF = {name: part for part, names in PARTS.items() for name in names}
+# Column headings of the groups, in order.
+LABELS = {
+    "matmul": "matmul",
+    "head": "LM head",
+    "delta net": "delta rule",
+    "attention": "attention",
+    "norms": "norms",
+    "sampling": "sampling",
+    "draft": "draft",
+    "rest": "other",
+}
+_FIRST = "_pad_kernel"  # the first kernel of a forward pass
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One kernel's run, by a clock in microseconds."""
+    """One kernel execution; times in microseconds."""
 
     name: str
     begin: float
     end: float
 
 
-def alone(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
-    """In the order of their beginning, with the microseconds in which none that began before was running.
+def exclusive_times(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
+    """Yield the spans in launch order with the microseconds after all earlier kernels have ended.
 
-    Launches overlap: a kernel begins early and waits for the one before it, which is the one at work.
+    With programmatic dependent launch (PDL) a kernel starts before its predecessor ends and waits for it; the
+    overlap counts for the predecessor.
     """
     done = float("-inf")
     for span in sorted(spans, key=lambda each: each.begin):
@@ -45,29 +57,30 @@ def alone(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def by_kernel(spans: Sequence[Span]) -> dict[str, float]:
-    """Microseconds by name, the longest first."""
+    """Return microseconds by kernel name, longest first."""
     totals: dict[str, float] = defaultdict(float)
-    for span, microseconds in alone(spans):
+    for span, microseconds in exclusive_times(spans):
         totals[span.name] += microseconds
     return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
 
 
 def shares(spans: Sequence[Span], passes: int) -> dict[str, float]:
-    """Of the time in which anything ran, by the names of SHOWN; the spans are those of so many passes.
+    """Return each group's share of the device's busy time over `passes` forward passes.
 
-    The head is each pass's longest product. Products behind it are the draft's, for what was committed.
+    The LM head is each pass's longest matmul. Matmuls after it belong to the draft: they compute its KV cache
+    for the committed rows.
     """
-    products = [span for span in spans if span.name in PARTS["matmul"]]
-    heads = sorted(products, key=lambda span: span.begin - span.end)[:passes]
-    totals, behind = dict.fromkeys(SHOWN, 0.0), False
-    for span, microseconds in alone(spans):
-        part = _PART_OF.get(span.name, "rest")
+    matmuls = [span for span in spans if span.name in GROUPS["matmul"]]
+    heads = sorted(matmuls, key=lambda span: span.begin - span.end)[:passes]
+    totals, after_head = dict.fromkeys(LABELS, 0.0), False
+    for span, microseconds in exclusive_times(spans):
+        group = _GROUP_OF.get(span.name, "rest")
         if span.name == _FIRST:
-            behind = False
+            after_head = False
         elif span in heads:
-            part, behind = "head", True
-        elif behind and part in ("matmul", "norms"):
-            part = "draft"
-        totals[part] += microseconds
+            group, after_head = "head", True
+        elif after_head and group in ("matmul", "norms"):
+            group = "draft"
+        totals[group] += microseconds
     whole = sum(totals.values())
-    return {part: each / whole for part, each in totals.items()} if whole else {}
+    return {group: each / whole for group, each in totals.items()} if whole else {}

@@ -1,4 +1,4 @@
-"""The prompts of every suite, in a fixed order, and how each is scored. Knows no models."""
+"""The prompts of every suite, in a fixed order, and how each is scored."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from treeflash.bench import agent, scores
 from treeflash.errors import DownloadFailed, UsageError
 
-CHARACTERS = 3  # of filler for a token, about; what it came to is measured
+CHARACTERS = 3  # filler characters per token, roughly; the actual token count is measured
 SWEEP_PROMPTS = ("code", "prose")
 
 
@@ -25,19 +25,19 @@ class Prompt:
     name: str
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
-    thread: str = ""  # prompts of one thread follow each other and share what was read
-    continues: bool = False  # the thread's prompt before it and its answer stand before these messages
-    context: int = 0  # tokens of filler that were asked for
+    thread: str = ""  # prompts of one thread run in order and share the prefix cache
+    continues: bool = False  # the thread's earlier messages and outputs precede these messages
+    context: int = 0  # requested tokens of filler
     item: Mapping[str, Any] = field(default_factory=dict)
     score: scores.Score | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a public suite lies: in a data folder the first of the files that is there, else on the hub."""
+    """The location of a public suite: the first existing file in a data folder, or a dataset on the hub."""
 
     files: tuple[str, ...]
-    dataset: tuple[str, ...]  # repository and, where it has several, the configuration
+    dataset: tuple[str, ...]  # repository and, if it has several, the configuration
     split: str = "test"
 
 
@@ -56,9 +56,9 @@ SUITES = (*SOURCES, "builtin", "agent", "sweep")
 def load(
     suite: str, count: int | None, *, data: Path | None, offline: bool = False, contexts: Sequence[int] = (0,)
 ) -> list[Prompt]:
-    """`count` prompts spread evenly over the suite, or as many as it has; None: its default."""
+    """Return `count` evenly spaced prompts of the suite, at most all; None: its default number."""
     if suite == "builtin":
-        return list(_builtin())[:count]  # its order mixes its kinds
+        return list(_builtin())[:count]  # already in mixed order
     if suite == "agent":
         return list(_agent())[:count]
     if suite == "sweep":
@@ -68,14 +68,14 @@ def load(
     source = SOURCES[suite]
     items = _from_folder(source, data, suite) if data is not None else _from_hub(source, suite, offline)
     make = {
-        "humaneval": partial(_asked, score=scores.humaneval, ask=_humaneval),
-        "gsm8k": partial(_asked, score=scores.gsm8k, ask=lambda item: item["question"]),
-        "math500": partial(_asked, score=scores.math500, ask=lambda item: item["problem"]),
-        "mbpp": partial(_asked, score=scores.mbpp, ask=_mbpp),
+        "humaneval": partial(_single, score=scores.humaneval, ask=_humaneval),
+        "gsm8k": partial(_single, score=scores.gsm8k, ask=lambda item: item["question"]),
+        "math500": partial(_single, score=scores.math500, ask=lambda item: item["problem"]),
+        "mbpp": partial(_single, score=scores.mbpp, ask=_mbpp),
         "mtbench": _mtbench,
     }[suite]
     if suite == "mbpp":
-        # The public split: what comes before shows how to ask, what comes behind is for training.
+        # The test split: earlier items are few-shot examples, later ones training data.
         items = [item for item in items if 11 <= int(item["task_id"]) <= 510]
     chosen = _spread(range(len(items)), count or 10)
     return [prompt for index in chosen for prompt in make(suite, index, items[index])]
@@ -83,7 +83,7 @@ def load(
 
 def _spread(indices: Sequence[int], count: int) -> list[int]:
     count = min(count, len(indices))
-    return [indices[place * len(indices) // count] for place in range(count)]
+    return [indices[number * len(indices) // count] for number in range(count)]
 
 
 def _from_folder(source: Source, data: Path, suite: str) -> list[dict[str, Any]]:
@@ -95,28 +95,30 @@ def _from_folder(source: Source, data: Path, suite: str) -> list[dict[str, Any]]
             return [json.loads(line) for line in raw.decode().split("\n") if line.strip()]
     raise UsageError(
         f"{data} has no {source.files[0]}.jsonl or .jsonl.gz, which {suite} needs",
-        "leave out --data to fetch it from the hub, or take the suite builtin",
+        "omit `data` to download it from the hub, or use the suite builtin",
     )
 
 
 def _from_hub(source: Source, suite: str, offline: bool) -> list[dict[str, Any]]:
-    hint = "--data FOLDER takes files that are here; the suite builtin needs none"
+    hint = "set `data` to a folder with local files; the suite builtin needs none"
     if offline:
-        raise UsageError(f"{suite} has to be fetched from the hub, which --offline forbids", hint)
+        raise UsageError(f"{suite} has to be downloaded from the hub, which `offline` forbids", hint)
     try:
         load_dataset = import_module("datasets").load_dataset
     except ImportError as error:
         raise UsageError(
-            f"{suite} is fetched from the hub with the package datasets, which is not installed",
+            f"{suite} is downloaded with the package datasets, which is not installed",
             f"pip install 'treeflash[bench]'; {hint}",
         ) from error
     try:
         return [dict(item) for item in load_dataset(*source.dataset, split=source.split)]
-    except Exception as error:  # the package has no common class for what can go wrong on the way
-        raise DownloadFailed(f"{source.dataset[0]} could not be fetched: {error}", hint) from error
+    except Exception as error:  # the package has no common base class for its errors
+        raise DownloadFailed(f"{source.dataset[0]} could not be downloaded: {error}", hint) from error
 
 
-def _asked(suite: str, index: int, item: Mapping[str, Any], *, score: scores.Score, ask: Any) -> list[Prompt]:
+def _single(
+    suite: str, index: int, item: Mapping[str, Any], *, score: scores.Score, ask: Any
+) -> list[Prompt]:
     messages = [{"role": "user", "content": ask(item)}]
     return [Prompt(suite, f"{suite}/{index}", messages, item=item, score=score)]
 
@@ -164,7 +166,7 @@ def _agent() -> Iterator[Prompt]:
 
 
 def _sweep(count: int, contexts: Sequence[int]) -> Iterator[Prompt]:
-    """Code and prose behind filler of each length; `count` of each."""
+    """Yield code and prose prompts after filler of each length; `count` of each."""
     kinds = {kind: [p for p in _builtin() if p.item["kind"] == kind][:count] for kind in SWEEP_PROMPTS}
     for context in contexts:
         for prompt in (each for kind in SWEEP_PROMPTS for each in kinds[kind]):
@@ -174,17 +176,18 @@ def _sweep(count: int, contexts: Sequence[int]) -> Iterator[Prompt]:
 
 
 def filler(tokens: int) -> str:
-    """Records that have nothing to do with the question and never repeat; about so many tokens."""
+    """Return about `tokens` tokens of unrelated records that never repeat."""
     if tokens == 0:
         return ""
-    draw = random.Random(tokens)
+    generator = random.Random(tokens)
     things = ("lamp", "ladder", "kettle", "violin", "carpet", "mirror", "basket", "anchor", "clock", "saddle")
-    places = ("attic", "cellar", "garden shed", "north wing", "library", "kitchen", "boat house", "chapel")
+    rooms = ("attic", "cellar", "garden shed", "north wing", "library", "kitchen", "boat house", "chapel")
     lines, length = ["Here is an inventory, which you can ignore."], 0
     while length < tokens * CHARACTERS:
         line = (
-            f"No. {draw.randrange(10**6)}: the {draw.choice(things)} in the {draw.choice(places)} weighs "
-            f"{draw.randrange(10**4)} grams and was bought for {draw.randrange(10**3)} crowns."
+            f"No. {generator.randrange(10**6)}: the {generator.choice(things)} in the "
+            f"{generator.choice(rooms)} weighs {generator.randrange(10**4)} grams and was bought for "
+            f"{generator.randrange(10**3)} crowns."
         )
         lines.append(line)
         length += len(line)

@@ -24,8 +24,8 @@ from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
-    from treeflash.bench.measure import Answerer, Settings
-    from treeflash.bench.runner import Cell, Key, Line, LineFile
+    from treeflash.bench.measure import Endpoint, Settings
+    from treeflash.bench.runner import Case, Key, Result, ResultFile
     from treeflash.bench.suites import Prompt
 
 WARM_UP = [{"role": "user", "content": "Count from one to twenty."}]
@@ -87,7 +87,7 @@ def bench(
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.bench import machine, plots, report
         from treeflash.bench.measure import Settings
-        from treeflash.bench.runner import LineFile
+        from treeflash.bench.runner import ResultFile
         from treeflash.bench.suites import load
     if plot is not None:
         plots.require()
@@ -112,7 +112,7 @@ def bench(
         "max_ctx": max_ctx,
     }
     head = machine.head(facts, shlex.join(["treeflash", *sys.argv[1:]]))
-    run = _Run(LineFile(lines), head, Settings(n_gen, seed, thinking), resume=resume, quiet=quiet)
+    run = _Run(ResultFile(lines), head, Settings(n_gen, seed, thinking), resume=resume, quiet=quiet)
     if url is not None:
         _serve(run, loaded, wanted, url, key=api_key or settings.api_key, model=model)
     else:
@@ -166,7 +166,7 @@ def _serve(
     key: str | None,
     model: str | None,
 ) -> None:
-    from treeflash.bench.remote import RemoteAnswerer
+    from treeflash.bench.remote import RemoteEndpoint
     from treeflash.cli import chat_remote
 
     backend = chat_remote.RemoteBackend.connect(url, key=key, model=model)
@@ -176,8 +176,8 @@ def _serve(
     trees = (wanted.budgets if backend.ours else None) or [None]
     plan = [(loaded[suite], wanted.ways(suite, trees, plain=backend.ours)) for suite in loaded]
 
-    def connected(settings: "Settings") -> "Answerer":
-        return RemoteAnswerer(
+    def connected(settings: "Settings") -> "Endpoint":
+        return RemoteEndpoint(
             chat_remote.client(base, key),
             base,
             model=backend.name,
@@ -198,7 +198,7 @@ def _decode(
     screen: view.Screen,
 ) -> None:
     from treeflash.bench import machine
-    from treeflash.bench.measure import LocalAnswerer
+    from treeflash.bench.measure import LocalEndpoint
 
     run.head["settings"] |= {
         "model": target.card.name if target.card else target.path.stem,
@@ -225,16 +225,18 @@ def _decode(
         if not session.template.supports_thinking:
             run.settings = replace(run.settings, thinking=None)
         plan = [(loaded[suite], wanted.ways(suite, trees[suite], plain=True)) for suite in part]
-        run.measure(plan, lambda settings, s=session: LocalAnswerer(s, settings, run.cancelled))
+        run.measure(plan, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
         del session  # the next one needs its memory
 
 
 class _Run:
     """What is measured goes into `found` and, as it comes, into the file; Ctrl-C ends it."""
 
-    def __init__(self, file: "LineFile", head: "Line", settings: "Settings", *, resume: bool, quiet: bool):
+    def __init__(
+        self, file: "ResultFile", head: "Result", settings: "Settings", *, resume: bool, quiet: bool
+    ):
         self.head, self.settings = head, settings
-        self.found: dict[Key, Line] = {}
+        self.found: dict[Key, Result] = {}
         self._interrupt = Interrupt()
         self._file, self._resume = file, resume
         self._shown = not quiet and sys.stderr.isatty()
@@ -243,19 +245,19 @@ class _Run:
         return self._interrupt.requested
 
     def measure(
-        self, plan: "Sequence[tuple[Sequence[Prompt], given.Ways]]", make: "Callable[[Settings], Answerer]"
+        self, plan: "Sequence[tuple[Sequence[Prompt], given.Ways]]", make: "Callable[[Settings], Endpoint]"
     ) -> None:
         from treeflash.bench import runner
 
         self._interrupt = Interrupt()
         known = self._file.resume(self.head["settings"]) if self._resume else {}
-        cells = [
-            cell for prompts, ways in plan for cell in runner.cells(prompts, ways.budgets, ways.temperatures)
+        cases = [
+            case for prompts, ways in plan for case in runner.cases(prompts, ways.budgets, ways.temperatures)
         ]
-        keys = {key for cell in cells for key in cell.keys}
+        keys = {key for case in cases for key in case.keys}
         found = {key: line for key, line in known.items() if key in keys}
 
-        def told(line: "Line") -> None:
+        def told(line: "Result") -> None:
             self.found[runner.key_of(line)] = line
             way = "plain" if line["budget"] == runner.PLAIN else "tree"
             speed = f"{line['tok_s']:.1f} tok/s" if "tok_s" in line else "left out"
@@ -266,18 +268,18 @@ class _Run:
             bar.update(len(found), len(keys))
             with contextlib.suppress(KeyboardInterrupt):
                 if len(found) < len(keys):
-                    _warm_up(make(replace(self.settings, n_gen=WARM_UP_TOKENS)), cells)
-                lines = runner.measure(make(self.settings), cells, dict(found))
+                    _warm_up(make(replace(self.settings, n_gen=WARM_UP_TOKENS)), cases)
+                lines = runner.measure(make(self.settings), cases, dict(found))
                 runner.record(self._file, self.head, found, lines, told)
         self.found |= found
 
 
-def _warm_up(answerer: "Answerer", cells: "Sequence[Cell]") -> None:
+def _warm_up(endpoint: "Endpoint", cases: "Sequence[Case]") -> None:
     from treeflash.bench.suites import Prompt
 
-    for budget in dict.fromkeys(cell.budget for cell in cells):
-        answerer.answer(Prompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
-    answerer.forget()
+    for budget in dict.fromkeys(case.budget for case in cases):
+        endpoint.generate(Prompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
+    endpoint.clear_cache()
 
 
 def _model(
@@ -310,7 +312,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _tell(
-    head: "Line", found: "Sequence[Line]", screen: view.Screen, lines: Path, *, interrupted: bool
+    head: "Result", found: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
 ) -> None:
     from treeflash.bench import report
 
@@ -345,8 +347,8 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
 
 
 def _write(
-    head: "Line",
-    found: "Sequence[Line]",
+    head: "Result",
+    found: "Sequence[Result]",
     *,
     json_file: Path | None,
     markdown: Path | None,
@@ -357,7 +359,7 @@ def _write(
 
     pictures: dict[str, str] = {}
     if plot is not None:
-        drawn = plots.draw(found, plot, title=report.subject(head))
+        drawn = plots.render(found, plot, title=report.subject(head))
         pictures = {name: str(path) for name, path in drawn.items()}
         screen.note(f"{len(drawn)} pictures are in {plot}.")
     for path in (json_file, markdown):

@@ -61,7 +61,7 @@ def grow(
             force=force,
             progress=bar.update,
         )
-    target, place = grown.shape.target, grown.places
+    target, layers = grown.shape.target, grown.layer_indices
     rows = [
         ("target", str(grown.target)),
         ("draft", str(grown.draft) if grown.draft else "none"),
@@ -71,7 +71,7 @@ def grow(
     if random:
         rows.append(("weights", "random: for timing, its text means nothing"))
     else:
-        rows.append(("real layers", ", ".join(map(str, place)) + "; the others pass on what they are given"))
+        rows.append(("real layers", ", ".join(map(str, layers)) + "; the others pass on what they are given"))
     if grown.draft:
         rows.append(("taps", ", ".join(map(str, grown.taps))))
         rows.append(("try it", f"treeflash run {grown.target} --draft {grown.draft}"))

@@ -177,7 +177,7 @@ def train(
             gguf=gguf,
             float32=float32,
         ),
-        begin=continue_from,
+        continue_from=continue_from,
         resume=resume,
         device=device,
     )
@@ -260,10 +260,10 @@ class _Shown:
 
     def notify(self, event: "Event") -> None:
         from treeflash.train.draft_eval import Evaluation
-        from treeflash.train.draft_settings import Progress
+        from treeflash.train.draft_settings import TrainingProgress
 
         bar = self._at("training", self._clocked, "Training")
-        if isinstance(event, Progress):
+        if isinstance(event, TrainingProgress):
             line = f"loss {event.loss:.2f}  accepts {event.acceptance:.2f}  {event.tokens_s:,.0f} tok/s"
             bar.update(int(_PARTS * event.share), _PARTS, label=line)
             self._note(f"step {event.step}: {line}")

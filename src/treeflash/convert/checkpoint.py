@@ -1,4 +1,4 @@
-"""Hugging Face model folders on disk: JSON files and safetensors. Knows no model family, no GGUF."""
+"""Reading Hugging Face model folders: JSON files and safetensors."""
 
 import json
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 _DTYPES = ("BF16", "F16", "F32")
 _FETCH_AGAIN = "the download may be incomplete: fetch the folder again"
-# Parts of multimodal checkpoints that the text model does without.
+# Prefixes of a multimodal checkpoint's tensors that the text model does not need.
 _OTHER_MODALITIES = ("model.visual.", "visual.", "model.audio_tower.", "audio_tower.")
-# Buffers that old checkpoints saved although they follow from the configuration.
+# Buffers in old checkpoints that are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
 _MISSING = object()
 
 
 class HFConfig:
-    """config.json with its text part on top; whatever is read and is not there names the file and the key."""
+    """config.json, with text_config merged into the top level; errors name the file and the key."""
 
     def __init__(self, values: dict[str, Any], source: str):
         text = values.get("text_config")
         self.values = {**values, **text} if isinstance(text, dict) else dict(values)
-        # these two are properties of the whole checkpoint
+        # these two belong to the whole checkpoint
         for key in ("architectures", "tie_word_embeddings"):
             if values.get(key) is not None:
                 self.values[key] = values[key]
@@ -38,14 +38,14 @@ class HFConfig:
         return default if value is None else value
 
     def integer(self, key: str, default: Any = _MISSING) -> int:
-        """A positive whole number."""
+        """Return a positive integer."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             self._refuse(key, value, "a positive whole number")
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             self._refuse(key, value, "a positive number")
@@ -63,7 +63,7 @@ class HFConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; an absent file is an error."""
+    """Return the JSON object in `path`; raise if the file is absent."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, empty if there is no such file."""
+    """Return the JSON object in `path`, empty if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
@@ -90,37 +90,37 @@ def read_config(folder: Path) -> HFConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     file: Path
     name: str
 
 
 class SafetensorsCheckpoint:
-    """The text model's tensors in one or several safetensors files, read one at a time.
+    """The text model's tensors in one or several safetensors files, loaded one at a time.
 
-    `shapes` has a name without `language_model.` for every tensor; `dropped` lists those we have no use for.
+    `shapes` has every tensor under its name without `language_model.`; `dropped` lists the omitted ones.
     """
 
     def __init__(self, folder: Path):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dropped: list[str] = []
-        self._places: dict[str, _Place] = {}
+        self._locations: dict[str, _Location] = {}
         for file, names in _weight_files(folder).items():
             self._read_header(file, names)
 
     def load(self, name: str) -> torch.Tensor:
-        place = self._places[name]
+        location = self._locations[name]
         try:
-            with safe_open(place.file, "pt") as file:
-                return file.get_tensor(place.name)
+            with safe_open(location.file, "pt") as file:
+                return file.get_tensor(location.name)
         except (OSError, SafetensorError) as error:
             raise ModelFileError(
-                f"{place.file}: tensor {place.name} cannot be read: {error}", _FETCH_AGAIN
+                f"{location.file}: tensor {location.name} cannot be read: {error}", _FETCH_AGAIN
             ) from error
 
     def where(self, name: str) -> str:
-        """File and tensor, for messages."""
-        return f"{self._places[name].file}: tensor {self._places[name].name}"
+        """Return file and tensor name, for messages."""
+        return f"{self._locations[name].file}: tensor {self._locations[name].name}"
 
     def _read_header(self, path: Path, expected: set[str] | None) -> None:
         try:
@@ -133,8 +133,8 @@ class SafetensorsCheckpoint:
                         f"{path}: tensor {odd} {seen}, needed: the tensors {INDEX_FILE} lists", _FETCH_AGAIN
                     )
                 for name in sorted(names):
-                    part = file.get_slice(name)
-                    self._add(path, name, tuple(part.get_shape()), part.get_dtype())
+                    tensor = file.get_slice(name)
+                    self._add(path, name, tuple(tensor.get_shape()), tensor.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ModelFileError(f"{path} cannot be read as safetensors: {error}", _FETCH_AGAIN) from error
 
@@ -148,14 +148,14 @@ class SafetensorsCheckpoint:
                 "convert the original checkpoint, not a quantised copy",
             )
         plain = name.replace("model.language_model.", "model.", 1)
-        if plain in self._places:
+        if plain in self._locations:
             raise ModelFileError(f"{path}: tensor {name} occurs twice, first as {self.where(plain)}")
-        self._places[plain] = _Place(path, name)
+        self._locations[plain] = _Location(path, name)
         self.shapes[plain] = shape
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Each file with the names the index promises in it, or None where there is no index."""
+    """Return each weight file with the tensor names that the index lists for it, or None without an index."""
     index = folder / INDEX_FILE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -165,7 +165,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
         for name, file in weight_map.items():
             # a name with a folder in it would read outside the model's folder
             if not isinstance(file, str) or Path(file).name != file:
-                raise ModelFileError(f"{index}: tensor {name} lies in {file!r}, needed: a file name")
+                raise ModelFileError(f"{index}: tensor {name} is in {file!r}, needed: a file name")
             listed.setdefault(folder / file, set()).add(name)
         for path in listed:
             if not path.exists():

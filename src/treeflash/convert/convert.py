@@ -1,4 +1,4 @@
-"""Turns a Hugging Face model folder into one GGUF file, a tensor at a time. Knows no terminal, no engine."""
+"""Conversion of a Hugging Face model folder to one GGUF file, a tensor at a time."""
 
 import re
 from collections import Counter
@@ -13,20 +13,19 @@ import torch
 from treeflash.convert.checkpoint import SafetensorsCheckpoint, read_config, read_optional_json
 from treeflash.convert.families import Entry, Sizes, family_of, metadata, read_sizes
 from treeflash.convert.hf_vocab import read_vocabulary
-from treeflash.convert.mixes import FILE_TYPES, check_mix, fitting_type, wanted_type
+from treeflash.convert.mixes import FILE_TYPES, QUANTISATION_VERSION, check_mix, fitting_type, wanted_type
 from treeflash.convert.rules import Rule, tensor_rules
 from treeflash.errors import ModelFileError, TreeFlashError, UnsupportedModel
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.types import QuantType
 from treeflash.gguf.writer import GGUFWriter, ValueType
 
-QUANTISATION_VERSION = 2
-# name of the tensor just written, tensors written, tensors in all
+# name of the tensor just written, tensors written, total tensors
 Progress = Callable[[str, int, int], None]
 
 
 class Checkpoint(Protocol):
-    """Where tensors come from: their shapes by name, and one of them at a time."""
+    """A source of tensors: their shapes by name, loaded one at a time."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -38,7 +37,7 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A tensor whose rows the mix's type does not divide."""
+    """A tensor whose rows are not a multiple of the wanted type's block."""
 
     name: str
     wanted: QuantType
@@ -54,7 +53,7 @@ class ConversionReport:
     bytes: int
     types: Mapping[QuantType, int]
     fallbacks: tuple[Fallback, ...]
-    # checkpoint tensors left out: other modalities, buffers, the copy of a tied head
+    # omitted checkpoint tensors: other modalities, buffers, the copy of a tied head
     dropped: tuple[str, ...]
 
 
@@ -67,9 +66,9 @@ def convert(
     device: str = "cpu",
     vocabulary: bool = True,
 ) -> ConversionReport:
-    """Writes the model in `folder` to the GGUF file `output`, which appears only when it is complete.
+    """Convert the model in `folder` to the GGUF file `output`, which is created atomically.
 
-    device: where the quantisers compute; vocabulary=False leaves the tokenizer out, for folders without one.
+    device: where to quantise; vocabulary=False omits the tokenizer, for folders without one.
     """
     folder, output = Path(folder), Path(output)
     check_mix(mix)
@@ -116,7 +115,7 @@ def write_model(
     device: str = "cpu",
     dropped: Iterable[str] = (),
 ) -> ConversionReport:
-    """Writes the tensors that `rules` make of `checkpoint`, with `entries` as further metadata."""
+    """Write the tensors that `rules` build from `checkpoint`, with `entries` as additional metadata."""
     rules = list(rules)
     types: dict[str, QuantType] = {}
     fallbacks = []
@@ -161,7 +160,7 @@ def write_model(
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name, or the repository's where the folder is a snapshot in the hub's cache."""
+    """Return the folder's name, or the repository's if the folder is a snapshot in the hub's cache."""
     folder = folder.resolve()
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
         return folder.parent.parent.name.split("--")[-1]
@@ -184,7 +183,7 @@ def _prediction_layers(names: Iterable[str]) -> int:
 
 
 def _check_tensors(rules: list[Rule], checkpoint: Checkpoint, *, sizes: Sizes, folder: Path) -> list[str]:
-    """Refuses absent, misshapen and unknown tensors; returns the names of redundant ones."""
+    """Raise for absent, misshapen and unexpected tensors; return the names of redundant ones."""
     needed = {name: (shape, rule.name) for rule in rules for name, shape in rule.sources}
     absent = [name for name in needed if name not in checkpoint.shapes]
     if absent:
@@ -201,20 +200,20 @@ def _check_tensors(rules: list[Rule], checkpoint: Checkpoint, *, sizes: Sizes, f
                 f"{checkpoint.where(name)} has shape {list(seen)}, "
                 f"needed: {list(shape)} for {target}, as config.json says"
             )
-    unknown = [name for name in checkpoint.shapes if name not in needed]
-    redundant = [name for name in unknown if sizes.tied and name == "lm_head.weight"]
-    unknown = [name for name in unknown if name not in redundant]
-    if unknown:
-        seen = checkpoint.shapes[unknown[0]]
+    unexpected = [name for name in checkpoint.shapes if name not in needed]
+    redundant = [name for name in unexpected if sizes.tied and name == "lm_head.weight"]
+    unexpected = [name for name in unexpected if name not in redundant]
+    if unexpected:
+        seen = checkpoint.shapes[unexpected[0]]
         raise UnsupportedModel(
-            f"{checkpoint.where(unknown[0])} of shape {list(seen)} has no place in a "
-            f"{sizes.family.architecture} file ({len(unknown)} such tensors), needed: only known ones"
+            f"{checkpoint.where(unexpected[0])} of shape {list(seen)} is not a tensor of "
+            f"{sizes.family.architecture} ({len(unexpected)} such tensors), needed: only its tensors"
         )
     return redundant
 
 
 def _sampling(generation: dict[str, Any]) -> list[Entry]:
-    """The settings the model's makers recommend, under llama.cpp's keys."""
+    """Return generation_config.json's sampling settings under llama.cpp's keys."""
     entries: list[Entry] = []
     for key, theirs, kind in (
         ("top_k", "top_k", ValueType.INT32),

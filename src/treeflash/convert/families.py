@@ -1,4 +1,4 @@
-"""The model families we convert: sizes read from config.json, and the GGUF metadata. Knows no tensors."""
+"""The model families that can be converted: sizes from config.json, and the GGUF metadata."""
 
 import math
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ Entry = tuple[str, Any, ValueType | None]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The ways in which the supported architectures differ from each other."""
+    """The differences between the supported architectures."""
 
     architecture: str
     hybrid: bool = False
     experts: bool = False
     head_norms: bool = False
     qkv_biases: bool = False
-    # llama.cpp rotates neighbouring pairs for llama and halves for the others
+    # llama.cpp rotates adjacent pairs for llama and halves for the others
     interleaved_rope: bool = False
 
 
@@ -72,11 +72,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Everything config.json says that shapes the tensors and the metadata."""
+    """The values of config.json that determine tensor shapes and metadata."""
 
     family: Family
     layers: int
-    # prediction layers after the trunk, 0 or 1
+    # multi-token prediction layers after the trunk, 0 or 1
     mtp_layers: int
     width: int
     vocabulary: int
@@ -85,9 +85,9 @@ class Sizes:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    # per rotation: by how much Llama 3's scaling slows it down; empty without scaling
+    # per frequency: the divisor of Llama 3's rope scaling; empty without scaling
     rope_factors: tuple[float, ...]
-    # rotations for time, height, width and nothing; empty for text-only rope
+    # frequencies for time, height, width and an unused section; empty for text-only rope
     rope_sections: tuple[int, ...]
     theta: float
     epsilon: float
@@ -102,7 +102,7 @@ class Sizes:
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family the configuration names by class, or by model_type where it names no class."""
+    """Return the family that the configuration names by class, or by model_type if it names no class."""
     classes = config.get("architectures")
     if isinstance(classes, list) and classes:
         family, seen = _BY_CLASS.get(str(classes[0])), f"architecture {classes[0]}"
@@ -116,7 +116,7 @@ def family_of(config: HFConfig) -> Family:
 
 
 def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
-    """The sizes in `config`; variants that GGUF or we have no words for are errors."""
+    """Return the sizes in `config`; raise for variants that are not supported."""
     family = family_of(config)
     _refuse_variants(config)
     if mtp_layers > 1 or (mtp_layers and not family.hybrid):
@@ -125,7 +125,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
     head_dim = config.integer("head_dim", width // heads)
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        _refuse(config, f"{heads} attention heads", f"a multiple of {kv_heads}, the key and value heads")
+        _refuse(config, f"{heads} attention heads", f"a multiple of {kv_heads}, the KV heads")
     rope = _rope(config)
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", _share(family)))
@@ -155,7 +155,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
 
 
 def metadata(sizes: Sizes) -> list[Entry]:
-    """The architecture's keys, typed as llama.cpp types them."""
+    """Return the architecture's metadata, typed as in llama.cpp's files."""
     entries: list[Entry] = [
         ("block_count", sizes.layers + sizes.mtp_layers, None),
         ("context_length", sizes.context, None),
@@ -201,7 +201,7 @@ def metadata(sizes: Sizes) -> list[Entry]:
 def llama3_factors(
     *, factor: float, low: float, high: float, context: float, dimensions: int, theta: float
 ) -> tuple[float, ...]:
-    """By how much Llama 3's scaling slows down each of the dimensions / 2 rotations."""
+    """Return the divisors of the dimensions / 2 rope frequencies under Llama 3's scaling."""
     factors = []
     for pair in range(0, dimensions, 2):
         wavelength = 2 * math.pi * theta ** (pair / dimensions)
@@ -233,7 +233,7 @@ def _refuse_variants(config: HFConfig) -> None:
 
 
 def _share(family: Family) -> float:
-    """The part of a head that rope turns."""
+    """Return the share of a head's dimensions that rope rotates."""
     return 0.25 if family.hybrid else 1.0
 
 
@@ -264,7 +264,7 @@ def _rope_factors(
 
 
 def _sections(config: HFConfig, rope: HFConfig) -> tuple[int, ...]:
-    # what every published Qwen3.5 uses; a text-only configuration may leave it out
+    # the sections of every published Qwen3.5; a text-only configuration may omit them
     sections = rope.get("mrope_section", [11, 11, 10])
     if not isinstance(sections, list) or len(sections) > 4 or not all(isinstance(n, int) for n in sections):
         _refuse(config, f"mrope_section {sections}", "up to four whole numbers")

@@ -1,7 +1,7 @@
-"""Writes a pair of larger shape that computes what a small pair computes. Knows no terminal, no engine.
+"""Growing a small target and draft to a larger shape that computes the same outputs.
 
-`grow_shape` says which shapes, `grow_plan` what goes where, `grow_bytes` and `grow_write` make and
-write the bytes.
+`grow_shape` holds the shapes, `grow_plan` the layout of every tensor, `grow_bytes` encodes the tensors and
+`grow_write` writes the files.
 """
 
 import shutil
@@ -13,11 +13,11 @@ from typing import Any
 
 from treeflash.convert.families import Entry
 from treeflash.convert.grow_bytes import check_fit
-from treeflash.convert.grow_plan import layer_places, plan_draft, plan_target
+from treeflash.convert.grow_plan import layer_indices, plan_draft, plan_target
 from treeflash.convert.grow_shape import PairShape, check, like, preset
 from treeflash.convert.grow_write import PlannedFile, Progress, write_files
 from treeflash.convert.hf_vocab import UNUSED
-from treeflash.convert.mixes import FILE_TYPES
+from treeflash.convert.mixes import FILE_TYPES, QUANTISATION_VERSION
 from treeflash.errors import ResourceError, UnsupportedModel, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.writer import ValueType
@@ -28,7 +28,7 @@ from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import TensorSource
 
 TARGET, DRAFT = "target.gguf", "draft.gguf"
-# Metadata whose type does not follow from its value.
+# Metadata whose GGUF type does not follow from the Python value.
 _KINDS = {
     "tokenizer.ggml.token_type": ValueType.INT32,
     "tokenizer.ggml.eos_token_ids": ValueType.UINT32,
@@ -44,7 +44,7 @@ class Growth:
     shape: PairShape
     bytes: int
     parameters: int
-    places: tuple[int, ...]  # layer of the grown target that holds each small layer
+    layer_indices: tuple[int, ...]  # the grown target's layer that holds each small layer
     taps: tuple[int, ...]  # the grown draft's
 
 
@@ -59,10 +59,10 @@ def grow(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Growth:
-    """Writes target.gguf and draft.gguf of `shape` (or a preset's name, 27b by default) to `folder`.
+    """Write target.gguf and draft.gguf of `shape` (or a preset's name, 27b by default) to `folder`.
 
-    target, draft: the small pair, else the one in the package; a target without a draft is grown alone.
-    as_file: a GGUF file whose shape and types are taken. random: no small pair inside, for timing.
+    target, draft: the small pair, by default the one in the package; a target without a draft is grown alone.
+    as_file: a GGUF file whose shape and types are used. random: random weights, for timing.
     """
     folder = Path(folder)
     if target is None:
@@ -84,17 +84,17 @@ def grow(
         metadata = _target_metadata(small, spec, shape, title)
         plans = plan_target(spec, small, shape, random=random)
         files = [PlannedFile(folder / TARGET, spec.architecture, metadata, plans, small)]
-        places = layer_places(spec, shape.target.layers)
+        layers = layer_indices(spec, shape.target.layers)
         taps: tuple[int, ...] = ()
         if draft_spec is not None and draft_source is not None:
-            taps = tuple(places[tap] for tap in draft_spec.taps)
+            taps = tuple(layers[tap] for tap in draft_spec.taps)
             plans = plan_draft(draft_spec, draft_source, shape.draft, shape.target.width, random=random)
             keys = _draft_metadata(draft_spec, shape, taps, metadata, f"{title} DFlash")
             files.append(PlannedFile(folder / DRAFT, "dflash", keys, plans, draft_source))
         for file in files:
             for plan in file.plans:
                 check_fit(plan, file.source)
-        _make_room(folder, files, force=force)
+        _check_folder(folder, files, force=force)
         write_files(files, progress)
     return Growth(
         target=files[0].path,
@@ -102,7 +102,7 @@ def grow(
         shape=shape,
         bytes=sum(file.path.stat().st_size for file in files),
         parameters=sum(plan.info.elements for file in files for plan in file.plans),
-        places=tuple(places),
+        layer_indices=tuple(layers),
         taps=taps,
     )
 
@@ -121,12 +121,13 @@ def _open_draft(path: Path, target: ModelSpec, stack: ExitStack) -> tuple[DraftS
     return spec, source
 
 
-def _make_room(folder: Path, files: list[PlannedFile], *, force: bool) -> None:
+def _check_folder(folder: Path, files: list[PlannedFile], *, force: bool) -> None:
+    """Create the folder; raise if files would be overwritten or the disk is too full."""
     existing = [str(file.path) for file in files if file.path.exists()]
     if existing and not force:
         raise UsageError(
             f"{' and '.join(existing)} exist{'s' if len(existing) == 1 else ''}",
-            "--force writes over them, --output names another folder",
+            "`force` overwrites them; otherwise choose another `output`",
         )
     needed = sum(file.data_bytes + file.header_bytes for file in files)
     try:
@@ -137,7 +138,7 @@ def _make_room(folder: Path, files: list[PlannedFile], *, force: bool) -> None:
     if free < needed:
         raise ResourceError(
             f"{folder}: growing needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on its disk",
-            "make room, or name a folder on another disk with --output",
+            "free some space, or set `output` to a folder on another disk",
         )
 
 
@@ -159,21 +160,21 @@ def _target_metadata(small: GGUFFile, spec: ModelSpec, shape: PairShape, title: 
     }
     if f"{prefix}vocab_size" in small.metadata:
         changed[f"{prefix}vocab_size"] = large.vocab_size
-    left_out = {"general.architecture", "general.alignment", *(prefix + key for key in _PREDICTION)}
-    kept = {key: value for key, value in small.metadata.items() if key not in left_out}
+    omitted = {"general.architecture", "general.alignment", *(prefix + key for key in _PREDICTION)}
+    kept = {key: value for key, value in small.metadata.items() if key not in omitted}
     return _entries(prefix, _with_filler(kept | changed, spec.vocab_size, large.vocab_size))
 
 
 def _draft_metadata(
     spec: DraftSpec, shape: PairShape, taps: Iterable[int], target: list[Entry], title: str
 ) -> list[Entry]:
-    """Of a `dflash` file; vocabulary and context are the target's."""
+    """Return the metadata of a `dflash` file; vocabulary and context are the target's."""
     large = shape.draft
     context = next(value for key, value, _ in target if key.endswith(".context_length"))
     keys: dict[str, Any] = {
         "general.type": "model",
         "general.name": title,
-        "general.quantization_version": 2,
+        "general.quantization_version": QUANTISATION_VERSION,
         "dflash.block_count": large.layers,
         "dflash.vocab_size": shape.target.vocab_size,
         "dflash.context_length": context,
@@ -204,7 +205,7 @@ def _draft_metadata(
 
 
 def _with_filler(metadata: Mapping[str, Any], small: int, large: int) -> dict[str, Any]:
-    """Tokens that stand for nothing behind the small vocabulary."""
+    """Pad the vocabulary with unused tokens."""
     new = range(small, large)
     filler: dict[str, list[Any]] = {
         "tokenizer.ggml.tokens": [f"[PAD{token}]" for token in new],

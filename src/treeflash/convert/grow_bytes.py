@@ -1,4 +1,4 @@
-"""The bytes of a planned tensor: noise, scaled copies of the small tensor, single values. Knows no names."""
+"""Encoding of a planned tensor: noise, scaled copies of the small tensor, constants."""
 
 import zlib
 from types import MappingProxyType
@@ -6,13 +6,13 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from treeflash.convert.grow_plan import Cell, Plan, Span
+from treeflash.convert.grow_plan import Constant, Span, TensorPlan
 from treeflash.errors import UnsupportedModel, UnsupportedQuant
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.models.weights import TensorSource
 
-# Where a block's float16 factors are; every weight is linear in them, and zero bytes are zero weights.
+# Offsets of a block's float16 scales; every weight is linear in them, and zero bytes are zero weights.
 _FACTORS = MappingProxyType(
     {
         QuantType.Q4_0: (0,),
@@ -33,48 +33,50 @@ _FACTORS = MappingProxyType(
 _FLOATS = MappingProxyType(
     {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 )
-# A block whose first weight is its factor times the byte at the first offset, up to the limit, and all others
-# are zero; further bytes (from, to, value) that this takes.
+# How to encode a block whose first weight is non-zero and all others zero: the offset of the byte that is
+# multiplied by the scale, that byte's limit, and further bytes (start, stop, value) to set.
 _SINGLES = MappingProxyType(
     {
         QuantType.Q8_0: (2, 127, ()),
         QuantType.Q4_K: (4, 63, ((16, 17, 1),)),
         QuantType.Q5_K: (4, 63, ((48, 49, 1),)),
-        # the codes of the first sub-block stand for zero, the first of them for one
+        # the first sub-block's codes decode to zero, its first one to one
         QuantType.Q6_K: (192, 127, ((128, 144, 2), (0, 1, 1))),
     }
 )
-# Random weights' standard deviation: with rows of 5120 to 17408 a product keeps the size of its input.
+# Random weights' standard deviation: with rows of 5120 to 17408 a matmul keeps its input's variance.
 _SPREAD = 0.014
 _POOL_BYTES = 1 << 23
 
 
 class Noise:
-    """Random blocks of every type, made once; a tensor starts somewhere in them and goes round."""
+    """A pool of random blocks per type; a tensor reads it cyclically from an offset of its own."""
 
     def __init__(self, seed: int = 0):
         self._seed = seed
         self._pools: dict[QuantType, np.ndarray] = {}
 
     def prepare(self, type: QuantType) -> None:
-        """Comes before `fill`, which several threads may then call."""
+        """Create the pool of a type; required before `fill`, which is thread-safe afterwards."""
         if type not in self._pools:
             self._pools[type] = _random_blocks(type, np.random.default_rng((self._seed, int(type))))
 
     def fill(self, out: np.ndarray, type: QuantType, name: str, offset: int) -> None:
-        """Fills uint8 [n], whole blocks from a tensor's byte `offset` on; the same for the same name."""
+        """Fill uint8 [n] with whole blocks, from a tensor's byte `offset`; deterministic in the name."""
         pool = self._pools[type]
         start = zlib.crc32(f"{self._seed} {name}".encode()) * type.block_bytes + offset
         done = 0
         while done < len(out):
-            place = (start + done) % len(pool)
-            count = min(len(out) - done, len(pool) - place)
-            out[done : done + count] = pool[place : place + count]
+            index = (start + done) % len(pool)
+            count = min(len(out) - done, len(pool) - index)
+            out[done : done + count] = pool[index : index + count]
             done += count
 
 
-def build(plan: Plan, rows: range, source: TensorSource, noise: Noise, buffer: np.ndarray) -> np.ndarray:
-    """Some rows of the tensor [rows, row bytes], in the first bytes of `buffer`."""
+def build(
+    plan: TensorPlan, rows: range, source: TensorSource, noise: Noise, buffer: np.ndarray
+) -> np.ndarray:
+    """Encode some rows of the tensor [rows, row bytes] into the first bytes of `buffer`."""
     row_bytes = plan.info.row_bytes
     flat = buffer[: len(rows) * row_bytes]
     out = flat.reshape(-1, row_bytes)
@@ -88,14 +90,14 @@ def build(plan: Plan, rows: range, source: TensorSource, noise: Noise, buffer: n
     for start, stop in plan.zero:
         out[:, _bytes(plan.type, start) : _bytes(plan.type, stop)] = 0
     for span in plan.rows:
-        _place(plan, source, out, span, rows)
-    if plan.cell is not None:
-        _put_cell(plan.cell, plan.type, out, rows)
+        _copy_rows(plan, source, out, span, rows)
+    if plan.constant is not None:
+        _write_constant(plan.constant, plan.type, out, rows)
     return out
 
 
-def check_fit(plan: Plan, source: TensorSource) -> None:
-    """Refuses parts that are no whole blocks, and constants that a type cannot hold."""
+def check_fit(plan: TensorPlan, source: TensorSource) -> None:
+    """Raise if a span is not whole blocks or a constant cannot be encoded in the tensor's type."""
     block = plan.type.block_elements
     if plan.shape[-1] % block:
         raise UnsupportedModel(
@@ -108,17 +110,17 @@ def check_fit(plan: Plan, source: TensorSource) -> None:
     for span in plan.columns:
         if span.small % block or span.large % block or span.count % block:
             raise UnsupportedModel(
-                f"{plan.name}: its columns {span.small} to {span.small + span.count} become those from "
-                f"{span.large} on, {plan.type.name} needs multiples of {block}",
+                f"{plan.name}: columns {span.small} to {span.small + span.count} move to {span.large}, "
+                f"{plan.type.name} needs multiples of {block}",
                 "choose a shape whose sizes are multiples of 256",
             )
-    if plan.cell is not None and plan.type not in _FLOATS and plan.type not in _SINGLES:
-        known = ", ".join(kind.name for kind in (*_FLOATS, *_SINGLES))
-        raise UnsupportedQuant(f"{plan.source} is {plan.type.name}, needed for growing: one of {known}")
+    if plan.constant is not None and plan.type not in _FLOATS and plan.type not in _SINGLES:
+        supported = ", ".join(kind.name for kind in (*_FLOATS, *_SINGLES))
+        raise UnsupportedQuant(f"{plan.source} is {plan.type.name}, needed for growing: one of {supported}")
 
 
-def _place(plan: Plan, source: TensorSource, out: np.ndarray, span: Span, rows: range) -> None:
-    """Puts what lies within `rows` of one run of the small tensor's rows into `out`."""
+def _copy_rows(plan: TensorPlan, source: TensorSource, out: np.ndarray, span: Span, rows: range) -> None:
+    """Copy the part of a span of the small tensor's rows that falls within `rows` into `out`."""
     first, last = max(span.large, rows.start), min(span.large + span.count, rows.stop)
     if plan.source is None or first >= last:
         return
@@ -126,26 +128,26 @@ def _place(plan: Plan, source: TensorSource, out: np.ndarray, span: Span, rows: 
     shift = span.small - span.large
     packed = source.raw(plan.source).reshape(-1, info.row_bytes)[first + shift : last + shift]
     for columns in plan.columns:
-        part = packed[:, _section(info.type, columns.small, columns)]
+        data = packed[:, _section(info.type, columns.small, columns)]
         if info.type is not plan.type:
-            # norms and other vectors are float32 in the grown file, whatever they were
+            # norms and other vectors are always float32 in the grown file
             assert plan.type is QuantType.F32, plan
-            floats = dequantise(torch.from_numpy(part.copy()), info.type).contiguous()
-            part = floats.view(torch.uint8).numpy()
+            floats = dequantise(torch.from_numpy(data.copy()), info.type).contiguous()
+            data = floats.view(torch.uint8).numpy()
         target = out[first - rows.start : last - rows.start, _section(plan.type, columns.large, columns)]
-        target[:] = _scaled(part, plan.type, plan.factor, plan.source)
+        target[:] = _scaled(data, plan.type, plan.factor, plan.source)
 
 
-def _put_cell(cell: Cell, type: QuantType, out: np.ndarray, rows: range) -> None:
-    first, last = max(cell.rows.start, rows.start), min(cell.rows.stop, rows.stop)
+def _write_constant(constant: Constant, type: QuantType, out: np.ndarray, rows: range) -> None:
+    first, last = max(constant.rows.start, rows.start), min(constant.rows.stop, rows.stop)
     if first < last:
-        start = _bytes(type, cell.column)
-        block = np.frombuffer(single(type, cell.value), np.uint8)
+        start = _bytes(type, constant.column)
+        block = np.frombuffer(single(type, constant.value), np.uint8)
         out[first - rows.start : last - rows.start, start : start + len(block)] = block
 
 
 def single(type: QuantType, value: float) -> bytes:
-    """A block whose first weight is `value`, as nearly as one code times the factor is, others being zero."""
+    """Return a block whose first weight is the nearest encodable value to `value` and all others zero."""
     if type in _FLOATS:
         return bytes(torch.tensor([value], dtype=_FLOATS[type]).view(torch.uint8).tolist())
     offset, limit, further = _SINGLES[type]
@@ -163,7 +165,7 @@ def single(type: QuantType, value: float) -> bytes:
 
 
 def _scaled(packed: np.ndarray, type: QuantType, factor: float, name: str) -> np.ndarray:
-    """Rows of whole blocks times `factor`; exact where that is a power of two and nothing overflows."""
+    """Multiply rows of whole blocks by `factor`; exact for a power of two without overflow."""
     if factor == 1:
         return packed
     if type in _FLOATS:
@@ -183,14 +185,14 @@ def _scaled(packed: np.ndarray, type: QuantType, factor: float, name: str) -> np
         with np.errstate(over="ignore"):
             scaled_halves = (halves.astype(np.float32) * factor).astype(np.float16)
         if not np.isfinite(scaled_halves).all():
-            raise UnsupportedModel(f"{name}: a block's factor times {factor:g} does not fit in float16")
+            raise UnsupportedModel(f"{name}: a block's scale times {factor:g} does not fit in float16")
         blocks[:, offset : offset + 2] = scaled_halves.view(np.uint8)
     return blocks.reshape(packed.shape)
 
 
 def _random_blocks(type: QuantType, generator: np.random.Generator) -> np.ndarray:
-    """Blocks of random weights around zero, flat."""
-    # an odd number, so that rows of a power of two blocks do not repeat
+    """Return blocks of random zero-mean weights, flat."""
+    # an odd number of blocks, so that rows of a power of two blocks do not repeat
     count = _POOL_BYTES // type.block_bytes | 1
     if type in _FLOATS:
         values = torch.from_numpy(generator.standard_normal(count, np.float32) * _SPREAD)

@@ -1,8 +1,8 @@
-"""Where every part of a small pair goes in a larger one, and what surrounds it. Knows no bytes, no files.
+"""The layout of a small pair's tensors within the larger ones. Does no I/O.
 
-The small residual stream lies in the first columns of the large one, times `Stream.scale`; behind it stands
-one constant, and zeros. Rows that read the stream are zero on the constant and, where they are new, on the
-small stream: new heads and neurons hold zeros, so what they send on may be anything.
+The small residual stream occupies the first columns of the large one, times `Stream.scale`; then comes one
+constant, then zeros. Rows that read the stream are zero on the constant, and new rows on the small stream
+too: new heads and neurons output zero, so their output weights may be anything.
 """
 
 import math
@@ -17,16 +17,16 @@ from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import TensorSource
 
-# What a filler token's logit is, times the root mean square of the last residual stream: below any real
-# one, and its factors fit in float16.
+# A padding token's logit is their product divided by the RMS of the last residual stream: below any real
+# logit, and the scales fit in float16.
 _FILLER_HIDDEN, _FILLER_WEIGHT = 100.0, -10000.0
-# Of heads that hold zeros any decay will do; this one forgets within some tokens.
+# Heads whose state is zero may have any decay; this one decays within some tokens.
 _DECAY = -0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` rows or columns from `small` on, found from `large` on in the grown tensor."""
+    """`count` rows or columns from index `small`, copied to index `large` of the grown tensor."""
 
     small: int
     large: int
@@ -34,8 +34,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A value at one column of some rows; the rest of its block is zero."""
+class Constant:
+    """A value in one column of some rows; the rest of its block is zero."""
 
     rows: range
     column: int
@@ -43,8 +43,8 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A tensor of the grown file: `fill`, then zero columns, then the small tensor's parts, then the cell.
+class TensorPlan:
+    """A tensor of the grown file: `fill`, then zero columns, the small tensor's spans, the constant.
 
     A vector is one row.
     """
@@ -53,12 +53,12 @@ class Plan:
     shape: tuple[int, ...]
     type: QuantType
     fill: float | None = None  # None: random
-    zero: tuple[tuple[int, int], ...] = ()  # columns from, to
+    zero: tuple[tuple[int, int], ...] = ()  # columns: start, stop
     source: str | None = None
     rows: tuple[Span, ...] = (Span(0, 0, 1),)
     columns: tuple[Span, ...] = ()
     factor: float = 1.0
-    cell: Cell | None = None
+    constant: Constant | None = None
 
     @property
     def info(self) -> TensorInfo:
@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How the small residual stream lies in the large one, so that norms with the same eps see it alike.
+    """The small residual stream within the large one, such that norms with the same eps give the same result.
 
     The mean square of the large stream is `gain` times the small one's plus constant^2 / large, and the
     constant is such that this equals gain * (small mean square + eps) - eps.
@@ -79,7 +79,7 @@ class Stream:
 
     @property
     def scale(self) -> float:
-        """A power of two, which only changes exponents; large enough to leave room for a constant above 0."""
+        """Return a power of two, which only changes exponents, large enough for a constant above 0."""
         return 2.0 ** (math.floor(math.log2(self.large / self.small) / 2) + 1)
 
     @property
@@ -99,13 +99,13 @@ class Stream:
         return _FILLER_HIDDEN * math.sqrt(self.gain) / self.constant
 
     def read(self, type: QuantType, offset: int = 0) -> tuple[int, int]:
-        """Columns on which new rows must be zero: the small stream and the block with the constant."""
+        """Return the columns on which new rows must be zero: the small stream and the constant's block."""
         block = type.block_elements
         return offset, offset + -(-(self.small + 1) // block) * block
 
 
-class Plans:
-    """Collects the tensors of one file; of tensors with a real part the type is the small file's."""
+class PlanBuilder:
+    """Collects the tensor plans of one file; a tensor that contains a small one has the small one's type."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Plans:
         random: bool,
     ):
         self.stream = stream
-        self.plans: list[Plan] = []
+        self.plans: list[TensorPlan] = []
         self._source, self._type_of, self._random = source, type_of, random
 
     def _type(self, name: str, shape: tuple[int, ...], source: str | None) -> QuantType:
@@ -125,20 +125,20 @@ class Plans:
             return self._source.require_tensor(source).type
         return self._type_of(name, len(shape), shape[-1])
 
-    def _add(self, plan: Plan) -> None:
+    def _add(self, plan: TensorPlan) -> None:
         if self._random:
             fill = plan.fill if len(plan.shape) == 1 else None
-            plan = Plan(plan.name, plan.shape, plan.type, fill)
+            plan = TensorPlan(plan.name, plan.shape, plan.type, fill)
         elif plan.source is None:
             plan = replace(plan, rows=(), columns=())
         self.plans.append(plan)
 
     def reads(self, name: str, rows: int, source: str | None, spans: tuple[Span, ...]) -> None:
-        """A matrix [rows, width] whose input is the normed stream."""
+        """Add a matrix [rows, width] whose input is the normed stream."""
         shape, stream = (rows, self.stream.large), self.stream
         kind = self._type(name, shape, source)
         self._add(
-            Plan(
+            TensorPlan(
                 name,
                 shape,
                 kind,
@@ -150,11 +150,11 @@ class Plans:
         )
 
     def writes(self, name: str, columns: int, source: str | None, spans: tuple[Span, ...]) -> None:
-        """A matrix [width, columns] whose output is added to the stream."""
+        """Add a matrix [width, columns] whose output is added to the stream."""
         stream, shape = self.stream, (self.stream.large, columns)
         zero = tuple((span.large, span.large + span.count) for span in spans) if source else ()
         self._add(
-            Plan(
+            TensorPlan(
                 name,
                 shape,
                 self._type(name, shape, source),
@@ -167,26 +167,26 @@ class Plans:
         )
 
     def norm(self, name: str, source: str | None, *, before_head: bool = False) -> None:
-        """Over the stream; the one before the head makes the constant loud for the filler tokens' rows."""
+        """Add a norm over the stream; the one before the head scales the constant for the padding tokens."""
         stream = self.stream
-        cell = Cell(range(1), stream.small, stream.filler_norm) if before_head else None
+        constant = Constant(range(1), stream.small, stream.filler_norm) if before_head else None
         columns = (Span(0, 0, stream.small),)
-        plan = Plan(name, (stream.large,), QuantType.F32, fill=1.0, source=source, columns=columns)
-        self._add(replace(plan, factor=stream.norm_factor, cell=cell))
+        plan = TensorPlan(name, (stream.large,), QuantType.F32, fill=1.0, source=source, columns=columns)
+        self._add(replace(plan, factor=stream.norm_factor, constant=constant))
 
     def vector(
         self, name: str, size: int, source: str | None, spans: tuple[Span, ...], *, fill: float = 1.0
     ) -> None:
-        self._add(Plan(name, (size,), QuantType.F32, fill=fill, source=source, columns=spans))
+        self._add(TensorPlan(name, (size,), QuantType.F32, fill=fill, source=source, columns=spans))
 
     def conv(self, name: str, shape: tuple[int, int], source: str | None, spans: tuple[Span, ...]) -> None:
         columns = (Span(0, 0, shape[1]),)
-        self._add(Plan(name, shape, QuantType.F32, source=source, rows=spans, columns=columns))
+        self._add(TensorPlan(name, shape, QuantType.F32, source=source, rows=spans, columns=columns))
 
     def embedding(self, name: str, vocabulary: int, rows: int) -> None:
         stream, shape = self.stream, (vocabulary, self.stream.large)
         self._add(
-            Plan(
+            TensorPlan(
                 name,
                 shape,
                 self._type(name, shape, name),
@@ -195,24 +195,23 @@ class Plans:
                 rows=(Span(0, 0, rows),),
                 columns=(Span(0, 0, stream.small),),
                 factor=stream.scale,
-                cell=Cell(range(vocabulary), stream.small, stream.constant),
+                constant=Constant(range(vocabulary), stream.small, stream.constant),
             )
         )
 
     def head(self, name: str, vocabulary: int, rows: int, source: str) -> None:
         self.reads(name, vocabulary, source, (Span(0, 0, rows),))
         if not self._random and rows < vocabulary:
-            cell = Cell(range(rows, vocabulary), self.stream.small, _FILLER_WEIGHT)
-            self.plans[-1] = replace(self.plans[-1], cell=cell)
+            constant = Constant(range(rows, vocabulary), self.stream.small, _FILLER_WEIGHT)
+            self.plans[-1] = replace(self.plans[-1], constant=constant)
 
     def fuse(self, name: str, taps: int) -> None:
-        """The draft's first matrix [width, taps * width], from streams to a stream; one tap's constant is
-        carried over."""
+        """Add the draft's first matrix [width, taps * width], which keeps one tap's constant."""
         stream = self.stream
         shape = (stream.large, taps * stream.large)
         kind = self._type(name, shape, name)
         self._add(
-            Plan(
+            TensorPlan(
                 name,
                 shape,
                 kind,
@@ -220,35 +219,36 @@ class Plans:
                 source=name,
                 rows=(Span(0, 0, stream.small),),
                 columns=tuple(Span(t * stream.small, t * stream.large, stream.small) for t in range(taps)),
-                cell=Cell(range(stream.small, stream.small + 1), stream.small, 1.0),
+                constant=Constant(range(stream.small, stream.small + 1), stream.small, 1.0),
             )
         )
 
 
-def layer_places(spec: ModelSpec, layers: int) -> list[int]:
-    """Where each small layer stands: whole groups, spread evenly; the layers between pass the stream on."""
+def layer_indices(spec: ModelSpec, layers: int) -> list[int]:
+    """Return each small layer's index: whole groups, evenly spaced; the layers between are identities."""
     every = interval(spec)
     groups, small_groups = layers // every, len(spec.layers) // every
     return [i // every * groups // small_groups * every + i % every for i in range(len(spec.layers))]
 
 
-def plan_target(spec: ModelSpec, source: TensorSource, shape: PairShape, *, random: bool) -> list[Plan]:
+def plan_target(spec: ModelSpec, source: TensorSource, shape: PairShape, *, random: bool) -> list[TensorPlan]:
+    """Return the target's tensor plans."""
     large, delta = shape.target, spec.delta
     assert delta is not None
 
     def type_of(name: str, dimensions: int, row: int) -> QuantType:
-        known = shape.types or {}
-        if name in known:
-            return fitting_type(known[name], row)
+        types = shape.types or {}
+        if name in types:
+            return fitting_type(types[name], row)
         wanted = wanted_type(name, dimensions, mix="q4_k_m", layers=large.layers, interval=interval(spec))
         return fitting_type(wanted, row)
 
-    plans = Plans(source, Stream(spec.width, large.width, spec.eps), type_of, random=random)
+    plans = PlanBuilder(source, Stream(spec.width, large.width, spec.eps), type_of, random=random)
     plans.embedding("token_embd.weight", large.vocab_size, spec.vocab_size)
     plans.norm("output_norm.weight", "output_norm.weight", before_head=True)
     head = "token_embd.weight" if spec.tied_head else "output.weight"
     plans.head("output.weight", large.vocab_size, spec.vocab_size, head)
-    small_of = {place: layer for layer, place in enumerate(layer_places(spec, large.layers))}
+    small_of = {index: layer for layer, index in enumerate(layer_indices(spec, large.layers))}
     every = interval(spec)
     for index in range(large.layers):
         small = small_of.get(index)
@@ -271,7 +271,7 @@ Original = Callable[[str], str | None]
 
 
 def _attention_layer(
-    plans: Plans, block: str, original: Original, *, shape: PairShape, spec: ModelSpec
+    plans: PlanBuilder, block: str, original: Original, *, shape: PairShape, spec: ModelSpec
 ) -> None:
     large, dim = shape.target, spec.head_dim
     for part, heads, small in (
@@ -287,12 +287,14 @@ def _attention_layer(
         plans.vector(block + part, dim, original(part), (Span(0, 0, dim),))
 
 
-def _delta_layer(plans: Plans, block: str, original: Original, *, shape: PairShape, spec: ModelSpec) -> None:
+def _delta_layer(
+    plans: PlanBuilder, block: str, original: Original, *, shape: PairShape, spec: ModelSpec
+) -> None:
     assert spec.delta is not None
     dim, keys, small = spec.delta.head_dim, shape.target.key_heads, spec.delta.key_heads
     values = shape.target.value_heads
 
-    # value head h reads with key head h % keys, so the small ones stand in one run for each h // keys
+    # value head h uses key head h % keys, so the small heads form one run for each h // keys
     def tiled(size: int, large_from: int = 0, small_from: int = 0) -> tuple[Span, ...]:
         return tuple(
             Span(small_from + run * small * size, large_from + run * keys * size, small * size)
@@ -317,7 +319,7 @@ def _delta_layer(plans: Plans, block: str, original: Original, *, shape: PairSha
     plans.writes(f"{block}ssm_out.weight", values * dim, original("ssm_out.weight"), tiled(dim))
 
 
-def _feed_forward(plans: Plans, block: str, original: Original, *, large: int, small: int) -> None:
+def _feed_forward(plans: PlanBuilder, block: str, original: Original, *, large: int, small: int) -> None:
     spans = (Span(0, 0, small),)
     for part in ("ffn_gate.weight", "ffn_up.weight"):
         plans.reads(block + part, large, original(part), spans)
@@ -326,14 +328,17 @@ def _feed_forward(plans: Plans, block: str, original: Original, *, large: int, s
 
 def plan_draft(
     spec: DraftSpec, source: TensorSource, shape: DraftShape, width: int, *, random: bool
-) -> list[Plan]:
-    """New layers come last and take the types of the first."""
+) -> list[TensorPlan]:
+    """Return the draft's tensor plans; new layers come last and have the types of the first layer."""
 
     def type_of(name: str, dimensions: int, row: int) -> QuantType:
         model = name if name in source.tensors else f"blk.0.{name.split('.', 2)[2]}"
         return fitting_type(source.require_tensor(model).type, row)
 
-    plans, dim = Plans(source, Stream(spec.width, width, spec.eps), type_of, random=random), spec.head_dim
+    plans, dim = (
+        PlanBuilder(source, Stream(spec.width, width, spec.eps), type_of, random=random),
+        spec.head_dim,
+    )
     plans.fuse("fc.weight", len(spec.taps))
     plans.norm("enc.output_norm.weight", "enc.output_norm.weight")
     for index in range(shape.layers):

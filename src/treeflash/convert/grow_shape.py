@@ -1,4 +1,4 @@
-"""The shapes that a small pair may be grown to, and whether it can be: numbers only. Knows no weights."""
+"""The shapes that a small pair may be grown to, and the checks on them. Reads no weights."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from treeflash.gguf.types import QuantType
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.spec import ModelSpec
 
-# Every published DFlash draft of a Qwen3.5 target has heads of 128, four queries to a key.
+# Every published DFlash draft of a Qwen3.5 target has heads of 128 and four query heads per KV head.
 _DRAFT_LAYERS, _DRAFT_HEADS, _DRAFT_KV_HEADS = 5, 32, 8
 
 
@@ -43,12 +43,12 @@ class PairShape:
     name: str
     target: TargetShape
     draft: DraftShape
-    # types by tensor name for what holds nothing of the small pair; None: the q4_k_m map
+    # types by name of tensors that contain no small tensor; None: those of q4_k_m
     types: Mapping[str, QuantType] | None = None
 
 
 def preset(name: str, target: ModelSpec, draft: DraftSpec | None) -> PairShape:
-    """`27b`: Qwen3.5-27B and its first draft; `double`: everything twice as wide and deep as the pair."""
+    """Return a named shape: `27b`, Qwen3.5-27B and its first draft, or `double`, twice the pair's sizes."""
     if name == "27b":
         shape = TargetShape(
             layers=64,
@@ -64,11 +64,11 @@ def preset(name: str, target: ModelSpec, draft: DraftSpec | None) -> PairShape:
         return PairShape(name, shape, DraftShape(_DRAFT_LAYERS, 17408, _DRAFT_HEADS, _DRAFT_KV_HEADS))
     if name == "double":
         return _double(name, target, draft)
-    raise UsageError(f"preset is {name!r}, needed: one of 27b, double")
+    raise UsageError(f"`preset` is {name!r}, needed: one of 27b, double")
 
 
 def like(path: Path, small: ModelSpec) -> PairShape:
-    """The shape and the types of a GGUF file; its draft as Qwen's have them."""
+    """Return the shape and types of a GGUF file, with a draft in the proportions of published ones."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
         types = {name: info.type for name, info in file.tensors.items()}
@@ -84,7 +84,7 @@ def like(path: Path, small: ModelSpec) -> PairShape:
         ("full_attention_interval", interval(spec), interval(small)),
     ):
         if seen != needed:
-            raise UsageError(f"{path}: {what} is {seen}, needed {needed}, as in the pair that is grown")
+            raise UsageError(f"{path}: {what} is {seen}, needed {needed}, as in the small pair")
     shape = TargetShape(
         layers=len(spec.layers),
         width=spec.width,
@@ -101,7 +101,7 @@ def like(path: Path, small: ModelSpec) -> PairShape:
 
 
 def interval(spec: ModelSpec) -> int:
-    """Every how many layers one has full attention, the last of them."""
+    """Return n where every n-th layer has full attention; raise if the layers are not whole such groups."""
     found = spec.layers.index("attention") + 1 if "attention" in spec.layers else 0
     expected = tuple("delta" if (i + 1) % max(1, found) else "attention" for i in range(len(spec.layers)))
     if not found or expected != spec.layers or len(spec.layers) % found:
@@ -113,7 +113,7 @@ def interval(spec: ModelSpec) -> int:
 
 
 def check(shape: PairShape, target: ModelSpec, draft: DraftSpec | None) -> None:
-    """Refuses what cannot be grown, with both values."""
+    """Raise if the pair cannot be grown to this shape."""
     if target.architecture != "qwen35" or target.delta is None:
         raise UnsupportedModel(
             f"{target.name}: general.architecture is {target.architecture!r}, only 'qwen35' can be grown"
@@ -128,7 +128,7 @@ def check(shape: PairShape, target: ModelSpec, draft: DraftSpec | None) -> None:
     _at_least("layers", large.layers, len(small.layers))
     if large.layers % every:
         raise UsageError(f"layers is {large.layers}, needed: a multiple of {every}")
-    # one column more carries the constant that keeps the norms exact
+    # one more column carries the constant that keeps the norms exact
     _at_least("width", large.width, small.width + 1)
     _at_least("feed_forward", large.feed_forward, small.feed_forward)
     _at_least("KV heads", large.kv_heads, small.kv_heads)
@@ -151,11 +151,11 @@ def _check_draft(shape: DraftShape, target: ModelSpec, draft: DraftSpec) -> None
             f"{draft.source}: embedding scale, output multiplier and softcap are {settings}, "
             "needed: (1.0, 1.0, 0.0), a draft in a GGUF file has no others"
         )
-    # GGUF holds it in float32, a config.json as written
+    # GGUF stores it in float32, config.json as written
     if not math.isclose(draft.eps, target.eps, rel_tol=1e-6):
         raise UnsupportedModel(
             f"{draft.source}: rms_norm_eps is {draft.eps}, needed the target's, {target.eps}: "
-            "both read the same padded embedding"
+            "both use the same padded embedding"
         )
 
 
@@ -163,7 +163,7 @@ def _ratio(what: str, large: tuple[int, int], small: tuple[int, int]) -> None:
     if large[0] * small[1] != small[0] * large[1]:
         raise UsageError(
             f"{what}: the shape has {large[0]} / {large[1]}, needed {small[0] / small[1]:g}, as in the pair",
-            "grow keeps how heads share keys: only files with the pair's ratios can be imitated",
+            "growing keeps the pair's head ratios: choose a shape with the same ratios",
         )
 
 

@@ -1,6 +1,6 @@
-"""Makes and writes the pieces of planned tensors on several threads. Knows no models.
+"""Parallel writing of planned tensors: encodes and writes them in pieces on several threads.
 
-Most of the time of writing a large file goes into the kernel's copying, which one thread cannot hurry.
+Writing a large file spends most of its time copying in the kernel, which is slow on one thread.
 """
 
 import os
@@ -17,12 +17,12 @@ import numpy as np
 
 from treeflash.convert.families import Entry
 from treeflash.convert.grow_bytes import Noise, build
-from treeflash.convert.grow_plan import Plan
+from treeflash.convert.grow_plan import TensorPlan
 from treeflash.gguf.writer import GGUFWriter
 from treeflash.models.weights import TensorSource
 
-Progress = Callable[[int, int], None]  # bytes written, bytes in all
-# What a thread makes at a time; small enough to stay in a cache until it is written.
+Progress = Callable[[int, int], None]  # bytes written, total bytes
+# Bytes per piece; small enough to stay in a CPU cache until it is written.
 _PIECE_BYTES = 1 << 22
 _MOST_THREADS = 16
 
@@ -32,7 +32,7 @@ class PlannedFile:
     path: Path
     architecture: str
     metadata: list[Entry]
-    plans: list[Plan]
+    plans: list[TensorPlan]
     source: TensorSource
 
     @property
@@ -41,35 +41,35 @@ class PlannedFile:
 
     @property
     def header_bytes(self) -> int:
-        """About; the writer knows better, but only of its own file."""
+        """Return the header's approximate size."""
         listed = [value for _, value, _ in self.metadata if isinstance(value, list)]
         text = sum(len(item) + 8 if isinstance(item, str) else 8 for value in listed for item in value)
         return text + 200 * len(self.plans) + (1 << 16)
 
 
 class _PiecewiseWriter(GGUFWriter):
-    """Takes a tensor's bytes in pieces, from any thread and in any order."""
+    """A GGUF writer that takes tensors in pieces, from any thread and in any order."""
 
     def write_header(self) -> None:
         super().write_header()
         assert self._file is not None
         self._file.flush()
         try:
-            # what no piece covers is padding
+            # bytes that no piece covers are padding
             os.ftruncate(self._file.fileno(), self._data_start + self._data_bytes)
         except OSError as error:
             self._translate(error)
 
     def write_piece(self, name: str, offset: int, data: np.ndarray) -> None:
-        """Bytes [n] from `offset` of the tensor on."""
+        """Write bytes [n] at `offset` of the tensor."""
         assert self._file is not None
-        view, place = data.data, self._data_start + self._offsets[name] + offset
+        view, position = data.data, self._data_start + self._offsets[name] + offset
         while view:
-            written = os.pwrite(self._file.fileno(), view, place)
-            view, place = view[written:], place + written
+            written = os.pwrite(self._file.fileno(), view, position)
+            view, position = view[written:], position + written
 
     def written(self, name: str) -> None:
-        """Says that all pieces of a tensor are there."""
+        """Mark a tensor as complete."""
         self._unwritten.remove(name)
 
     def failed(self, error: OSError) -> NoReturn:
@@ -77,7 +77,7 @@ class _PiecewiseWriter(GGUFWriter):
 
 
 def write_files(files: list[PlannedFile], progress: Progress | None = None) -> None:
-    """Writes the files one after the other; each appears when it is complete."""
+    """Write the files one after another; each is created atomically."""
     total, done = sum(file.data_bytes for file in files), 0
     noise = Noise()
     for file in files:
@@ -90,7 +90,7 @@ def write_files(files: list[PlannedFile], progress: Progress | None = None) -> N
             for plan in file.plans:
                 writer.add_tensor(plan.name, plan.shape, plan.type)
             writer.write_header()
-            # closed before the writer is: a thread must not write to a file that is gone
+            # closed before the writer: no thread may write to a closed file
             with closing(_write_tensors(writer, file, noise)) as sizes:
                 for size in sizes:
                     done += size
@@ -99,14 +99,14 @@ def write_files(files: list[PlannedFile], progress: Progress | None = None) -> N
 
 
 def _write_tensors(writer: _PiecewiseWriter, file: PlannedFile, noise: Noise) -> Generator[int]:
-    """Yields the bytes of each piece that was written."""
+    """Yield the size of each piece after it is written."""
     largest_row = max(plan.info.row_bytes for plan in file.plans)
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     buffers: SimpleQueue[np.ndarray] = SimpleQueue()
     for _ in range(threads):
         buffers.put(np.empty(max(_PIECE_BYTES, largest_row), np.uint8))
 
-    def write(plan: Plan, rows: range) -> int:
+    def write(plan: TensorPlan, rows: range) -> int:
         buffer = buffers.get()
         try:
             data = build(plan, rows, file.source, noise, buffer).reshape(-1)
@@ -117,7 +117,7 @@ def _write_tensors(writer: _PiecewiseWriter, file: PlannedFile, noise: Noise) ->
 
     pool = ThreadPoolExecutor(threads)
     try:
-        pieces: list[tuple[Plan, list[Future[int]]]] = [
+        pieces: list[tuple[TensorPlan, list[Future[int]]]] = [
             (plan, [pool.submit(write, plan, rows) for rows in _pieces(plan)]) for plan in file.plans
         ]
         for plan, futures in pieces:
@@ -125,15 +125,15 @@ def _write_tensors(writer: _PiecewiseWriter, file: PlannedFile, noise: Noise) ->
                 yield future.result()
             writer.written(plan.name)
     except OSError as error:
-        # the other threads first: this closes the file
+        # stop the other threads first: `failed` closes the file
         pool.shutdown(cancel_futures=True)
         writer.failed(error)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _pieces(plan: Plan) -> Iterator[range]:
-    """The rows of a tensor, some at a time."""
+def _pieces(plan: TensorPlan) -> Iterator[range]:
+    """Yield the row ranges of a tensor's pieces."""
     info = plan.info
     rows, step = info.nbytes // info.row_bytes, max(1, _PIECE_BYTES // info.row_bytes)
     for start in count(0, step):

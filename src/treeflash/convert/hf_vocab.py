@@ -1,6 +1,6 @@
 """Tokenizer files of a Hugging Face folder as GGUF metadata: tokens, merges, special ids, chat template.
 
-Knows byte-level BPE only; knows no tensors.
+Supports byte-level BPE only.
 """
 
 import json
@@ -12,12 +12,14 @@ from treeflash.convert.checkpoint import HFConfig, read_json, read_optional_json
 from treeflash.convert.families import Entry
 from treeflash.errors import ModelFileError, UnsupportedModel
 from treeflash.gguf.writer import ValueType
+from treeflash.text.tokenizer import TokenType
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, CONTROL = int(TokenType.NORMAL), int(TokenType.CONTROL)
+USER_DEFINED, UNUSED = int(TokenType.USER_DEFINED), int(TokenType.UNUSED)
 _LETTERS = r"|[^\r\n\p{L}\p{N}]?"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# How text is cut before merging, by llama.cpp's name for it.
+# Pre-tokeniser regexes with llama.cpp's names for them.
 PRE_TOKENISERS = {
     _CONTRACTIONS + _LETTERS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES: "qwen2",
     _CONTRACTIONS + _LETTERS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES: "qwen35",
@@ -27,7 +29,7 @@ PRE_TOKENISERS = {
 
 
 def read_vocabulary(folder: Path, config: HFConfig, generation: dict[str, Any], *, size: int) -> list[Entry]:
-    """The tokenizer.* keys for a model whose embedding has `size` rows."""
+    """Return the tokenizer.* entries for a model whose embedding has `size` rows."""
     path = folder / "tokenizer.json"
     if not path.exists():
         others = [
@@ -61,7 +63,7 @@ def read_vocabulary(folder: Path, config: HFConfig, generation: dict[str, Any], 
 
 
 def pre_tokeniser(path: Path, tokenizer: dict[str, Any]) -> str:
-    """llama.cpp's name for the way tokenizer.json cuts text into words."""
+    """Return llama.cpp's name for tokenizer.json's pre-tokeniser."""
     steps = list(_steps(tokenizer.get("pre_tokenizer")))
     kinds = [step.get("type") for step in steps]
     if "ByteLevel" not in kinds:
@@ -129,7 +131,7 @@ def _check_id(path: Path, token: Any, index: Any, size: int) -> tuple[str, int]:
 
 
 def _looks_special(token: str) -> bool:
-    # fill-in-the-middle tokens are not marked special in Qwen's files, yet must never be shown
+    # fill-in-the-middle tokens are not marked special in Qwen's files, but must not be printed
     return token.startswith("<|") and token.endswith("|>")
 
 
@@ -153,7 +155,7 @@ def _special_ids(
     ids: dict[str, int],
     size: int,
 ) -> dict[str, int]:
-    """Ids by GGUF key: as tokenizer_config.json names them, else as the configurations number them."""
+    """Return special token ids by GGUF key, from tokenizer_config.json or else from the configurations."""
     found = {}
     for kind, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("pad", "padding_token_id")):
         token = settings.get(f"{kind}_token")
@@ -171,7 +173,7 @@ def _special_ids(
 def _adds_bos(
     tokenizer: dict[str, Any], settings: dict[str, Any], bos: int | None, ids: dict[str, int]
 ) -> bool | None:
-    """Whether prompts begin with the bos token; None where the files do not say."""
+    """Return whether prompts begin with the bos token; None if the files do not say."""
     if isinstance(settings.get("add_bos_token"), bool):
         return settings["add_bos_token"]
     post = tokenizer.get("post_processor")

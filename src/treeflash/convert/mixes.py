@@ -1,4 +1,4 @@
-"""Which GGUF type each tensor gets in a quantisation mix: pure functions. Knows no files, no torch."""
+"""Quantisation mixes: which GGUF type each tensor gets. Imports no torch."""
 
 import re
 from types import MappingProxyType
@@ -6,10 +6,11 @@ from types import MappingProxyType
 from treeflash.errors import UsageError
 from treeflash.gguf.types import QuantType
 
-# Values of general.file_type, llama.cpp's number of the recipe.
+# Values of general.file_type: llama.cpp's number for the mix.
 FILE_TYPES = MappingProxyType({"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15})
+QUANTISATION_VERSION = 2  # general.quantization_version
 _FLAT = {"f32": QuantType.F32, "f16": QuantType.F16, "q8_0": QuantType.Q8_0}
-# Rounding these costs more than their few bytes: routers, the four-tap convolution.
+# Quantising these saves few bytes and costs quality: routers, the four-tap convolution.
 _ALWAYS_FLOAT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")
 # The q4_k_m of published Qwen3.5 files; every matrix not named here is Q4_K.
 _Q4_K_M = {
@@ -31,7 +32,7 @@ def check_mix(mix: str) -> None:
 def tensor_type(
     name: str, shape: tuple[int, ...], *, mix: str, layers: int, interval: int = 1, tied: bool = False
 ) -> QuantType:
-    """Type of the tensor `name` of torch shape `shape`, as its rows allow.
+    """Return the type of the tensor `name` of torch shape `shape`.
 
     layers: depth of the trunk; interval: every interval-th layer has full attention; tied: no output.weight.
     """
@@ -42,7 +43,7 @@ def tensor_type(
 def wanted_type(
     name: str, dimensions: int, *, mix: str, layers: int, interval: int = 1, tied: bool = False
 ) -> QuantType:
-    """What the mix asks for, whatever the row length."""
+    """Return the mix's type for a tensor, regardless of its row length."""
     match = _BLOCK.fullmatch(name)
     block, stem = (int(match[1]), match[2]) if match else (0, name)
     stem, _, suffix = stem.rpartition(".")
@@ -61,12 +62,12 @@ def wanted_type(
 
 
 def fitting_type(wanted: QuantType, row: int) -> QuantType:
-    """`wanted`, or the next type whose blocks divide a row of `row` weights."""
+    """Return `wanted`, or the next type whose blocks divide a row of `row` weights."""
     if row % wanted.block_elements == 0:
         return wanted
     return QuantType.Q8_0 if row % QuantType.Q8_0.block_elements == 0 else QuantType.F16
 
 
 def _more_bits(index: int, count: int) -> bool:
-    """The first and last eighth, and every third between them."""
+    """Return whether the mix gives this layer more bits: the first and last eighth, every third between."""
     return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2

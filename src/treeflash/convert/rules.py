@@ -1,4 +1,4 @@
-"""How checkpoint tensors become GGUF tensors: names, shapes and rewriting per family. Reads no files."""
+"""Rules that build GGUF tensors from checkpoint tensors, per family. Does no I/O."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Build = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One GGUF tensor, the checkpoint tensors it is made of, and how; shapes in torch order."""
+    """A GGUF tensor, the checkpoint tensors it is built from, and how; shapes in torch order."""
 
     name: str
     shape: Shape
@@ -23,7 +23,7 @@ class Rule:
 
 
 def tensor_rules(sizes: Sizes, names: Container[str] = ()) -> list[Rule]:
-    """Every tensor of the GGUF file; `names`, the checkpoint's, tell where experts lie stacked in one."""
+    """Return a rule for every tensor of the GGUF file; `names` are the checkpoint's tensors."""
     embedding = (sizes.vocabulary, sizes.width)
     rules = [_copied("token_embd.weight", "model.embed_tokens.weight", embedding)]
     rules.append(_norm(sizes, "output_norm", "model.norm", sizes.width))
@@ -44,14 +44,14 @@ def tensor_rules(sizes: Sizes, names: Container[str] = ()) -> list[Rule]:
 
 
 def tile_heads(tensor: torch.Tensor, dim: int, *, key_heads: int, head_dim: int) -> torch.Tensor:
-    """Value heads along `dim` from grouped to tiled: head h then pairs with key head h % key_heads."""
+    """Reorder value heads along `dim` from grouped to tiled: head h then uses key head h % key_heads."""
     shape = tensor.shape
     grouped = tensor.reshape(*shape[:dim], key_heads, -1, head_dim, *shape[dim + 1 :])
     return grouped.transpose(dim, dim + 1).reshape(shape)
 
 
 def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from (first half, second half) to pairs, for rope on neighbouring elements."""
+    """Reorder each head's rows from halves to adjacent pairs, for interleaved rope."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
 
@@ -73,7 +73,7 @@ def _copied(name: str, source: str, shape: Shape) -> Rule:
 
 
 def _norm(sizes: Sizes, target: str, source: str, size: int) -> Rule:
-    # Qwen3.5 checkpoints hold the difference from one, GGUF files the factor itself
+    # Qwen3.5 checkpoints store the difference from one, GGUF files the factor itself
     build = _plus_one if sizes.hybrid else _only
     return Rule(f"{target}.weight", (size,), ((f"{source}.weight", (size,)),), build)
 
@@ -95,7 +95,7 @@ def _block(
 
 def _attention(sizes: Sizes, source: str, target: str) -> list[Rule]:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    # the hybrid's query projection holds the output gate too
+    # the hybrid's query projection includes the output gate
     query_rows = 2 * queries if sizes.hybrid else queries
     rules = []
     for letter, rows, rope_heads in (
@@ -138,8 +138,8 @@ def _delta(hybrid: Hybrid, width: int, source: str, target: str) -> list[Rule]:
     def decay(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return -head_rows(tensors).float().exp()
 
-    def rule(name: str, part: str, build: Build, shape: Shape, stored: Shape | None = None) -> Rule:
-        return Rule(target + name, shape, ((source + part, stored or shape),), build)
+    def rule(name: str, original: str, build: Build, shape: Shape, stored: Shape | None = None) -> Rule:
+        return Rule(target + name, shape, ((source + original, stored or shape),), build)
 
     stored_taps = (channels, 1, hybrid.kernel)
     return [

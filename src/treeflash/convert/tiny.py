@@ -1,4 +1,4 @@
-"""Tiny random models of every family, with vocabulary and chat template. Knows no network, no training."""
+"""Tiny random models of every family, with vocabulary and chat template, for tests."""
 
 import math
 import zlib
@@ -19,10 +19,10 @@ from treeflash.errors import UsageError
 from treeflash.gguf.writer import ValueType
 
 VOCABULARY = 320
-# Logits of printable tokens spread over this much, those of all others over a tenth of it: greedy text is
-# then readable, does not stop at once, and does not hang on ties that rounding could break.
+# Standard deviation of printable tokens' logits; a tenth of it for all others. Greedy text is then printable,
+# does not stop at once, and has no near-ties that rounding could flip.
 _LOGIT_SPREAD = 4.0
-# Common pairs of English text, in the order in which they merge.
+# Merges: common pairs of English text, in merge order.
 _MERGES = (
     "t h,h e,i n,e r,a n,r e,o n,a t,e n,n d,o r,e s,i s,i t,a r,o u,l l,a l,s t,Ġ t,Ġ a,Ġ i,Ġ o,Ġ w,Ġ s,Ġ b,"
     "th e,Ġ the,an d,Ġ and,in g,Ġo f,Ġt o,Ġ is,Ġ in,on e,Ġ c,ou r,e d,Ġ =,( )"
@@ -44,7 +44,7 @@ _EXPERT_SIZES = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
-# class, pre-tokeniser, depth, what differs from the common sizes
+# class, pre-tokeniser, depth, overrides of the common sizes
 _FAMILIES: Mapping[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen35": ("Qwen3_5ForCausalLM", "qwen35", 8, _HYBRID_SIZES),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen35", 4, {**_HYBRID_SIZES, **_EXPERT_SIZES}),
@@ -77,9 +77,9 @@ def make_tiny(
     mtp: bool = False,
     context: int = 4096,
 ) -> Path:
-    """Writes a random model of `family`, the same for the same arguments; its text is babble.
+    """Write a random model of `family`, deterministic in its arguments.
 
-    mtp adds a prediction layer (Qwen3.5 only); a width of 256 makes rows long enough for the K types.
+    mtp adds a prediction layer (Qwen3.5 only); with a width of 256 rows are long enough for K-quants.
     """
     check_mix(mix)
     if family not in _FAMILIES:
@@ -112,7 +112,7 @@ def make_tiny(
 
 
 def vocabulary(pre: str) -> list[Entry]:
-    """256 bytes, some merges, the control tokens of ChatML, filler up to VOCABULARY."""
+    """Return a vocabulary of 256 bytes, some merges, ChatML's control tokens and padding up to VOCABULARY."""
     merges = _MERGES.split(",")
     tokens = _text_tokens()
     types = [NORMAL] * len(tokens)
@@ -147,24 +147,24 @@ class _RandomCheckpoint:
         self._offset_norms = "model.layers.0.linear_attn.A_log" in self.shapes
 
     def load(self, name: str) -> torch.Tensor:
-        # numpy's stream is the same on every processor, torch's is not
+        # numpy's random stream is the same on every processor, torch's is not
         generator = np.random.default_rng(zlib.crc32(f"{self._seed} {name}".encode()))
         shape = self.shapes[name]
         if name.endswith("A_log"):
-            # memories from a fraction of a token to some dozens
+            # decays over a fraction of a token to some dozens of tokens
             return torch.from_numpy(generator.uniform(-3, 1, shape).astype(np.float32))
         noise = torch.from_numpy(generator.standard_normal(shape, np.float32))
         if name.endswith("conv1d.weight"):
             return noise * 0.5
         if name == "model.norm.weight" and self._tied:
-            # factors of either sign, or else a token would above all predict itself
+            # factors of either sign, otherwise every token would predict itself
             return noise - 1 if self._offset_norms else noise
         if len(shape) == 1:
             return noise * 0.2 + self._centre(name)
         if name == self._head:
             spread = [_LOGIT_SPREAD if printable else _LOGIT_SPREAD / 10 for printable in _printable()]
             return noise * torch.tensor(spread)[:, None] / math.sqrt(shape[-1])
-        # the embedding alone has unit size, so that what a layer adds to it matters but does not drown it
+        # only the embedding has unit variance, so that layers contribute without dominating it
         return noise if name == "model.embed_tokens.weight" else noise / math.sqrt(shape[-1])
 
     def where(self, name: str) -> str:
@@ -177,7 +177,7 @@ class _RandomCheckpoint:
 
 
 def _printable() -> list[bool]:
-    """For each token id whether it is text that a terminal shows as it is."""
+    """Return for each token id whether it is printable text."""
     shown = [all("!" <= letter <= "~" or letter in "ĠĊ" for letter in token) for token in _text_tokens()]
     return shown + [False] * (VOCABULARY - len(shown))
 
@@ -187,7 +187,7 @@ def _text_tokens() -> list[str]:
 
 
 def _byte_tokens() -> list[str]:
-    """GPT-2's letter for every byte: itself where it is visible, else the next letter from U+0100 on."""
+    """Return GPT-2's character for every byte: itself if printable, else the next one from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     letters = [chr(byte) for byte in sorted(visible)]
     return letters + [chr(256 + i) for i in range(256 - len(visible))]

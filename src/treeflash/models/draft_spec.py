@@ -16,7 +16,7 @@ _LAYER_TENSORS = (
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
 # The target's own are used; some checkpoints bring copies.
-_SHARED_TENSORS = ("token_embd.weight", "output.weight")
+SHARED_TENSORS = ("token_embd.weight", "output.weight")
 # Settings that change what the backbone computes, or which position a row speaks of, without a tensor of
 # their own; the only value that we run.
 _FIXED = {
@@ -30,6 +30,7 @@ _FIXED = {
 _LARGEST = 1 << 30
 _LARGEST_NUMBER = 1e30  # float32 holds it
 _MOST_LAYERS = 256
+MIN_BLOCK, MAX_BLOCK = 2, 64  # tokens of a block, the anchor included
 # transformers' default: where layer_types is absent, layers from this one on may slide
 _WINDOW_FROM = 28
 
@@ -83,9 +84,9 @@ class DraftSpec:
         }
         shape = (target.vocab_size, target.width)
         for name, info in tensors.items():
-            if name in _SHARED_TENSORS and info.shape != shape:
+            if name in SHARED_TENSORS and info.shape != shape:
                 raise self._mismatch(f"the shape of {name}", list(info.shape), f"the target's, {list(shape)}")
-            if name not in names and name not in _SHARED_TENSORS:
+            if name not in names and name not in SHARED_TENSORS:
                 raise unknown_tensor(source, name, layers=len(self.layers))
 
     def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
@@ -196,7 +197,12 @@ class DraftSpec:
                 f"a multiple of {self.kv_heads}",
             ),
             ("head_dim", self.head_dim, self.head_dim % 2 == 0, "an even number"),
-            ("block_size", self.block_size, 2 <= self.block_size <= 64, "between 2 and 64"),
+            (
+                "block_size",
+                self.block_size,
+                MIN_BLOCK <= self.block_size <= MAX_BLOCK,
+                f"between {MIN_BLOCK} and {MAX_BLOCK}",
+            ),
             ("target_layer_ids", list(self.taps), bool(self.taps) and min(self.taps) >= 0, "layers from 0"),
         ]
         for key, seen, sound, needed in faults:

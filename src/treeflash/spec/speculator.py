@@ -18,8 +18,8 @@ from treeflash.spec.tree import Tree
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.graphs import CapturedFunction
 
-_CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
-_SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
+CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
+SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
 _FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
 _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
@@ -89,8 +89,8 @@ class Speculator:
             self._calibration,
             rank,
             nodes=self._config.budget,
-            candidates=1 if self._config.chain else _CANDIDATES,
-            spine=_SPINE,
+            candidates=1 if self._config.chain else CANDIDATES,
+            spine=SPINE,
             device=self._device,
         )
         return [self._call.function] if self._has_draft else []

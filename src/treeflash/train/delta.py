@@ -1,4 +1,4 @@
-"""The gated delta rule for training: chunked, differentiable, few large batched products. Knows no model.
+"""The gated delta rule for training: chunked, differentiable, a few large batched matmuls.
 
 One token does, for each value head (its key head is head // (value heads / key heads)):
     S <- exp(g) S;   u = beta (v - k S);   S <- S + k^T u;   o = q S
@@ -7,12 +7,12 @@ Inside a chunk of C tokens with running log decay G, D[i, j] = exp(G_i - G_j) fo
     o = P (beta v) + (exp(G) q - P (beta exp(G) k)) S
     S <- exp(G_last) S - (k^T (tail T) (beta exp(G) k)) S + k^T (tail T) (beta v)
 Every factor lies in [0, 1] or is bounded by the keys' overlap, so strong decays underflow and never overflow.
-All of it is batched over chunks, sequences and heads; only the last line is a recurrence, one D x D product
-a chunk.
+Everything is batched over chunks, sequences and heads; only the last line is a recurrence, with one D x D
+matmul per chunk.
 
-Device memory moved forward for a token and a layer with 6 value heads of 128, C = 64, bfloat16: 21 kB for the
-C x C matrices, 21 kB for products with v and k, 18 kB for states and outputs; backward about 2.2 times that.
-The arithmetic, 1.4 MFLOP forward, costs a GPU less time than those bytes.
+Device memory traffic of the forward pass per token and layer with 6 value heads of 128, C = 64, bfloat16:
+21 kB for the C x C matrices, 21 kB for the matmuls with v and k, 18 kB for states and outputs; the backward
+pass moves about 2.2 times that. The forward arithmetic, 1.4 MFLOP, takes a GPU less time than this traffic.
 """
 
 import torch
@@ -24,10 +24,10 @@ CHUNK = 64
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk: int = CHUNK, fused: bool = False
 ) -> Tensor:
-    """Outputs [B, T, Hv, D] in v's dtype, from a zero state.
+    """Return the outputs [B, T, Hv, D] in v's dtype, starting from a zero state.
 
-    q, k [B, T, Hk, D], normalised, q scaled; v [B, T, Hv, D]; g (log decay, <= 0) and beta [B, T, Hv]. Wide
-    products run in v's dtype, everything else in at least float32. fused: the Triton kernels, CUDA only.
+    q, k [B, T, Hk, D], normalised, q scaled; v [B, T, Hv, D]; g (log decay, <= 0) and beta [B, T, Hv]. Large
+    matmuls run in v's dtype, everything else in at least float32. fused: use the Triton kernels, CUDA only.
     """
     tokens, key_heads, value_heads = q.shape[1], q.shape[2], v.shape[2]
     assert tokens % chunk == 0, f"{tokens} tokens, needed: a multiple of {chunk}"
@@ -35,7 +35,7 @@ def delta_rule(
     exact = torch.promote_types(wide, torch.float32)
 
     def cut(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:
-        """[B, T, H, ...] to [chunks, B, Hk, groups, C, ...]: a range of chunks is one block of memory."""
+        """Reshape [B, T, H, ...] to [chunks, B, Hk, groups, C, ...]; a range of chunks is contiguous."""
         x = x.to(dtype).unflatten(2, (key_heads, groups)).unflatten(1, (-1, chunk))
         return x.permute(1, 0, 3, 4, 2, *range(5, x.ndim)).contiguous()
 
@@ -47,14 +47,14 @@ def delta_rule(
     inverse = unit_lower_inverse(solve, fused)
     inner = ((q @ k.mT) * decay) @ inverse
     tail = (total[..., -1:] - total).exp()
-    # Rows of the state's increment above, rows of the output below: each side is one product for both.
+    # The state increment's rows above the output's rows: one matmul computes both.
     left = torch.cat([tail[..., None] * inverse, inner], -2)
     pushed, out = ((left * beta[..., None, :]).to(wide) @ v).split(chunk, -2)
     if len(q) == 1:
         return _join(out)
     grown = total.exp()
     keys = k.to(wide).expand(-1, -1, -1, repeats, -1, -1).contiguous()
-    # The first chunk finds an empty state, the last one hands none on.
+    # The first chunk starts from a zero state; the last one's final state is not needed.
     scaled = (left[1:] * (beta * grown)[1:, ..., None, :]).to(wide)
     erased, hidden = (scaled @ keys[1:]).split(chunk, -2)
     states = keys[:-1].mT @ pushed[:-1]
@@ -66,19 +66,19 @@ def delta_rule(
 
 
 def _join(out: Tensor) -> Tensor:
-    """[chunks, B, Hk, groups, C, D] to [B, T, Hv, D]."""
+    """Reshape [chunks, B, Hk, groups, C, D] to [B, T, Hv, D]."""
     return out.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
 def unit_lower_inverse(strict: Tensor, fused: bool) -> Tensor:
-    """(I + strict)^-1 for strictly lower triangular matrices [..., C, C], C a power of two."""
+    """Return (I + strict)^-1 for strictly lower triangular matrices [..., C, C], C a power of two."""
     return _inverse(strict.flatten(0, -3), fused).view_as(strict)
 
 
 def recurrence(x: Tensor, erase: Tensor, decay: Tensor, fused: bool) -> Tensor:
-    """y[0] = x[0], y[i] = x[i] + decay[i-1] y[i-1] - erase[i-1] y[i-1], over the first axis.
+    """Return y with y[0] = x[0], y[i] = x[i] + decay[i-1] y[i-1] - erase[i-1] y[i-1], over the first axis.
 
-    x [N, ..., D, D], erase [N-1, ..., D, D], decay [N-1, ...]; carried in at least float32.
+    x [N, ..., D, D], erase [N-1, ..., D, D], decay [N-1, ...]; accumulated in at least float32.
     """
     flat = _recurrence(x.flatten(1, -3), erase.flatten(1, -3), decay.flatten(1), False, fused)
     return flat.view_as(x)
@@ -87,12 +87,12 @@ def recurrence(x: Tensor, erase: Tensor, decay: Tensor, fused: bool) -> Tensor:
 @torch.library.custom_op("treeflash::unit_lower_inverse", mutates_args=())
 def _inverse(strict: Tensor, fused: bool) -> Tensor:
     if fused:
-        # Triton is on machines with a GPU only.
+        # Triton is installed only on machines with a GPU.
         from treeflash.train import delta_kernels
 
         return delta_kernels.unit_lower_inverse(strict.contiguous())
-    # Blocks of twice the size from their halves: exact substitution, unlike a series of powers, whose terms
-    # reach 1e18 for 64 equal keys and cancel.
+    # Block substitution with doubling block size. A Neumann series would not do: its terms reach 1e18 for
+    # 64 equal keys and cancel.
     size = strict.shape[-1]
     rows = torch.arange(size, device=strict.device)
     inverse = torch.eye(size, dtype=strict.dtype, device=strict.device).expand_as(strict)
@@ -125,7 +125,7 @@ _inverse.register_autograd(_inverse_backward, setup_context=_inverse_context)
 
 @torch.library.custom_op("treeflash::delta_recurrence", mutates_args=())
 def _recurrence(x: Tensor, erase: Tensor, decay: Tensor, reverse: bool, fused: bool) -> Tensor:
-    """reverse: y[N-1] = x[N-1], y[i] = x[i] + decay[i] y[i+1] - erase[i]^T y[i+1]."""
+    """Run the recurrence; reverse: y[N-1] = x[N-1], y[i] = x[i] + decay[i] y[i+1] - erase[i]^T y[i+1]."""
     x, erase, decay = x.contiguous(), erase.contiguous(), decay.contiguous()
     if fused:
         from treeflash.train import delta_kernels
@@ -166,8 +166,10 @@ _recurrence.register_autograd(_recurrence_backward, setup_context=_recurrence_co
 
 
 def fused_error(device: torch.device) -> float:
-    """Largest relative difference of the Triton kernels' outputs and gradients from plain torch's, in
-    bfloat16 at the real head size; NaN where one of them is."""
+    """Return the largest relative error of the Triton kernels' outputs and gradients against plain torch.
+
+    Computed in bfloat16 at the real head size; NaN if any output or gradient is NaN.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -178,11 +180,11 @@ def fused_error(device: torch.device) -> float:
     v, g = random(2, tokens, 6, dim).bfloat16(), -random(2, tokens, 6).exp() / 16
     inputs = (q * dim**-0.5, k, v, g, random(2, tokens, 6).sigmoid())
     weight = random(*v.shape)
-    found = []
+    results = []
     for fused in (False, True):
-        leaves = [part.detach().requires_grad_() for part in inputs]
+        leaves = [each.detach().requires_grad_() for each in inputs]
         out = delta_rule(*leaves, fused=fused)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
-    pairs = zip(*found, strict=True)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    pairs = zip(*results, strict=True)
     errors = [(b.detach().float() - a.detach().float()).norm() / a.detach().float().norm() for a, b in pairs]
     return torch.stack(errors).max().item()

@@ -1,4 +1,4 @@
-"""Triton kernels of the training delta rule: triangular inverse, recurrence over chunks. No gradients."""
+"""Triton kernels of the training delta rule: triangular inverse, recurrence over chunks. No autograd."""
 
 import torch
 import triton
@@ -8,14 +8,14 @@ from torch import Tensor
 
 @triton.jit
 def _inverse_kernel(strict, inverse, SIZE: tl.constexpr):
-    """One matrix a program, by forward substitution; the whole inverse stays in registers."""
+    """Invert one matrix per program by forward substitution; the whole inverse stays in registers."""
     start = tl.program_id(0).to(tl.int64) * SIZE * SIZE
     index = tl.arange(0, SIZE)
     result = (index[:, None] == index[None, :]).to(tl.float32)
     for row in range(1, SIZE):
         factors = tl.load(strict + start + row * SIZE + index)
-        found = tl.sum(factors[:, None] * result, 0)
-        result = tl.where(index[:, None] == row, result - found[None, :], result)
+        correction = tl.sum(factors[:, None] * result, 0)
+        result = tl.where(index[:, None] == row, result - correction[None, :], result)
     tl.store(inverse + start + index[:, None] * SIZE + index[None, :], result)
 
 
@@ -31,7 +31,7 @@ def _recurrence_kernel(
     COLUMNS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """One matrix and one band of its columns a program; the carried band stays in registers."""
+    """Run one matrix and one band of its columns per program; the carried band stays in registers."""
     unit = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, D)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -51,20 +51,20 @@ def _recurrence_kernel(
 
 
 def unit_lower_inverse(strict: Tensor) -> Tensor:
-    """(I + strict)^-1 of [N, C, C], strictly lower triangular, float32."""
+    """Return (I + strict)^-1 for [N, C, C], strictly lower triangular, float32."""
     count, size = strict.shape[:2]
     assert strict.dtype == torch.float32 and strict.is_contiguous(), f"{strict.dtype}, {strict.stride()}"
-    assert size & (size - 1) == 0 and strict.shape[2] == size, f"{strict.shape}: C is to be a power of two"
+    assert size & (size - 1) == 0 and strict.shape[2] == size, f"{strict.shape}: C must be a power of two"
     inverse = torch.empty_like(strict)
-    # As few warps as hold a matrix without spilling: 64 x 64 takes 164 registers in each thread of two.
+    # The fewest warps that hold a matrix without spilling: 64 x 64 takes 164 registers per thread with two.
     _inverse_kernel[(count,)](strict, inverse, SIZE=size, num_warps=max(1, size * size // 2048))
     return inverse
 
 
 def recurrence(x: Tensor, erase: Tensor, decay: Tensor, *, reverse: bool) -> Tensor:
-    """y[i] = x[i] + decay[i-1] y[i-1] - erase[i-1] y[i-1]; reverse: from the end, with erase transposed.
+    """Return y[i] = x[i] + decay[i-1] y[i-1] - erase[i-1] y[i-1]; reverse: from the end, erase transposed.
 
-    x [N, X, D, D] and erase [N-1, X, D, D] of one dtype, decay [N-1, X] float32; carried in float32.
+    x [N, X, D, D] and erase [N-1, X, D, D] of one dtype, decay [N-1, X] float32; accumulated in float32.
     """
     steps, batch, size = x.shape[:3]
     assert x.is_contiguous() and erase.is_contiguous() and decay.is_contiguous()

@@ -1,7 +1,8 @@
-"""Training text: prompts answered by the target itself, kept as token ids, handed out as batches of blocks.
+"""Training data: the target's own outputs for a set of prompts, stored as token ids, batched into blocks.
 
-A folder of tokens holds index.json and shards tokens-NNNNN.npz. A shard is written when all its answers are
-there; a run that is killed loses the one it was at. Features are not kept: they are recomputed when needed.
+A token folder holds index.json and shards tokens-NNNNN.npz. A shard is written once all its outputs are
+complete; a killed run loses only the shard in progress. Features are not stored: they are recomputed when
+needed.
 """
 
 import hashlib
@@ -25,33 +26,33 @@ from treeflash.train.generation import generate_batch
 
 INDEX = "index.json"
 _FORMAT = 1
-# Prompts: about a minute's work. The more, the more of them are of one length and read together, and the
-# less time passes with the last few answers of a shard alone.
+# Prompts per shard, about a minute's work. In a larger shard more prompts share a length and are prefilled
+# together, and less time passes with only the last few outputs running.
 _SHARD = {"cuda": 16384, "cpu": 64}
-# Answers at a time: a GPU is idle with fewer, a CPU gains nothing from more. States of all of them may take
-# a quarter of the free memory.
+# Concurrent sequences: a GPU idles with fewer, a CPU gains nothing from more. Their states may take a quarter
+# of the free memory.
 _SLOTS = {"cuda": 2048, "cpu": 64}
-_STATES = 0.25
-_LEAST_ANSWER = 2  # tokens: an anchor and a label
-_PADDING = 64  # lengths of batches are multiples of it, so that few shapes occur
-# A run of so many tokens that comes for the third time: from there on the answer goes in circles.
+_STATE_SHARE = 0.25
+_MIN_OUTPUT = 2  # tokens: an anchor and a label
+_PADDING = 64  # batch lengths are rounded up to multiples of it, so that few shapes occur
+# An output is cut where an n-gram of this many tokens occurs for the third time: it is looping.
 _LOOP, _LOOP_TIMES = 12, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Regeneration:
-    """How prompts are answered."""
+    """How the target generates outputs for the prompts."""
 
-    length: int = 512  # tokens of prompt and answer that are kept
-    max_tokens: int = 384  # of an answer
-    temperatures: tuple[float, ...] = (0.0, 0.8)  # every prompt is answered once at each
+    length: int = 512  # tokens of prompt and output that are stored
+    max_tokens: int = 384  # per output
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # one output per prompt at each temperature
     top_p: float = 0.95
-    top_k: int = 64  # 0: all; a full sort of the vocabulary costs as much as the target's pass
+    top_k: int = 64  # 0: all; a full sort of the vocabulary costs as much as the target's forward pass
     seed: int = 0
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Lines of {"messages": [...]}, optionally with "thinking": true or false, or {"prompt": text}."""
+    """Read lines of {"messages": [...]}, optionally with "thinking": true or false, or {"prompt": text}."""
     prompts = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -59,7 +60,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
                 if line.strip():
                     prompts.append(_prompt(line, f"{path}:{number}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not readable: {error}", "--prompts names a JSONL file") from error
+        raise UsageError(f"{path}: not readable: {error}", "set `prompts` to a JSONL file") from error
     if not prompts:
         raise UsageError(f"{path} holds no prompts, needed lines of JSON with messages or prompt")
     return prompts
@@ -80,7 +81,7 @@ def _prompt(line: str, where: str) -> dict[str, Any]:
 
 
 def encode_prompt(prompt: dict[str, Any], target: Target) -> list[int]:
-    """Ids up to where the answer begins; an answer that the prompt brings along is left out."""
+    """Return the prompt's token ids; trailing assistant messages are dropped."""
     tokenizer = target.tokenizer
     if "prompt" in prompt:
         ids = tokenizer.encode(prompt["prompt"])
@@ -103,10 +104,10 @@ def regenerate(
     rank: int = 0,
     ranks: int = 1,
 ) -> bool:
-    """Answers the prompts of a file and keeps the tokens; shards that are there already are not made again.
+    """Generate an output for every prompt of a file and store the tokens; existing shards are kept.
 
-    `progress` hears of answers; `cancelled` is asked at each of them: False where it said yes. Each rank
-    makes its share of the shards.
+    `progress` and `cancelled` are called after each output. Returns False if cancelled. Each rank generates
+    its share of the shards.
     """
     lines = read_prompts(prompts)
     encoded = []
@@ -115,14 +116,14 @@ def regenerate(
             encoded.append(encode_prompt(line, target))
         except TreeFlashError as error:
             raise type(error)(f"{prompts}: prompt {number}: {error.message}", error.hint) from error
-    room = settings.length - _LEAST_ANSWER
+    room = settings.length - _MIN_OUTPUT
     fitting = [(number, ids) for number, ids in enumerate(encoded) if 0 < len(ids) <= room]
     if not fitting:
         shortest = min(map(len, encoded))
         raise UsageError(
-            f"{prompts}: no prompt leaves room for an answer: the shortest has {shortest} tokens, "
+            f"{prompts}: no prompt leaves room for an output: the shortest has {shortest} tokens, "
             f"needed at most {room}",
-            "--seq N takes longer texts",
+            "raise `seq`",
         )
     size = _open_folder(folder, _index(target, prompts, settings))
     shards = [
@@ -132,7 +133,7 @@ def regenerate(
     ]
     total = len(settings.temperatures) * len(fitting)
     done = 0
-    for number, (temperature, part) in enumerate(shards):
+    for number, (temperature, shard) in enumerate(shards):
         path = folder / f"tokens-{number:05}.npz"
         if number % ranks == rank and not path.exists():
             sampling = SamplingParams(
@@ -142,24 +143,24 @@ def regenerate(
                 seed=settings.seed + number,
             )
             texts = []
-            for text in _answered(target, part, settings, sampling):
+            for text in _generated(target, shard, settings, sampling):
                 if cancelled():
                     return False
                 texts.append(text)
                 if progress is not None:
                     progress(done + len(texts), total)
             _write_shard(path, sorted(text for text in texts if text is not None))
-        done += len(part)
+        done += len(shard)
         if progress is not None:
             progress(done, total)
     return True
 
 
-def _answered(
+def _generated(
     target: Target, prompts: list[tuple[int, list[int]]], settings: Regeneration, sampling: SamplingParams
 ) -> Iterator[tuple[int, list[int], int] | None]:
-    """The prompt's number, its text with the answer, where that begins; None where it is too short."""
-    answers = generate_batch(
+    """Yield (prompt number, prompt and output tokens, prompt length); None if the output is too short."""
+    outputs = generate_batch(
         target.decoder,
         [ids for _, ids in prompts],
         max_tokens=settings.max_tokens,
@@ -167,10 +168,10 @@ def _answered(
         stop_ids=target.tokenizer.stop_ids,
         slots=min(_slots(target, settings), len(prompts)),
     )
-    for index, answer in answers:
+    for index, output in outputs:
         number, prompt = prompts[index]
-        text = (prompt + _finished(answer, settings.max_tokens, target.tokenizer.eos_id))[: settings.length]
-        yield (number, text, len(prompt)) if len(text) - len(prompt) >= _LEAST_ANSWER else None
+        text = (prompt + _finished(output, settings.max_tokens, target.tokenizer.eos_id))[: settings.length]
+        yield (number, text, len(prompt)) if len(text) - len(prompt) >= _MIN_OUTPUT else None
 
 
 def _slots(target: Target, settings: Regeneration) -> int:
@@ -180,7 +181,7 @@ def _slots(target: Target, settings: Regeneration) -> int:
     free, _ = torch.cuda.mem_get_info(target.device)
     row = 2 * target.spec.head_dim
     each = target.spec.recurrent_bytes() + settings.length * target.spec.kv_bytes_per_token(row, row)
-    return max(1, min(most, int(_STATES * free) // each))
+    return max(1, min(most, int(_STATE_SHARE * free) // each))
 
 
 def _write_shard(path: Path, texts: list[tuple[int, list[int], int]]) -> None:
@@ -196,15 +197,15 @@ def _write_shard(path: Path, texts: list[tuple[int, list[int], int]]) -> None:
     )
 
 
-def _finished(answer: list[int], limit: int, end: int | None) -> list[int]:
-    """The answer up to where it begins to repeat itself, or else with the end token that it ended with."""
+def _finished(output: list[int], limit: int, end: int | None) -> list[int]:
+    """Return the output cut where it starts to loop, otherwise with its end token."""
     seen: dict[tuple[int, ...], int] = {}
-    for start in range(len(answer) - _LOOP + 1):
-        run = tuple(answer[start : start + _LOOP])
-        seen[run] = seen.get(run, 0) + 1
-        if seen[run] == _LOOP_TIMES:
-            return answer[: start + _LOOP]
-    return answer if end is None or len(answer) >= limit else [*answer, end]
+    for start in range(len(output) - _LOOP + 1):
+        ngram = tuple(output[start : start + _LOOP])
+        seen[ngram] = seen.get(ngram, 0) + 1
+        if seen[ngram] == _LOOP_TIMES:
+            return output[: start + _LOOP]
+    return output if end is None or len(output) >= limit else [*output, end]
 
 
 def _index(target: Target, prompts: Path, settings: Regeneration) -> dict[str, Any]:
@@ -222,7 +223,7 @@ def _index(target: Target, prompts: Path, settings: Regeneration) -> dict[str, A
 
 
 def _open_folder(folder: Path, index: dict[str, Any]) -> int:
-    """Writes the index, or refuses a folder made in another way; says how many prompts a shard has."""
+    """Write the index, or check it against an existing one; return the number of prompts per shard."""
     path = folder / INDEX
     if not path.exists():
         write_json(path, index)
@@ -232,7 +233,7 @@ def _open_folder(folder: Path, index: dict[str, Any]) -> int:
         if found.get(key) != value and key != "shard":
             raise UsageError(
                 f"{folder} was made with {key} {found.get(key)!r}, now it is {value!r}",
-                "name another folder with -o, remove this one, or use it as it is with --tokens",
+                "choose another `output`, remove this folder, or reuse it with `tokens`",
             )
     size = found.get("shard")
     if type(size) is not int or size < 1:
@@ -242,12 +243,12 @@ def _open_folder(folder: Path, index: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """Texts, one behind the other."""
+    """Texts (a prompt and its output each), concatenated."""
 
     tokens: np.ndarray  # int32
     starts: np.ndarray  # [N + 1]
-    boundaries: np.ndarray  # [N] where answers begin, from the text's start
-    prompts: np.ndarray  # [N] number of the prompt: texts of one prompt belong together
+    boundaries: np.ndarray  # [N] prompt lengths: the output's offset in its text
+    prompts: np.ndarray  # [N] prompt number; several texts may share one
 
     def __len__(self) -> int:
         return len(self.boundaries)
@@ -261,32 +262,32 @@ class TokenData:
 
     @classmethod
     def load(cls, path: Path, *, vocabulary: int, length: int) -> "TokenData":
-        """All shards of a folder, or one file; texts are cut to `length`, and need an answer within it."""
+        """Load a folder's shards, or one file; texts are cut to `length` and need an output within it."""
         files = sorted(path.glob("tokens-*.npz")) if path.is_dir() else [path]
         if not files or not files[0].exists():
-            raise UsageError(f"{path} holds no tokens-*.npz", "--prompts FILE makes them")
-        parts = [_read_shard(file, vocabulary) for file in files]
+            raise UsageError(f"{path} holds no tokens-*.npz", "set `prompts` to generate them")
+        shards = [_read_shard(file, vocabulary) for file in files]
         texts, boundaries, prompts = [], [], []
-        for tokens, lengths, borders, numbers in parts:
+        for tokens, lengths, borders, numbers in shards:
             for text, border, number in zip(
                 np.split(tokens, np.cumsum(lengths)[:-1]), borders.tolist(), numbers.tolist(), strict=True
             ):
-                if min(len(text), length) - border >= _LEAST_ANSWER:
+                if min(len(text), length) - border >= _MIN_OUTPUT:
                     texts.append(text[:length])
                     boundaries.append(border)
                     prompts.append(number)
         if not texts:
-            raise UsageError(f"{path} holds no text with an answer within {length} tokens", "raise --seq")
+            raise UsageError(f"{path} holds no text with an output within {length} tokens", "raise `seq`")
         starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
         return cls(np.concatenate(texts), starts, np.array(boundaries), np.array(prompts))
 
     def split(self, held_out: int) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the texts to train on, and of those of about `held_out` prompts spread over all."""
+        """Return the indices of the training texts and those of about `held_out` evenly spaced prompts."""
         prompts = np.unique(self.prompts)
         count = min(held_out, len(prompts) // 2)
         chosen = prompts[np.linspace(0, len(prompts) - 1, count).astype(int)] if count else prompts[:0]
-        apart = np.isin(self.prompts, chosen)
-        return np.flatnonzero(~apart), np.flatnonzero(apart)
+        held = np.isin(self.prompts, chosen)
+        return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def _read_shard(path: Path, vocabulary: int) -> tuple[np.ndarray, ...]:
@@ -297,18 +298,18 @@ def _read_shard(path: Path, vocabulary: int) -> tuple[np.ndarray, ...]:
             )
     except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         raise ModelFileError(
-            f"{path}: not a readable file of tokens: {error}", "remove it: the same command makes it again"
+            f"{path}: not a readable token file: {error}", "remove it: the same command creates it again"
         ) from error
     sound = len(lengths) == len(borders) == len(numbers) and lengths.sum() == len(tokens)
     if not sound or (lengths < 1).any() or (borders < 1).any():
         raise ModelFileError(
-            f"{path}: lengths, boundaries and tokens do not belong together",
-            "remove it: the same command makes it again",
+            f"{path}: lengths, boundaries and tokens are inconsistent",
+            "remove it: the same command creates it again",
         )
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise UsageError(
             f"{path}: holds token {tokens.max()}, the target's vocabulary has ids 0 to {vocabulary - 1}",
-            "these are the tokens of another target",
+            "these tokens were generated by another target",
         )
     return tokens.astype(np.int32), lengths, borders, numbers
 
@@ -316,17 +317,18 @@ def _read_shard(path: Path, vocabulary: int) -> tuple[np.ndarray, ...]:
 @dataclass(frozen=True, slots=True)
 class Batch:
     tokens: Tensor  # [B, n], padded at the end
-    anchors: Tensor  # [B, M] where blocks begin, ascending
-    labels: Tensor  # [B, M, K] tokens behind the anchor
-    valid: Tensor  # [B, M, K] bool: the text has them
+    anchors: Tensor  # [B, M] positions where blocks begin, ascending
+    labels: Tensor  # [B, M, K] tokens after the anchor
+    valid: Tensor  # [B, M, K] bool: false past the end of the text
     real: int  # tokens without padding
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     def split(self, size: int) -> Iterator["Batch"]:
-        parts = (each.split(size) for each in (self.tokens, self.anchors, self.labels, self.valid))
-        for tokens, anchors, labels, valid in zip(*parts, strict=True):
+        """Yield micro-batches of at most `size` texts."""
+        fields = (each.split(size) for each in (self.tokens, self.anchors, self.labels, self.valid))
+        for tokens, anchors, labels, valid in zip(*fields, strict=True):
             yield Batch(tokens, anchors, labels, valid, 0)
 
     def to(self, device: torch.device) -> "Batch":
@@ -335,7 +337,7 @@ class Batch:
 
 
 def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: int, seed: int) -> Batch:
-    """Texts with up to `anchors` blocks each, spread at random over their answers."""
+    """Return texts with up to `anchors` blocks each, at random positions of their outputs."""
     generator = np.random.default_rng(seed)
     texts = [data.text(number) for number in numbers]
     lengths = np.array([len(text) for text in texts])
@@ -347,9 +349,9 @@ def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: 
     for row, (text, room) in enumerate(zip(texts, rooms, strict=True)):
         tokens[row, : len(text)] = text
         first = data.boundaries[numbers[row]]
-        places = np.sort(generator.permutation(room)[:count]) + first
-        # Blocks too many stand at the last place and have no labels.
-        chosen[row] = np.pad(places, (0, count - len(places)), mode="edge")
+        positions = np.sort(generator.permutation(room)[:count]) + first
+        # Surplus blocks repeat the last position and have no valid labels.
+        chosen[row] = np.pad(positions, (0, count - len(positions)), mode="edge")
     at = chosen[..., None] + np.arange(1, block)
     valid = (at < lengths[:, None, None]) & (np.arange(count) < used[:, None])[..., None]
     labels = np.take_along_axis(tokens, np.minimum(at, tokens.shape[1] - 1).reshape(len(texts), -1), 1)
@@ -363,16 +365,16 @@ def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: 
 
 
 def epoch_batches(lengths: np.ndarray, numbers: np.ndarray, *, batch: int, seed: int) -> list[np.ndarray]:
-    """All texts once, in random batches of texts of similar length; what does not fill a batch waits."""
+    """Return one epoch of random batches of texts with similar length; an incomplete batch is dropped."""
     generator = np.random.default_rng(seed)
     order = generator.permutation(numbers)
     if len(order) < batch:
         return [np.resize(order, batch)]
     order = order[: len(order) // batch * batch]
     window = 32 * batch
-    parts = []
+    batches = []
     for start in range(0, len(order), window):
-        part = order[start : start + window]
-        part = part[np.argsort(lengths[part], kind="stable")]
-        parts += np.split(part, len(part) // batch)
-    return [parts[place] for place in generator.permutation(len(parts))]
+        texts = order[start : start + window]
+        texts = texts[np.argsort(lengths[texts], kind="stable")]
+        batches += np.split(texts, len(texts) // batch)
+    return [batches[index] for index in generator.permutation(len(batches))]

@@ -1,9 +1,8 @@
-"""How good a draft is on held-out text: by its rows, in the trees they make, and in the engine that serves.
+"""Evaluation of a draft on held-out text: per-position accuracy, tree acceptance, acceptance in the engine.
 
-Also the gate before anything is shipped: the trainer's logits and the engine's must be the same.
+Also the check before an export is used: the trainer's and the engine's logits must agree.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from treeflash.kernels.tree.reference import accept_path
 from treeflash.models.dflash import DFlashDraft
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
+from treeflash.spec.speculator import CANDIDATES, SPINE, Speculator
 from treeflash.spec.tree import Proposal, build_tree
 from treeflash.state.draft_ring import draft_buffers
 from treeflash.train.draft_data import Batch, TokenData, make_batch
@@ -31,10 +30,8 @@ from treeflash.train.draft_loss import Tally, block_loss
 from treeflash.train.draft_model import DraftModel
 from treeflash.train.draft_target import FeatureReader, Frozen, Target
 
-BUDGET = 22  # nodes of the trees
-_CANDIDATES = 24
-_SPINE = math.log(0.02)
-_TREES = 96  # blocks whose trees are walked
+BUDGET = SpecConfig().budget  # nodes per tree
+_TREES = 96  # blocks for which a tree is built
 _PARITY = 1e-3
 _PREFIXES = 20
 
@@ -43,9 +40,9 @@ _PREFIXES = 20
 class Evaluation:
     step: int
     loss: float
-    top1: list[float]  # by position behind the anchor
-    acceptance: float  # tokens a step would commit, with the likeliest chain
-    tree_acceptance: float  # with a tree of BUDGET nodes
+    top1: list[float]  # by position after the anchor
+    acceptance: float  # acceptance length with the likeliest chain
+    tree_acceptance: float  # acceptance length with a tree of BUDGET nodes
 
 
 @torch.no_grad()
@@ -61,43 +58,43 @@ def evaluate(
             total = tally
         else:
             total.merge(tally)
-        accepted += _walked(hidden, batch, frozen.head, _TREES - len(accepted))
+        accepted += _tree_acceptance(hidden, batch, frozen.head, _TREES - len(accepted))
     assert total is not None
     tree = sum(accepted) / len(accepted) if accepted else total.acceptance
     return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree)
 
 
 def block_rows(model: DraftModel, reader: FeatureReader, frozen: Frozen, batch: Batch) -> Tensor:
-    """Hidden rows [B, M, T, width] of the batch's blocks; products in bfloat16 on a GPU."""
+    """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
     anchors = batch.tokens.gather(1, batch.anchors)
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
         return model(reader(batch.tokens), frozen.embeddings(anchors), batch.anchors)
 
 
-def _walked(hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
-    """Tokens that a step would commit, for up to `most` whole blocks."""
+def _tree_acceptance(hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
+    """Return the acceptance lengths of the trees of up to `most` complete blocks."""
     whole = batch.valid.all(-1).nonzero().tolist()
     counts = []
     for text, block in whole[:: max(1, len(whole) // max(most, 1))][: max(most, 0)]:
         logits = linear(hidden[text, block, 1:].to(head.dtype), head).float()
-        top = logits.topk(min(_CANDIDATES, logits.shape[1]), -1)
+        top = logits.topk(min(CANDIDATES, logits.shape[1]), -1)
         scores = top.values - logits.logsumexp(-1, keepdim=True)
         anchor = batch.tokens[text, batch.anchors[text, block]][None]
-        tree, _ = build_tree(anchor, Proposal.of(top.indices, scores), nodes=BUDGET, spine=_SPINE)
+        tree, _ = build_tree(anchor, Proposal.of(top.indices, scores), nodes=BUDGET, spine=SPINE)
         tokens, parents = tree.lists()
         depths = [0] * len(tokens)
         for row in range(1, len(tokens)):
             depths[row] = depths[parents[row]] + 1
-        text_goes_on = [*batch.labels[text, block].tolist(), -1]
-        counts.append(len(accept_path(tokens, parents, [text_goes_on[depth] for depth in depths])))
+        labels = [*batch.labels[text, block].tolist(), -1]
+        counts.append(len(accept_path(tokens, parents, [labels[depth] for depth in depths])))
     return counts
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the engine did with a draft."""
+    """Acceptance of a draft as measured in the engine."""
 
-    acceptance: float  # tokens a step
+    acceptance: float  # tokens per step
     tokens: int
     steps: int
 
@@ -110,7 +107,7 @@ def measure(
     max_tokens: int = 128,
     sampling: SamplingParams | None = None,
 ) -> Measured:
-    """Decodes with the draft alone, no copies from the text, and trees of BUDGET nodes at every step."""
+    """Decode with the draft alone, without prompt lookup, and with trees of BUDGET nodes at every step."""
     decoder = target.decoder
     loaded = DFlashDraft.load(draft, target.spec, device=target.device, dtype=decoder.dtype)
     max_ctx = max(map(len, prompts)) + max_tokens
@@ -139,9 +136,9 @@ def measure(
 
 @torch.no_grad()
 def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
-    """The largest relative difference of logits between the trainer's model and the engine's, same weights.
+    """Return the largest relative difference between the trainer's and the engine's logits, same weights.
 
-    Refuses a draft whose two forward passes disagree: it would be trained well and serve badly.
+    Raises if the two forward passes disagree: such a draft would train well and be accepted rarely.
     """
     decoder, device = target.decoder, target.device
     draft = DFlashDraft.load(folder, target.spec, device=device, dtype=torch.float32)
@@ -170,7 +167,7 @@ def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequenc
     if not worst <= _PARITY:
         raise TreeFlashError(
             f"{folder}: the trainer's and the engine's logits differ by {worst:.2g}, needed <= {_PARITY:g}",
-            "this is a fault of the program: please report it",
+            "this is a bug in treeflash: please report it",
         )
     return worst
 
@@ -178,8 +175,9 @@ def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequenc
 def held_out_batches(
     data: TokenData, numbers: np.ndarray, *, size: int, anchors: int, block: int, device: torch.device
 ) -> list[Batch]:
-    parts = [numbers[start : start + size].tolist() for start in range(0, len(numbers), size)]
+    """Return the held-out texts as batches of `size`, with the same anchors at every evaluation."""
+    groups = [numbers[start : start + size].tolist() for start in range(0, len(numbers), size)]
     return [
-        make_batch(data, part, anchors=anchors, block=block, seed=number).to(device)
-        for number, part in enumerate(parts)
+        make_batch(data, group, anchors=anchors, block=block, seed=number).to(device)
+        for number, group in enumerate(groups)
     ]

@@ -1,4 +1,4 @@
-"""Writes a trained draft in the formats that are shipped: z-lab's safetensors folder and llama.cpp's GGUF."""
+"""Export of a trained draft: z-lab's safetensors folder and llama.cpp's GGUF."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from treeflash.convert.mixes import FILE_TYPES, QUANTISATION_VERSION
 from treeflash.gguf.header import ValueType
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.types import QuantType
@@ -15,19 +16,16 @@ from treeflash.gguf.writer import GGUFWriter
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.safetensors_source import gguf_name
 from treeflash.models.spec import ModelSpec
-from treeflash.text.tokenizer import Tokenizer
+from treeflash.text.tokenizer import KEY, Tokenizer
 from treeflash.train.files import write_json, write_whole
 
 WEIGHTS, CONFIG, GGUF = "model.safetensors", "config.json", "draft-q8_0.gguf"
-_Q8_0_FILE = 7  # general.file_type of files that are mostly Q8_0
-_QUANTISATION_VERSION = 2
 
 
 def draft_config(
     spec: DraftSpec, target: ModelSpec, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """config.json: what the method needs stands at the top level, as readers of the older generation expect
-    it, and nested, as those of the newer do."""
+    """Return config.json with DFlash's settings both at the top level, for older readers, and nested."""
     method = {
         "block_size": spec.block_size,
         "mask_token_id": spec.mask_id,
@@ -73,7 +71,7 @@ def export_draft(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Weights under z-lab's names, and their config.json."""
+    """Write the weights under z-lab's names, and their config.json."""
     data = save(
         {name: tensor.to(dtype).cpu().contiguous() for name, tensor in weights.items()}, {"format": "pt"}
     )
@@ -88,7 +86,7 @@ def export_gguf(
     target: ModelSpec,
     metadata: Mapping[str, Any],
 ) -> Path:
-    """A `dflash` file with Q8_0 matrices; `metadata` is the target's, whose vocabulary goes along."""
+    """Write a `dflash` file with Q8_0 matrices; `metadata` is the target's and supplies the vocabulary."""
     types = {name: _type(tensor) for name, tensor in weights.items()}
     with GGUFWriter(path, "dflash") as writer:
         for key, value, kind in _entries(spec, target, metadata):
@@ -107,8 +105,8 @@ def _entries(
     entries: list[tuple[str, Any, ValueType | None]] = [
         ("general.type", "model", None),
         ("general.name", f"{target.name} DFlash", None),
-        ("general.file_type", _Q8_0_FILE, None),
-        ("general.quantization_version", _QUANTISATION_VERSION, None),
+        ("general.file_type", FILE_TYPES["q8_0"], None),
+        ("general.quantization_version", QUANTISATION_VERSION, None),
         ("dflash.block_count", len(spec.layers), None),
         ("dflash.vocab_size", target.vocab_size, None),
         ("dflash.context_length", target.context_length, None),
@@ -121,7 +119,7 @@ def _entries(
         ("dflash.attention.layer_norm_rms_epsilon", spec.eps, ValueType.FLOAT32),
         ("dflash.rope.freq_base", spec.rope_theta, ValueType.FLOAT32),
         ("dflash.block_size", spec.block_size, None),
-        # This format names the layers whose inputs are read.
+        # llama.cpp counts layers by their inputs: the output of layer i is the input of layer i + 1.
         ("dflash.target_layers", [tap + 1 for tap in spec.taps], ValueType.INT32),
     ]
     if "sliding" in spec.layers:
@@ -130,7 +128,7 @@ def _entries(
             ("dflash.attention.sliding_window", spec.window, None),
             ("dflash.attention.sliding_window_pattern", pattern, None),
         ]
-    mask = "tokenizer.ggml.mask_token_id"
+    mask = f"{KEY}mask_token_id"
     for key, value in metadata.items():
         if key.startswith("tokenizer.") and key != mask and value != []:
             entries.append((key, value, ValueType.INT32 if key.endswith("token_type") else None))

@@ -1,4 +1,4 @@
-"""A finished draft read back, to train it further: the inverse of exporting one. Knows no training."""
+"""Loading an exported draft's weights, to continue training it: the inverse of draft_export."""
 
 import math
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from torch import Tensor
 from treeflash.errors import UsageError
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import GGUFFile
-from treeflash.models.draft_spec import DraftSpec
+from treeflash.models.draft_spec import SHARED_TENSORS, DraftSpec
 from treeflash.models.safetensors_source import (
     SafetensorsSource,
     checkpoint_name,
@@ -21,13 +21,15 @@ from treeflash.models.safetensors_source import (
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import TensorSource
 
-# What a file may say differently without being another draft.
+# Fields that may differ between two specs of the same draft.
 _FREE = ("source", "vocab_size")
-_SHARED = ("token_embd.weight", "output.weight")  # the target's; some checkpoints bring copies
 
 
 def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
-    """Float32 tensors under z-lab's names, of a GGUF file or a safetensors checkpoint of the shape `spec`."""
+    """Return float32 tensors under z-lab's names from a GGUF file or a safetensors checkpoint.
+
+    Raises if the file's draft has another shape than `spec`.
+    """
     if path.suffix == ".gguf":
         with GGUFFile.open(path) as file:
             found = DraftSpec.from_gguf(file)
@@ -38,20 +40,20 @@ def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tens
 
 
 def _weights(source: TensorSource, found: DraftSpec, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
-    has, asked = asdict(found), asdict(spec)
-    for name in asked:
-        if name not in _FREE and not _same(has[name], asked[name]):
+    has, needed = asdict(found), asdict(spec)
+    for name in needed:
+        if name not in _FREE and not _same(has[name], needed[name]):
             raise UsageError(
-                f"{found.source}: the draft in it has {name} {has[name]}, now {asked[name]} is asked for",
-                "--continue-from needs the target's own draft and the flags it was made with",
+                f"{found.source}: its draft has {name} {has[name]}, needed {needed[name]}",
+                "`continue_from` needs the target's own draft and the settings it was trained with",
             )
     found.check_tensors(source.tensors, target, found.source)
-    own = (name for name in source.tensors if name not in _SHARED)
+    own = (name for name in source.tensors if name not in SHARED_TENSORS)
     return {checkpoint_name(name): _expanded(source, name) for name in own}
 
 
 def _same(one: Any, other: Any) -> bool:
-    # A GGUF file keeps numbers in float32.
+    # A GGUF file stores numbers in float32.
     return math.isclose(one, other, rel_tol=1e-6) if isinstance(other, float) else one == other
 
 

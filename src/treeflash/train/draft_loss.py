@@ -1,7 +1,7 @@
-"""What a draft's blocks cost and how far they would be accepted, a few blocks at a time. Knows no model.
+"""Loss and estimated acceptance of a draft's blocks, a few blocks at a time.
 
-Rows are compared with the labels through the target's frozen head. The logits of all blocks of a batch would
-take gigabytes, so each group of blocks leaves its gradient at the hidden rows and is forgotten.
+The target's frozen head turns hidden states into logits. The logits of all blocks of a batch would take
+gigabytes, so each group of blocks is backpropagated to its hidden states and its logits are freed.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 LossKind = Literal["dpace", "decay"]
-_ALPHA = 0.5  # D-PACE: what even a hopeless token leaves of the credit of those behind it
+_ALPHA = 0.5  # D-PACE: the smallest factor by which a token reduces the weight of the tokens after it
 _GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # of the decay, by block size
-_LOGITS = 1 << 28  # float32 numbers at a time: 1 GiB
+_LOGITS = 1 << 28  # float32 logits per group: 1 GiB
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over blocks, which add up; positions are those behind the anchor."""
+    """Additive statistics over blocks; positions count from the token after the anchor."""
 
-    loss: Tensor  # plain cross entropy of the labels
+    loss: Tensor  # unweighted cross entropy of the labels
     labels: Tensor
-    right: Tensor  # [K] top-1 at each position
+    right: Tensor  # [K] top-1 hits at each position
     seen: Tensor  # [K]
-    survived: Tensor  # [K] whole blocks whose first k tokens are all right
-    blocks: Tensor  # whole blocks
+    survived: Tensor  # [K] complete blocks whose first k tokens are all right
+    blocks: Tensor  # complete blocks
 
     @classmethod
     def zero(cls, positions: int, device: torch.device) -> "Tally":
@@ -34,7 +34,7 @@ class Tally:
         return cls(one, one.clone(), many, many.clone(), many.clone(), one.clone())
 
     def add(self, cost: Tensor, right: Tensor, valid: Tensor) -> None:
-        """cost, right, valid [C, K]."""
+        """Count blocks; cost, right, valid [C, K]."""
         whole = valid.all(1)
         self.loss += (cost * valid).sum()
         self.labels += valid.sum()
@@ -44,7 +44,7 @@ class Tally:
         self.blocks += whole.sum()
 
     def merge(self, other: "Tally", *, keep: float = 1.0) -> None:
-        """Adds `other` to what is here, of which only `keep` still counts."""
+        """Scale these sums by `keep` and add `other`."""
         for name in ("loss", "labels", "right", "seen", "survived", "blocks"):
             getattr(self, name).mul_(keep).add_(getattr(other, name))
 
@@ -58,17 +58,18 @@ class Tally:
 
     @property
     def acceptance(self) -> float:
-        """Tokens that a step with the likeliest chain would commit, the target's own among them."""
+        """Return the acceptance length with the likeliest chain, the target's own token included."""
         return 1 + float(self.survived.sum() / self.blocks.clamp(min=1))
 
 
 def block_weights(cost: Tensor, valid: Tensor, kind: LossKind) -> Tensor:
-    """How much each label [C, K] counts; cost is its cross entropy, valid labels come first in a block."""
+    """Return the weights of the labels [C, K]; cost is their cross entropy, valid labels come first."""
     positions = cost.shape[1]
     if kind == "decay":
         gamma = _GAMMAS.get(positions + 1, (positions + 1) / 2.3)
         return torch.exp(-torch.arange(positions, device=cost.device) / gamma) * valid
-    # The gradient of the expected accepted length, softened: a token is worth the text that hangs on it.
+    # The gradient of the expected acceptance length, smoothed: a token's weight sums the later tokens that
+    # can be accepted only after it.
     chances = (1 - _ALPHA) * (-cost.detach()).exp() + _ALPHA
     reached = chances.cumprod(1) * valid
     return reached.flip(1).cumsum(1).flip(1) * valid
@@ -77,9 +78,9 @@ def block_weights(cost: Tensor, valid: Tensor, kind: LossKind) -> Tensor:
 def block_loss(
     hidden: Tensor, labels: Tensor, valid: Tensor, head: Tensor, *, kind: LossKind, scale: float = 1.0
 ) -> Tally:
-    """Runs the backward pass through `hidden` [B, M, T, width], if it has a gradient, and counts.
+    """Return the blocks' statistics; backpropagate through `hidden` [B, M, T, width] if it needs a gradient.
 
-    labels and valid [B, M, T - 1] speak of the rows behind the anchor; head [V, width]. The loss is the mean
+    labels and valid [B, M, T - 1] belong to the rows after the anchor; head [V, width]. The loss is the mean
     weighted cross entropy of the valid labels, times `scale`.
     """
     train = hidden.requires_grad
@@ -89,16 +90,16 @@ def block_loss(
     count = valid.sum().clamp(min=1)
     size = max(1, _LOGITS // (labels.shape[1] * head.shape[0]))
     gradients = []
-    for part, wanted, counted in zip(rows.split(size), labels.split(size), valid.split(size), strict=True):
-        part = part.detach().requires_grad_(train)
-        logits = linear(part.to(head.dtype), head).float()
+    for group, wanted, counted in zip(rows.split(size), labels.split(size), valid.split(size), strict=True):
+        group = group.detach().requires_grad_(train)
+        logits = linear(group.to(head.dtype), head).float()
         cost = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
         with torch.no_grad():
             tally.add(cost, logits.argmax(-1) == wanted, counted)
             weights = block_weights(cost, counted, kind)
         if train:
             (cost * weights).sum().mul(scale / count).backward()
-            gradients.append(part.grad)
+            gradients.append(group.grad)
     if train:
         gradient = torch.zeros_like(hidden)
         gradient[:, :, 1:] = torch.cat(gradients).view_as(gradient[:, :, 1:])

@@ -1,7 +1,7 @@
-"""The DFlash draft as a module to train: the blocks of many anchors in one pass. Knows no data, no loss.
+"""The DFlash draft as a trainable module: the blocks of many anchors in one forward pass.
 
-Parameters bear z-lab's names, so that a state dict is a checkpoint. The forward pass gives what
-`models.dflash.DFlashDraft` gives for each anchor alone; nothing flows from one block to another.
+Parameters have z-lab's names, so that a state dict is a checkpoint. The forward pass returns what
+`models.dflash.DFlashDraft` returns for each anchor alone; blocks do not attend to each other.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from treeflash.errors import UsageError
 from treeflash.kernels.norm_rope import rope_angles
-from treeflash.models.draft_spec import DraftSpec, LayerKind, default_taps
+from treeflash.models.draft_spec import MAX_BLOCK, MIN_BLOCK, DraftSpec, LayerKind, default_taps
 from treeflash.models.spec import ModelSpec
+from treeflash.train.target import rope
 
 _TAPS = 5
 _HEAD_DIM = 128
-_GROUP = 4  # query heads of a KV head
+_GROUP = 4  # query heads per KV head
 _MOST_KV_HEADS = 8
-_DEVIATION = 0.02  # of fresh weights
+_DEVIATION = 0.02  # standard deviation of initial weights
 
 
 def new_spec(
@@ -32,17 +33,17 @@ def new_spec(
     window: int = 0,
     source: str = "the new draft",
 ) -> DraftSpec:
-    """A draft for `target` in z-lab's proportions; with a window all layers but the last one slide."""
+    """Return a spec for `target` in z-lab's proportions; `window`: all layers but the last use a window."""
     for name, value, least, most in (
         ("layers", layers, 1, 64),
-        ("block", block_size, 2, 64),
+        ("block", block_size, MIN_BLOCK, MAX_BLOCK),
         ("window", window, 0, 1 << 20),
     ):
         if not least <= value <= most:
-            raise UsageError(f"--{name} is {value}, needed {least} to {most}")
+            raise UsageError(f"`{name}` is {value}, needed {least} to {most}")
     depth = len(target.layers)
     taps = default_taps(depth, _TAPS)
-    if len(set(taps)) < _TAPS:  # the rule needs eight layers
+    if len(set(taps)) < _TAPS:  # the formula needs eight layers
         taps = list(range(max(0, depth - 1 - _TAPS), max(1, depth - 1)))
     head_dim = min(_HEAD_DIM, max(16, target.width // 4 * 2))
     kv_heads = min(_MOST_KV_HEADS, max(1, target.width // (2 * _HEAD_DIM)))
@@ -70,11 +71,11 @@ def new_spec(
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the rows of a pass stand, shared by its layers."""
+    """Rope angles and attention masks of a forward pass, shared by its layers."""
 
     context: tuple[Tensor, Tensor]  # cos and sin of the context's positions
-    blocks: tuple[Tensor, Tensor]  # of the blocks' rows
-    hidden: dict[tuple[LayerKind, bool], Tensor]  # by kind and causality: [B, 1, M, 1, T or 1, n + T] bool
+    blocks: tuple[Tensor, Tensor]  # cos and sin of the blocks' rows
+    masks: dict[tuple[LayerKind, bool], Tensor]  # by kind and causality: [B, 1, M, 1, T or 1, n + T] bool
 
 
 class Attention(nn.Module):
@@ -90,17 +91,17 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(spec.head_dim, spec.eps)
 
     def forward(self, rows: Tensor, context: Tensor, at: Geometry) -> Tensor:
-        """rows [B, M, T, width], normed, and context [B, n, width] to [B, M, T, width]."""
+        """Attend from rows [B, M, T, width], normed, to themselves and to context [B, n, width]."""
         dim, kv_heads = self._spec.head_dim, self._spec.kv_heads
         blocks, size = rows.shape[1:3]
         flat = rows.flatten(1, 2)
-        q = _rotated(self.q_norm(self.q_proj(flat).unflatten(-1, (-1, dim)).float()), *at.blocks)
+        q = rope(self.q_norm(self.q_proj(flat).unflatten(-1, (-1, dim)).float()), *at.blocks)
         keys, values = self._key_value(context, at.context)
         own_keys, own_values = (
-            part.unflatten(1, (blocks, size)).permute(0, 3, 1, 2, 4)  # [B, KV, M, T, D]
-            for part in self._key_value(flat, at.blocks)
+            each.unflatten(1, (blocks, size)).permute(0, 3, 1, 2, 4)  # [B, KV, M, T, D]
+            for each in self._key_value(flat, at.blocks)
         )
-        # [B, KV, M, group, T, D]: a KV head's queries are rows of one product.
+        # [B, KV, M, group, T, D]: a KV head's queries are rows of one matmul.
         q = (
             (q * dim**-0.5)
             .unflatten(2, (kv_heads, -1))
@@ -115,8 +116,8 @@ class Attention(nn.Module):
             ],
             -1,
         ).unflatten(3, (group, size))
-        scores = scores.masked_fill_(at.hidden[self._kind, self._causal], -torch.inf)
-        # In the products' type: autocast would hold the weights twice, in float32 besides.
+        scores = scores.masked_fill_(at.masks[self._kind, self._causal], -torch.inf)
+        # In the matmuls' dtype: autocast would keep a second copy of the weights in float32.
         with torch.autocast(scores.device.type, enabled=False):
             weights = scores.softmax(-1)
         length = context.shape[1]
@@ -126,9 +127,9 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(3))
 
     def _key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """x [B, N, width] to keys and values [B, N, KV, D]."""
-        k, v = (part(x).unflatten(-1, (-1, self._spec.head_dim)) for part in (self.k_proj, self.v_proj))
-        return _rotated(self.k_norm(k.float()), *angles), v
+        """Project x [B, N, width] to k and v [B, N, KV, D]."""
+        k, v = (linear(x).unflatten(-1, (-1, self._spec.head_dim)) for linear in (self.k_proj, self.v_proj))
+        return rope(self.k_norm(k.float()), *angles), v
 
 
 class FeedForward(nn.Module):
@@ -159,7 +160,7 @@ class DraftModel(nn.Module):
     def __init__(self, spec: DraftSpec, *, seed: int = 0):
         super().__init__()
         self.spec = spec
-        self.recompute = False  # layers' activations are computed again for the backward pass, not kept
+        self.recompute = False  # activation checkpointing: layers are recomputed in the backward pass
         self.fc = nn.Linear(len(spec.taps) * spec.width, spec.width, bias=False)
         self.hidden_norm = nn.RMSNorm(spec.width, spec.eps)
         self.layers = nn.ModuleList(
@@ -174,18 +175,19 @@ class DraftModel(nn.Module):
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        # What writes into the residual stream is smaller the more there is of it.
-        writing = _DEVIATION * (2 * len(self.layers)) ** -0.5
+        # Output projections are scaled by depth, so that the residual stream's variance stays constant.
+        scaled = _DEVIATION * (2 * len(self.layers)) ** -0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                written = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=writing if written else _DEVIATION, generator=generator)
+                output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=scaled if output else _DEVIATION, generator=generator)
 
     def forward(self, features: Tensor, embeddings: Tensor, anchors: Tensor) -> Tensor:
-        """The rows of all blocks, for the target's head: [B, M, T, width].
+        """Return the hidden states of all blocks, for the target's head: [B, M, T, width].
 
-        features [B, n, taps * width] of the positions from 0 on; embeddings [B, M, T, width] of anchors and
-        masks; anchors [B, M], where the blocks begin. A block sees the features before its anchor and itself.
+        features [B, n, taps * width] of positions 0 to n - 1; embeddings [B, M, T, width] of anchors and
+        masks; anchors [B, M], the blocks' first positions. A block attends to the features before its anchor
+        and to itself.
         """
         context = self.hidden_norm(self.fc(features).float())
         at = self._geometry(anchors, features.shape[1], embeddings.shape[2])
@@ -205,16 +207,15 @@ class DraftModel(nn.Module):
         return Geometry(
             context=rope_angles(context[None], self._frequencies),
             blocks=rope_angles(at, self._frequencies),
-            hidden={
-                (kind, causal): self._hidden(anchors, context, rows, kind, causal) for kind, causal in kinds
+            masks={
+                (kind, causal): self._mask(anchors, context, rows, kind, causal) for kind, causal in kinds
             },
         )
 
-    def _hidden(
-        self, anchors: Tensor, context: Tensor, rows: Tensor, kind: LayerKind, causal: bool
-    ) -> Tensor:
-        """[B, 1, M, 1, T or 1, n + T]: what a row must not see."""
-        before = context[None, None] >= anchors[..., None]  # [B, M, n]: the anchor's own feature is unknown
+    def _mask(self, anchors: Tensor, context: Tensor, rows: Tensor, kind: LayerKind, causal: bool) -> Tensor:
+        """Return a mask [B, 1, M, 1, T or 1, n + T] that is true where a row must not attend."""
+        # [B, M, n]: the anchor's own feature does not exist yet when a block is drafted.
+        before = context[None, None] >= anchors[..., None]
         before, ahead = before[:, :, None], rows - rows[:, None]  # ahead [T, T] = key - query
         own = torch.zeros_like(ahead, dtype=torch.bool)
         if kind == "sliding":
@@ -225,11 +226,5 @@ class DraftModel(nn.Module):
             own = own | (ahead > 0)
         if kind == "full" and not causal:
             own = own[:1]
-        hidden = torch.cat([before.expand(-1, -1, own.shape[0], -1), own.expand(*anchors.shape, -1, -1)], -1)
-        return hidden[:, None, :, None]
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rope on x [B, N, H, D] by halves; the kernels' own need not have a gradient."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        mask = torch.cat([before.expand(-1, -1, own.shape[0], -1), own.expand(*anchors.shape, -1, -1)], -1)
+        return mask[:, None, :, None]

@@ -1,4 +1,4 @@
-"""A whole training run, from a target's file to a draft in a folder. Knows no terminal."""
+"""A whole training run, from a target's GGUF file to an exported draft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,28 +13,29 @@ from treeflash.train.draft_target import load_target
 from treeflash.train.draft_trainer import Trainer, check_folder, draft_spec
 from treeflash.train.ranks import Ranks
 
-TOKENS = "tokens"  # the folder of regenerated text, inside the draft's
+TOKENS = "tokens"  # subfolder of the draft's folder with the generated training text
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Exactly one of `prompts`, a JSONL file to be answered, and `tokens`, a folder of answers."""
+    """Settings of a run; exactly one of `prompts` (a JSONL file) and `tokens` (a token folder) is set."""
 
     target: Path  # a GGUF file
-    folder: Path  # where everything goes
+    folder: Path  # output folder
     prompts: Path | None = None
     tokens: Path | None = None
     regeneration: Regeneration = field(default_factory=Regeneration)
     config: TrainConfig = field(default_factory=TrainConfig)
-    begin: Path | None = None  # a draft whose weights to start with
+    continue_from: Path | None = None  # a draft whose weights to start with
     resume: bool = False
     device: str = "auto"
 
     def __post_init__(self) -> None:
         if (self.prompts is None) == (self.tokens is None):
             raise UsageError(
-                "needed either --prompts or --tokens",
-                "--prompts FILE has the target answer prompts, --tokens FOLDER takes answers that are there",
+                "needed either `prompts` or `tokens`",
+                "`prompts` is a file for which the target generates outputs,"
+                " `tokens` a folder of outputs from an earlier run",
             )
 
 
@@ -47,15 +48,18 @@ def train_draft(
     cancelled: Callable[[], bool] = lambda: False,
     data_only: bool = False,
 ) -> Result:
-    """Loads, answers prompts, trains; where `cancelled` says yes, all but the shard at hand is kept."""
+    """Load the target, generate the training text and train the draft.
+
+    `cancelled` is polled between steps; only the token shard in progress is lost.
+    """
     ranks, device = Ranks.join(job.device)
     try:
         check_folder(job.folder, resume=job.resume)
         target = load_target(job.target, device=device, progress=loading)
-        # What cannot be is refused before any work.
+        # Reject invalid settings before any long work.
         spec = draft_spec(target, job.config, job.folder)
-        if job.begin is not None:
-            read_draft(job.begin, spec, target.spec)
+        if job.continue_from is not None:
+            read_draft(job.continue_from, spec, target.spec)
         tokens = job.tokens
         if job.prompts is not None:
             tokens = job.folder / TOKENS
@@ -79,7 +83,7 @@ def train_draft(
             data,
             job.folder,
             job.config,
-            begin=job.begin,
+            continue_from=job.continue_from,
             resume=job.resume,
             ranks=ranks,
             notify=notify,

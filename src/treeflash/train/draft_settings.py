@@ -1,4 +1,4 @@
-"""What a training run is told, and what it tells: plain values."""
+"""Settings, progress events and results of a training run, as plain values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,34 +15,29 @@ _RATES = {"muon": 2e-3, "adamw": 6e-4}
 class TrainConfig:
     layers: int = 3
     block: int = 16
-    window: int = 0  # 0: all layers see the whole context
+    window: int = 0  # 0: all layers attend to the whole context
     mask_token: int | None = None
     steps: int | None = None
     minutes: float | None = None
-    batch: int = 64  # texts a step, of all processes together
-    anchors: int = 128  # blocks a text
-    lr: float | None = None  # None: as suits the optimiser
+    batch: int = 64  # texts per step, over all processes
+    anchors: int = 128  # blocks per text
+    lr: float | None = None  # None: the optimiser's default
     weight_decay: float = 0.01
     optimiser: Literal["muon", "adamw"] = "muon"
     loss: LossKind = "dpace"
     held_out: int = 32  # prompts
     checkpoint_minutes: float = 5.0
     seed: int = 0
-    gguf: bool = False  # a Q8_0 file beside the safetensors
-    float32: bool = False  # weights in the safetensors file; else bfloat16
+    gguf: bool = False  # also export a Q8_0 GGUF file
+    float32: bool = False  # dtype of the safetensors file; otherwise bfloat16
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--steps", self.steps),
-            ("--minutes", self.minutes),
-            ("--batch", self.batch),
-            ("--anchors", self.anchors),
-            ("--lr", self.lr),
-        ):
+        for name in ("steps", "minutes", "batch", "anchors", "lr"):
+            value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UsageError(f"{flag} is {value}, needed a number above 0")
+                raise UsageError(f"`{name}` is {value}, needed a number above 0")
         if self.steps is not None and self.minutes is not None:
-            raise UsageError("--steps and --minutes exclude each other")
+            raise UsageError("`steps` and `minutes` exclude each other")
 
     @property
     def rate(self) -> float:
@@ -50,12 +45,12 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     step: int
     share: float  # of the run, 0 to 1
     loss: float
-    acceptance: float  # estimated from the rows' likeliest tokens, on the text that is trained on
-    tokens_s: float  # of text, padding not counted
+    acceptance: float  # acceptance length of the likeliest chain, on the training text
+    tokens_s: float  # without padding
     remaining_s: float
 
 
@@ -65,15 +60,15 @@ class Saved:
     path: Path
 
 
-Event = Progress | Evaluation | Saved
+Event = TrainingProgress | Evaluation | Saved
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    finished: bool  # False: cancelled, with a checkpoint to go on from
+    finished: bool  # False: cancelled, with a checkpoint to resume from
     step: int
     folder: Path
     evaluation: Evaluation | None = None
-    untrained: float = 0.0  # what the engine measured with the draft as it began
+    untrained: float = 0.0  # acceptance length in the engine before training
     measured: Measured | None = None
     parity: float = 0.0

@@ -1,4 +1,4 @@
-"""The frozen target of a training run: loaded as for serving, asked for features, embeddings and its head."""
+"""The frozen target of a training run, loaded as for serving: its features, embeddings and head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import KEY, Tokenizer, TokenType
 
 MASK_TOKEN = "<|mask|>"
-_CHUNK = 512  # tokens a pass, as the engine reads prompts
+_CHUNK = 512  # tokens per forward pass; prompts are prefilled in chunks too
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class Target:
 
 
 def load_target(path: Path, *, device: str = "auto", progress: Progress | None = None) -> Target:
+    """Load a target with the weight layouts of serving."""
     where = pick_device(device)
-    # The types of serving: the draft learns from the features that it will see.
+    # The dtype of serving: the draft is trained on the features it gets at inference.
     dtype = compute_dtype(where.type)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
@@ -62,69 +63,69 @@ def load_target(path: Path, *, device: str = "auto", progress: Progress | None =
 
 
 def mask_token(target: Target, wanted: int | None = None) -> int:
-    """The row of the target's embedding that stands for a token to be guessed: one that no text has."""
+    """Return the mask token's id: `wanted`, else <|mask|>, else a token that occurs in no text."""
     rows = target.spec.vocab_size
     if wanted is not None:
         if not 0 <= wanted < rows:
-            raise UsageError(f"--mask-token is {wanted}, needed a row of the embedding, 0 to {rows - 1}")
+            raise UsageError(f"`mask_token` is {wanted}, needed a row of the embedding, 0 to {rows - 1}")
         return wanted
-    if (known := target.tokenizer.id_of(MASK_TOKEN)) is not None:
-        return known
+    if (token := target.tokenizer.id_of(MASK_TOKEN)) is not None:
+        return token
     types = target.metadata[f"{KEY}token_type"]
     unused = [token for token, kind in enumerate(types) if kind == TokenType.UNUSED]
-    # An embedding may have more rows than the vocabulary has names.
+    # An embedding may have more rows than the vocabulary has tokens.
     free = [*unused, *range(len(types), rows)]
     if not free:
         raise UsageError(
             f"{target.path.name} has neither a token {MASK_TOKEN} nor an unused one that could be the mask",
-            "--mask-token ID names one that does not occur in text",
+            "set `mask_token` to the id of a token that does not occur in text",
         )
     return free[0]
 
 
 class FeatureReader:
-    """The residual stream behind the tapped layers, by the code that serves."""
+    """Computes the residual stream after the tapped layers with the inference code."""
 
     def __init__(self, decoder: Decoder, taps: tuple[int, ...]):
         self._decoder, self._taps = decoder, taps
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens [B, n], each a text from its beginning, to [B, n, taps * width]."""
+        """Return the features [B, n, taps * width] of tokens [B, n], each row a text from its beginning."""
         decoder, (batch, length) = self._decoder, tokens.shape
         states = SequenceStates(
             decoder.spec, max_ctx=length, slots=batch, device=decoder.device, input_dtype=decoder.dtype
         )
         slots = torch.tensor([states.open() for _ in range(batch)], device=decoder.device)
-        parts = []
-        for part in tokens.split(_CHUNK, 1):
+        features = []
+        for chunk in tokens.split(_CHUNK, 1):
             for slot in range(batch):
-                states.reserve(slot, part.shape[1])
-            step = Step.chunk(slots, part, states.buffers.lengths[slots])
-            parts.append(decoder.forward(step, states.buffers, taps=self._taps).features)
+                states.reserve(slot, chunk.shape[1])
+            step = Step.chunk(slots, chunk, states.buffers.lengths[slots])
+            features.append(decoder.forward(step, states.buffers, taps=self._taps).features)
             states.advance(step)
-        return torch.cat(parts, 1)
+        return torch.cat(features, 1)
 
 
 class Frozen:
-    """The target's embedding and head, for blocks of a draft."""
+    """The target's embedding and head, shared by the draft."""
 
     def __init__(self, decoder: Decoder, mask_id: int, block_size: int):
         self._decoder, self._size = decoder, block_size
         with torch.no_grad():
-            # Through the head's own product, whatever form its weights are held in.
+            # Apply the head to the identity: independent of its weights' quantisation and layout.
             unit = torch.eye(decoder.spec.width, device=decoder.device)
             self.head = decoder.logits(unit).T.contiguous().to(decoder.dtype)  # [V, width]
             self._mask = decoder.embed(torch.tensor([mask_id], device=decoder.device))[0]
         if not self._mask.any():
             raise UsageError(
-                f"token {mask_id}, the mask, has an embedding of zeros: its rows would be all alike",
-                "--mask-token ID names another one",
+                f"token {mask_id}, the mask, has an all-zero embedding: a draft cannot be trained with it",
+                "set `mask_token` to another id",
             )
 
     @torch.no_grad()
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """Anchors' tokens [B, M] to the blocks' rows [B, M, T, width]: the anchor, then masks."""
+        """Return the blocks' input rows [B, M, T, width] for anchor tokens [B, M]: the anchor, then masks."""
         rows = self._mask.expand(*tokens.shape, self._size, -1).clone()
         rows[:, :, 0] = self._decoder.embed(tokens)
         return rows

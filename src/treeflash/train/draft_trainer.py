@@ -1,7 +1,7 @@
-"""The training loop of a DFlash draft: schedule, steps, checkpoints, evaluation, export. Draws no progress.
+"""The training loop of a DFlash draft: schedule, steps, checkpoints, evaluation, export.
 
-Everything random is a function of the seed and the step, so that a run that was interrupted and went on gives
-the draft of one that was not.
+All randomness is a function of the seed and the step, so that an interrupted and resumed run gives the same
+draft as an uninterrupted one.
 """
 
 import math
@@ -33,7 +33,7 @@ from treeflash.train.draft_export import GGUF, export_draft, export_gguf
 from treeflash.train.draft_import import read_draft
 from treeflash.train.draft_loss import Tally, block_loss
 from treeflash.train.draft_model import DraftModel, new_spec
-from treeflash.train.draft_settings import Event, Progress, Result, Saved, TrainConfig
+from treeflash.train.draft_settings import Event, Result, Saved, TrainConfig, TrainingProgress
 from treeflash.train.draft_target import FeatureReader, Frozen, Target, mask_token
 from treeflash.train.files import write_json, write_whole
 from treeflash.train.muon import optimisers
@@ -41,22 +41,22 @@ from treeflash.train.ranks import Ranks
 
 CHECKPOINT, REPORT = "checkpoint.pt", "training.json"
 _FORMAT = 1
-_EPOCHS = 6  # where neither steps nor minutes are given
-_WARM_UP = 0.04  # of the run
-_CLIP = 1.0
-_EVALUATIONS = 10  # of a run
-_MEMORY = 0.5  # of what is free that activations may take
-_REMEMBERED = 0.95  # of the running averages, a step
-_MOST_FAULTS = 20  # steps in a row whose gradient is no number
-_PROMPTS, _ANSWER = 8, 128  # held-out prompts that the engine answers, and its tokens
+_EPOCHS = 6  # if neither steps nor minutes are given
+_WARM_UP = 0.04  # share of the run
+_CLIP = 1.0  # gradient norm
+_EVALUATIONS = 10  # per run
+_MEMORY = 0.5  # share of the free memory that activations may take
+_EMA_DECAY = 0.95  # of the displayed averages, per step
+_MOST_FAULTS = 20  # consecutive steps with a non-finite gradient
+_PROMPTS, _OUTPUT = 8, 128  # held-out prompts decoded in the engine, and tokens per output
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where in the run we are; goes into checkpoints."""
+class _RunState:
+    """The position in the run, stored in checkpoints."""
 
     step: int = 0
-    elapsed: float = 0.0  # seconds, of all runs
+    elapsed: float = 0.0  # seconds, over all resumed runs
     epoch: int = 0
     cursor: int = 0  # batches of the epoch that are done
     tokens: int = 0
@@ -72,7 +72,7 @@ class Trainer:
         folder: Path,
         config: TrainConfig,
         *,
-        begin: Path | None = None,
+        continue_from: Path | None = None,
         resume: bool = False,
         ranks: Ranks | None = None,
         notify: Callable[[Event], None] = lambda event: None,
@@ -84,25 +84,25 @@ class Trainer:
         if not len(self._train) or not len(self._held_out):
             raise UsageError(
                 f"{len(data)} texts of {len(set(data.prompts.tolist()))} prompts are too few to train on,"
-                " needed some for training and others to hold out",
+                " needed training texts and held-out texts",
                 "give more prompts",
             )
         self.spec = draft_spec(target, config, folder)
         self.model = DraftModel(self.spec, seed=config.seed).to(target.device)
-        self._begin = begin
-        if begin is not None:
-            self.model.load_state_dict(read_draft(begin, self.spec, target.spec))
+        self._continue_from = continue_from
+        if continue_from is not None:
+            self.model.load_state_dict(read_draft(continue_from, self.spec, target.spec))
         self._optimisers = optimisers(
             self.model.parameters(), kind=config.optimiser, lr=config.rate, weight_decay=config.weight_decay
         )
-        self._place = _Place()
+        self._state = _RunState()
         check_folder(folder, resume=resume)
         self._open()
         self._reader = FeatureReader(target.decoder, self.spec.taps)
         self._frozen = Frozen(target.decoder, self.spec.mask_id, self.spec.block_size)
         if config.batch % self._ranks.count:
-            raise UsageError(f"--batch is {config.batch}, needed a multiple of {self._ranks.count} processes")
-        self._micro = self._fitting(config.batch // self._ranks.count)
+            raise UsageError(f"`batch` is {config.batch}, needed a multiple of {self._ranks.count} processes")
+        self._micro = self._micro_batch(config.batch // self._ranks.count)
         anchors = min(32, config.anchors)
         self._evaluated = held_out_batches(
             data,
@@ -118,34 +118,34 @@ class Trainer:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def run(self) -> Result:
-        """Trains until the schedule ends, or until cancelled, and then says how it went."""
+        """Train until the schedule ends or the run is cancelled, and return the result."""
         self._ranks.wait()
-        if self._place.step == 0 and self._ranks.first:
-            self._place.untrained = self._untrained()
+        if self._state.step == 0 and self._ranks.first:
+            self._state.untrained = self._untrained()
         finished = self._loop()
         self._save()
         if not finished:
-            return Result(False, self._place.step, self._folder)
+            return Result(False, self._state.step, self._folder)
         result = None
         if self._ranks.first:
             result = self._finish()
         self._ranks.wait()
-        return result or Result(True, self._place.step, self._folder)
+        return result or Result(True, self._state.step, self._folder)
 
     def _loop(self) -> bool:
-        """False where the run was cancelled."""
-        place, device = self._place, self._target.device
-        begun, before = time.perf_counter(), place.elapsed
+        """Run the training steps; return False if the run was cancelled."""
+        state, device = self._state, self._target.device
+        begun, before = time.perf_counter(), state.elapsed
         saved = shown = text_at = begun
         running = Tally.zero(self.spec.block_size - 1, device)
         text = faults = 0
-        evaluated = len(place.history)
-        batches = self._epoch(place.epoch)
+        evaluated = len(state.history)
+        batches = self._epoch(state.epoch)
         while True:
             now = time.perf_counter()
-            place.elapsed = before + now - begun
+            state.elapsed = before + now - begun
             due = now - saved > 60 * self._config.checkpoint_minutes
-            share, stop, save = self._ranks.agreed([self._share(), self._cancelled(), due], device)
+            share, stop, save = self._ranks.broadcast([self._share(), self._cancelled(), due], device)
             if share >= 1 or stop:
                 return not stop
             if save:
@@ -155,39 +155,39 @@ class Trainer:
                 evaluated += 1
                 self._evaluate()
                 text, text_at = 0, time.perf_counter()
-            if place.cursor >= len(batches):
-                place.epoch, place.cursor = place.epoch + 1, 0
-                batches = self._epoch(place.epoch)
-            batch = self._batch(batches[place.cursor])
+            if state.cursor >= len(batches):
+                state.epoch, state.cursor = state.epoch + 1, 0
+                batches = self._epoch(state.epoch)
+            batch = self._batch(batches[state.cursor])
             tally, sound = self._step(batch, share)
-            running.merge(tally, keep=_REMEMBERED)
+            running.merge(tally, keep=_EMA_DECAY)
             faults = 0 if sound else faults + 1
             if faults >= _MOST_FAULTS:
                 raise TreeFlashError(
-                    f"the gradient was no number in {faults} steps in a row, at step {place.step}",
-                    "lower --lr, and go on from the last checkpoint with --resume",
+                    f"the gradient was not finite in {faults} consecutive steps, at step {state.step}",
+                    "lower `lr`, and continue from the last checkpoint with `resume`",
                 )
-            place.step, place.cursor = place.step + 1, place.cursor + 1
-            place.tokens, text = place.tokens + batch.real, text + batch.real
+            state.step, state.cursor = state.step + 1, state.cursor + 1
+            state.tokens, text = state.tokens + batch.real, text + batch.real
             now = time.perf_counter()
-            if now - shown > 1 or place.step == 1:
+            if now - shown > 1 or state.step == 1:
                 shown = now
                 self._show(running, text / (now - text_at), before + now - begun)
 
     def _step(self, batch: Batch, share: float) -> tuple[Tally, bool]:
         config = self._config
-        pace = min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP), 1.0)
+        schedule = min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP), 1.0)
         tally = Tally.zero(self.spec.block_size - 1, self._target.device)
         labels = max(1, int(batch.valid.sum()))
-        for part in batch.split(self._micro):
-            share_of_labels = int(part.valid.sum()) / labels
-            part = part.to(self._target.device)
-            hidden = block_rows(self.model, self._reader, self._frozen, part)
+        for micro in batch.split(self._micro):
+            share_of_labels = int(micro.valid.sum()) / labels
+            micro = micro.to(self._target.device)
+            hidden = block_rows(self.model, self._reader, self._frozen, micro)
             tally.merge(
                 block_loss(
                     hidden,
-                    part.labels,
-                    part.valid,
+                    micro.labels,
+                    micro.valid,
                     self._frozen.head,
                     kind=config.loss,
                     scale=share_of_labels,
@@ -199,32 +199,32 @@ class Trainer:
         sound = bool(norm.isfinite())
         for optimiser in self._optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = config.rate * max(pace, 1e-3)
+                group["lr"] = config.rate * max(schedule, 1e-3)
             if sound:
                 optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         return tally, sound
 
     def _share(self) -> float:
-        """How much of the run is done."""
-        config, place = self._config, self._place
+        """Return the completed share of the run."""
+        config, state = self._config, self._state
         if config.minutes is not None:
-            return min(1.0, place.elapsed / (60 * config.minutes))
-        return min(1.0, place.step / self._steps)
+            return min(1.0, state.elapsed / (60 * config.minutes))
+        return min(1.0, state.step / self._steps)
 
     @property
     def _steps(self) -> int:
         return self._config.steps or max(1, _EPOCHS * len(self._train) // self._config.batch)
 
     def _epoch(self, number: int) -> list[Any]:
-        """The batches of one pass over the texts; every process makes the same list."""
+        """Return the batches of one epoch; every process computes the same list."""
         seed = 1_000_003 * self._config.seed + number
         return epoch_batches(self._data.lengths, self._train, batch=self._config.batch, seed=seed)
 
     def _batch(self, numbers: Any) -> Batch:
-        """This process's share of the texts, with anchors that are new at every step."""
+        """Return this process's share of the texts, with new anchors at every step."""
         ranks, config = self._ranks, self._config
-        seed = (config.seed * 1_000_003 + self._place.step) * 1024 + ranks.rank
+        seed = (config.seed * 1_000_003 + self._state.step) * 1024 + ranks.rank
         return make_batch(
             self._data,
             numbers[ranks.rank :: ranks.count].tolist(),
@@ -239,8 +239,8 @@ class Trainer:
         share = self._share()
         remaining = elapsed / share * (1 - share) if share else math.inf
         self._notify(
-            Progress(
-                step=self._place.step,
+            TrainingProgress(
+                step=self._state.step,
                 share=share,
                 loss=running.mean_loss,
                 acceptance=running.acceptance,
@@ -252,15 +252,15 @@ class Trainer:
     def _evaluate(self) -> Evaluation | None:
         if not self._ranks.first:
             return None
-        found = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=self._place.step)
-        self._place.history.append(asdict(found))
+        found = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=self._state.step)
+        self._state.history.append(asdict(found))
         self._notify(found)
         return found
 
-    def _fitting(self, texts: int) -> int:
-        """How many texts' blocks can be computed at a time."""
+    def _micro_batch(self, texts: int) -> int:
+        """Return the number of texts whose activations fit in memory; may enable recomputation."""
         spec, config = self.spec, self._config
-        # Float32 numbers that a row of a block leaves for the backward pass, a layer.
+        # Float32 activations kept for the backward pass, per row and layer.
         kept = 14 * spec.width + 8 * spec.heads * spec.head_dim + 4 * spec.feed_forward
         kept += 2 * spec.heads * int(self._data.lengths.max())
         rows = config.anchors * spec.block_size
@@ -273,7 +273,7 @@ class Trainer:
             raise ResourceError(
                 f"the blocks of one text take about {size / 2**30:.1f} GiB,"
                 f" {room / 2**30:.1f} GiB may be used on {self._target.device}",
-                "lower --anchors or --seq",
+                "lower `anchors` or `seq`",
             )
         return max(1, min(texts, room // size))
 
@@ -282,24 +282,24 @@ class Trainer:
         if not path.exists():
             return
         state = _load(path, self._target.device)
-        found, asked = state["spec"], asdict(self.spec)
-        for name in asked:
-            if name != "source" and found[name] != asked[name]:
+        found, needed = state["spec"], asdict(self.spec)
+        for name in needed:
+            if name != "source" and found[name] != needed[name]:
                 raise UsageError(
-                    f"{path}: the draft in it has {name} {found[name]}, now {asked[name]} is asked for",
-                    "--resume needs the flags of the first run; -o names another folder",
+                    f"{path}: its draft has {name} {found[name]}, needed {needed[name]}",
+                    "`resume` needs the settings of the first run; otherwise choose another `output`",
                 )
         if state["optimiser"] != self._config.optimiser:
             raise UsageError(
-                f"{path}: was trained with --optimiser {state['optimiser']}, not {self._config.optimiser}"
+                f"{path}: was trained with `optimiser` {state['optimiser']}, not {self._config.optimiser}"
             )
         self.model.load_state_dict(state["model"])
         for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(kept)
-        self._place = _Place(**state["place"])
+        self._state = _RunState(**state["place"])
 
     def _save(self) -> None:
-        """Beside the old checkpoint, then in its place: there is always a whole one."""
+        """Write a checkpoint atomically."""
         if not self._ranks.first:
             return
         state = {
@@ -308,12 +308,12 @@ class Trainer:
             "optimiser": self._config.optimiser,
             "model": self.model.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
-            "place": asdict(self._place),
+            "place": asdict(self._state),
         }
         path = self._folder / CHECKPOINT
         needed = 12 * sum(each.numel() for each in self.model.parameters())
         write_whole(path, lambda file: torch.save(state, file), needed=needed)
-        self._notify(Saved(self._place.step, path))
+        self._notify(Saved(self._state.step, path))
 
     def _export(self, folder: Path) -> None:
         target = self._target
@@ -321,25 +321,25 @@ class Trainer:
         export_draft(folder, self.spec, self._weights, target.spec, target.tokenizer, dtype=dtype)
 
     def _untrained(self) -> float:
-        """What the engine makes of fresh weights, in a few steps: the measure of all that follows."""
+        """Return the acceptance length in the engine before training, from a few steps."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             self._export(Path(folder))
             return measure(self._target, Path(folder), self._prompts()[:2], max_tokens=32).acceptance
 
     def _prompts(self) -> list[list[int]]:
-        """Of held-out texts, each prompt once."""
+        """Return held-out prompts, each once."""
         data = self._data
         first = {int(data.prompts[number]): int(number) for number in self._held_out[::-1]}
         numbers = list(first.values())[:_PROMPTS]
         return [data.text(number)[: data.boundaries[number]].tolist() for number in numbers]
 
     def _finish(self) -> Result:
-        target, config, place = self._target, self._config, self._place
+        target, config, state = self._target, self._config, self._state
         evaluation = self._evaluate()
         self._export(self._folder)
         longest = int((self._data.lengths - self._data.boundaries).max())
-        measured = measure(target, self._folder, self._prompts(), max_tokens=min(_ANSWER, longest))
+        measured = measure(target, self._folder, self._prompts(), max_tokens=min(_OUTPUT, longest))
         parity = check_parity(target, self._folder, self._data, self._held_out.tolist())
         if config.gguf:
             export_gguf(self._folder / GGUF, self.spec, self._weights, target.spec, target.metadata)
@@ -351,28 +351,28 @@ class Trainer:
                 "device": device_name(target.device),
                 "target": target.path.name,
                 "target_bytes": target.size,
-                "continued_from": self._begin and self._begin.name,
+                "continued_from": self._continue_from and self._continue_from.name,
                 "config": asdict(config),
                 "texts": len(self._train),
                 "held_out": len(self._held_out),
-                "steps": place.step,
-                "seconds": round(place.elapsed, 1),
-                "tokens": place.tokens,
+                "steps": state.step,
+                "seconds": round(state.elapsed, 1),
+                "tokens": state.tokens,
                 "parameters": sum(each.numel() for each in self.model.parameters()),
                 "parity": parity,
-                "engine": {"budget": BUDGET, "untrained": place.untrained, **asdict(measured)},
-                "history": place.history,
+                "engine": {"budget": BUDGET, "untrained": state.untrained, **asdict(measured)},
+                "history": state.history,
             },
         )
-        return Result(True, place.step, self._folder, evaluation, place.untrained, measured, parity)
+        return Result(True, state.step, self._folder, evaluation, state.untrained, measured, parity)
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuses to write over an earlier run."""
+    """Raise if an earlier run's checkpoint would be overwritten."""
     path = folder / CHECKPOINT
     if path.exists() and not resume:
         raise UsageError(
-            f"{path} is there from an earlier run", "--resume goes on with it; -o names another folder"
+            f"{path} exists from an earlier run", "`resume` continues it; otherwise choose another `output`"
         )
 
 
@@ -390,10 +390,10 @@ def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
 def _load(path: Path, device: torch.device) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # torch raises whatever its unpickler meets
+    except Exception as error:  # torch.load raises whatever its unpickler raises
         raise ModelFileError(
-            f"{path}: not a readable checkpoint: {error}", "remove it to begin anew"
+            f"{path}: not a readable checkpoint: {error}", "remove it to start over"
         ) from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise ModelFileError(f"{path}: not a checkpoint of this version", "remove it to begin anew")
+        raise ModelFileError(f"{path}: not a checkpoint of this version", "remove it to start over")
     return state

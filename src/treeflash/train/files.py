@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all; a full disk leaves what was there before. Knows no contents."""
+"""Atomic file writes: a full disk leaves the previous file intact."""
 
 import contextlib
 import errno
@@ -15,30 +15,30 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any], *, needed: int = 0) -> None:
-    """Lets `write` fill a file beside `path` and then puts it there; `needed`: about how many bytes."""
-    # Processes of one run may write the same file.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    """Write a temporary file and rename it to `path`; `needed` is its approximate size in bytes."""
+    # Several processes of one run may write the same file.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
         if free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with part.open("wb") as file:
+        with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise _explained(path, error, needed) from error
     except RuntimeError as error:
-        # Torch's writer hides the operating system's error behind one of its own.
+        # torch's writer wraps the OSError in a RuntimeError of its own.
         cause = error.__context__
         if isinstance(cause, OSError):
             raise _explained(path, cause, needed) from error
         raise
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -63,7 +63,9 @@ def _explained(path: Path, error: OSError, needed: int) -> TreeFlashError:
             problem += f", {shutil.disk_usage(path.parent).free} bytes are free"
         if needed:
             problem += f", about {needed} are needed"
-        return ResourceError(problem, "make room and go on with --resume, or name another folder with -o")
+        return ResourceError(
+            problem, "free some space and continue with `resume`, or choose another `output`"
+        )
     if isinstance(error, PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError):
-        return UsageError(problem, "-o names a folder that you may write to")
+        return UsageError(problem, "set `output` to a folder that you may write to")
     return TreeFlashError(problem)

@@ -1,6 +1,6 @@
-"""Many answers at once: root-only steps over hundreds of sequence slots, for making training text.
+"""Batched generation of training text: plain decoding steps over hundreds of sequence slots.
 
-Prompts of equal length are read together, and a slot that ends is given to the next prompt. Knows no text.
+Prompts of equal length are prefilled together, and a finished sequence's slot goes to the next prompt.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 
-# Noise is keyed by position; sequences are kept apart by giving each a range of positions of its own.
+# Sampling noise is keyed by position; each sequence gets its own range of positions.
 _POSITIONS = 1 << 32
 
 
 class _Sequence:
     def __init__(self, index: int, prompt: list[int]):
         self.index, self.prompt = index, prompt
-        self.answer: list[int] = []
+        self.output: list[int] = []
 
 
 def generate_batch(
@@ -35,10 +35,10 @@ def generate_batch(
     slots: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields (prompt's number, answer without its end token) as answers end, in no particular order.
+    """Yield (prompt index, output tokens without the end token) as sequences finish, in no particular order.
 
-    A draw depends on the seed, the prompt's number and the position, not on what else is there. Penalties
-    and biases are not offered here.
+    A sampled token depends on the seed, the prompt's index and the position, not on the rest of the batch.
+    Penalties and logit biases are not supported.
     """
     if any(not prompt for prompt in prompts):
         raise UsageError("a prompt has no tokens")
@@ -69,7 +69,7 @@ def _run(
     active: dict[int, _Sequence] = {}
     done = 0
     while waiting or active:
-        # Refill in batches: reading one prompt costs as much as reading many of the same length.
+        # Refill in batches: prefilling one prompt costs as much as prefilling many of the same length.
         while waiting and slots - len(active) >= max(1, min(slots // 8, len(waiting))):
             group = _take(waiting, slots - len(active))
             opened = {states.open(): sequence for sequence in group}
@@ -78,14 +78,14 @@ def _run(
         ended = [
             slot
             for slot, sequence in active.items()
-            if sequence.answer[-1] in stop_ids or len(sequence.answer) >= max_tokens
+            if sequence.output[-1] in stop_ids or len(sequence.output) >= max_tokens
         ]
         for slot in ended:
             sequence = active.pop(slot)
             states.close(slot)
             done += 1
-            answer = sequence.answer[:-1] if sequence.answer[-1] in stop_ids else sequence.answer
-            yield sequence.index, answer
+            output = sequence.output[:-1] if sequence.output[-1] in stop_ids else sequence.output
+            yield sequence.index, output
         if progress is not None and ended:
             progress(done, len(prompts))
         if active:
@@ -93,7 +93,7 @@ def _run(
 
 
 def _take(waiting: list[_Sequence], room: int) -> list[_Sequence]:
-    """The longest prompts that wait and are of one length."""
+    """Remove and return up to `room` of the longest waiting prompts, all of one length."""
     length = len(waiting[-1].prompt)
     group: list[_Sequence] = []
     while waiting and len(group) < room and len(waiting[-1].prompt) == length:
@@ -102,7 +102,7 @@ def _take(waiting: list[_Sequence], room: int) -> list[_Sequence]:
 
 
 def _prefill(target: Decoder, states: SequenceStates, opened: dict[int, _Sequence]) -> torch.Tensor:
-    """Hidden states [B, width] of the last rows."""
+    """Prefill the sequences' prompts; return the hidden states [B, width] of their last tokens."""
     slots = torch.tensor(list(opened), device=target.device)
     tokens = torch.tensor([sequence.prompt for sequence in opened.values()], device=target.device)
     for slot in opened:
@@ -114,9 +114,9 @@ def _prefill(target: Decoder, states: SequenceStates, opened: dict[int, _Sequenc
 
 
 def _step(target: Decoder, states: SequenceStates, active: dict[int, _Sequence]) -> torch.Tensor:
-    """The same behind every sequence's newest token."""
+    """Run one decoding step; return the hidden states [B, width] of the sequences' newest tokens."""
     slots = torch.tensor(list(active), device=target.device)
-    tokens = torch.tensor([[sequence.answer[-1]] for sequence in active.values()], device=target.device)
+    tokens = torch.tensor([[sequence.output[-1]] for sequence in active.values()], device=target.device)
     for slot in active:
         if states.lengths[slot] % PAGE == 0:
             states.reserve(slot, 1)
@@ -133,10 +133,10 @@ def _advance(
     hidden: torch.Tensor,
     sampling: SamplingParams,
 ) -> None:
-    """Draws the next token of every sequence."""
-    places = [sequence.index * _POSITIONS + states.lengths[slot] for slot, sequence in active.items()]
-    positions = torch.tensor(places, device=target.device)
+    """Sample the next token of every sequence."""
+    keys = [sequence.index * _POSITIONS + states.lengths[slot] for slot, sequence in active.items()]
+    positions = torch.tensor(keys, device=target.device)
     assert sampling.seed is not None
     tokens = sample(target.logits(hidden), positions, seed=sampling.seed, **sampling.filters)
     for sequence, token in zip(active.values(), tokens.tolist(), strict=True):
-        sequence.answer.append(token)
+        sequence.output.append(token)

@@ -1,6 +1,6 @@
-"""Muon: momentum whose every matrix is made orthogonal before it is a step; AdamW for all that is no matrix.
+"""The Muon optimiser: momentum, orthogonalised per matrix; AdamW for all other parameters.
 
-Steps are scaled to the size of AdamW's, so that one learning rate serves both.
+Updates are scaled to the RMS of AdamW's, so that one learning rate serves both.
 """
 
 from collections import defaultdict
@@ -12,14 +12,14 @@ from torch import Tensor
 
 _MOMENTUM = 0.95
 _ITERATIONS = 5
-# A quintic whose fixed iteration drives singular values from anywhere in (0, 1] to about 1.
+# Coefficients of the quintic Newton-Schulz iteration, which drives singular values in (0, 1] to about 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_ADAM_SIZE = 0.2  # root mean square of a step of AdamW
+_ADAM_SIZE = 0.2  # RMS of an AdamW update
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """[N, rows, columns] to about the nearest matrices with orthonormal rows or columns."""
-    # Only the sign pattern of the singular values matters: bfloat16 will do where it is fast.
+    """Return approximately the nearest semi-orthogonal matrices to [N, rows, columns]."""
+    # The iteration tolerates rounding: bfloat16 is precise enough, and faster on a GPU.
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -32,7 +32,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For parameters with two dimensions; those of one shape are treated together."""
+    """Muon for two-dimensional parameters; those of one shape are updated in one batch."""
 
     def __init__(self, parameters: Iterable[Tensor], *, lr: float, weight_decay: float = 0.0):
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
-        """The gradient with Nesterov's momentum."""
+        """Return the gradient with Nesterov momentum."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if "momentum" not in state:
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
 def optimisers(
     parameters: Iterable[Tensor], *, kind: str, lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """`kind`: muon, for matrices, with AdamW for the rest; or adamw for all."""
+    """Return the optimisers of `kind`: muon (matrices; AdamW for the rest) or adamw (everything)."""
     parameters = list(parameters)
     matrices = [each for each in parameters if each.ndim == 2]
     others = [each for each in parameters if each.ndim != 2]

@@ -1,4 +1,4 @@
-"""One process, or several that torchrun started: who they are and what they tell each other. No models."""
+"""Data parallelism over the processes that torchrun started, or none."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -11,19 +11,19 @@ _PATIENCE = timedelta(hours=6)
 
 
 class Ranks:
-    """Does nothing where there is only one process."""
+    """This process's rank and the collectives of a run; with one process they do nothing."""
 
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
 
     @classmethod
     def join(cls, device: str) -> tuple["Ranks", str]:
-        """This process's place, and its device: of several GPUs each process takes its own."""
+        """Join the process group; return the ranks and this process's device, one GPU each."""
         if not (distributed.is_available() and distributed.is_torchelastic_launched()):
             return cls(), device
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         if not distributed.is_initialized():
-            # Processes wait for the slowest to answer its prompts.
+            # Ranks wait for the slowest one to finish generating its training text.
             distributed.init_process_group("nccl" if cuda else "gloo", timeout=_PATIENCE)
         if cuda:
             device = f"cuda:{distributed.get_node_local_rank()}"
@@ -35,36 +35,36 @@ class Ranks:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all ranks arrive."""
         if self.count > 1:
             distributed.barrier()
 
-    def agreed(self, values: list[float], device: torch.device) -> list[float]:
-        """The first process's values, for all: clocks differ, and all must stop at the same step."""
+    def broadcast(self, values: list[float], device: torch.device) -> list[float]:
+        """Return rank 0's values on every rank: clocks differ, and all must stop at the same step."""
         if self.count == 1:
             return values
-        told = torch.tensor(values, dtype=torch.float64, device=device)
-        distributed.broadcast(told, 0)
-        return told.tolist()
+        shared = torch.tensor(values, dtype=torch.float64, device=device)
+        distributed.broadcast(shared, 0)
+        return shared.tolist()
 
     def all(self, flag: bool, device: torch.device) -> bool:
-        """Whether it holds for every process."""
+        """Return whether the flag is set on every rank."""
         if self.count == 1:
             return flag
-        told = torch.tensor(float(flag), device=device)
-        distributed.all_reduce(told, distributed.ReduceOp.MIN)
-        return bool(told)
+        shared = torch.tensor(float(flag), device=device)
+        distributed.all_reduce(shared, distributed.ReduceOp.MIN)
+        return bool(shared)
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """In place, over all processes."""
+        """Average the tensors over all ranks, in place."""
         if self.count == 1:
             return
         tensors = list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         distributed.all_reduce(flat)
         flat /= self.count
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
     def leave(self) -> None:
         if self.count > 1:

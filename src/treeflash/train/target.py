@@ -1,8 +1,8 @@
-"""A trainable qwen35 target whose parameters have the names of its Hugging Face checkpoint; knows no data.
+"""A trainable qwen35 target whose parameters have the names of its Hugging Face checkpoint.
 
-Master weights are float32; products run in the model's compute dtype; norms, gates, decays and the loss in
-float32. Every sequence starts from an empty state. Value heads lie grouped by key head, as checkpoints have
-them, not tiled as in GGUF files.
+Master weights are float32; matmuls run in the model's compute dtype; norms, gates, decays and the loss in
+float32. Every sequence starts from a zero state. Value heads are grouped by key head, as in checkpoints, not
+tiled as in GGUF files.
 """
 
 import json
@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from treeflash.kernels.causal_conv.reference import L2_EPS
+from treeflash.kernels.norm_rope import l2_norm, rope_angles
 from treeflash.train.delta import CHUNK, delta_rule
 
-# Constant of the trained models, whatever the rms epsilon is.
-L2_EPS = 1e-6
-# Rows of a joined projection are padded to this, so that every matrix product is aligned.
+# Rows of a fused projection are padded to a multiple of this, so that every matmul is aligned.
 ALIGNED_ROWS = 16
 
 
@@ -54,7 +54,7 @@ class TargetConfig:
         ]
 
     def to_hf(self) -> dict[str, Any]:
-        """config.json of Qwen3_5ForCausalLM."""
+        """Return config.json of Qwen3_5ForCausalLM."""
         time = math.ceil(self.rope_dim / 2 / 3)
         height = math.ceil((self.rope_dim // 2 - time) / 2)
         return {
@@ -93,33 +93,33 @@ class TargetConfig:
 
 
 class Weight(nn.Module):
-    """One tensor under the name `<module>.weight`."""
+    """A parameter named `<module>.weight`."""
 
     def __init__(self, *shape: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
 
 
-def project(x: Tensor, *parts: Weight) -> list[Tensor]:
-    """x times several matrices [rows, width] in one product."""
-    sizes = [len(part.weight) for part in parts]
+def project(x: Tensor, *weights: Weight) -> list[Tensor]:
+    """Multiply x with several matrices [rows, width] in one matmul."""
+    sizes = [len(each.weight) for each in weights]
     spare = -sum(sizes) % ALIGNED_ROWS
-    matrix = torch.cat([part.weight.to(x.dtype) for part in parts])
+    matrix = torch.cat([each.weight.to(x.dtype) for each in weights])
     if spare:
         matrix = F.pad(matrix, (0, 0, 0, spare))
-    return list(F.linear(x, matrix).split([*sizes, *([spare] if spare else [])], -1))[: len(parts)]
+    return list(F.linear(x, matrix).split([*sizes, *([spare] if spare else [])], -1))[: len(weights)]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def l2_norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs (j, j + R/2) of the first R dims of x [B, T, H, D]; cos and sin [T, 1, R/2]."""
+    """Rotate pairs (j, j + R/2) of the first R dims of x [B, T, H, D]; cos and sin [..., T, 1, R/2].
+
+    The gradient of one split is one concatenation; the kernels' reference slices, whose gradients are three
+    zero-filled tensors.
+    """
     a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
@@ -139,10 +139,10 @@ class Attention(nn.Module):
         q, gate = q.unflatten(-1, (-1, 2 * dim)).chunk(2, -1)
         k, v = k.unflatten(-1, (-1, dim)), v.unflatten(-1, (-1, dim))
         q, k = (
-            rope(rms_norm(part.float(), 1 + norm.weight, eps), cos, sin).to(x.dtype)
-            for part, norm in ((q, self.q_norm), (k, self.k_norm))
+            rope(rms_norm(heads.float(), 1 + norm.weight, eps), cos, sin).to(x.dtype)
+            for heads, norm in ((q, self.q_norm), (k, self.k_norm))
         )
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         out = (out.float() * gate.float().sigmoid()).to(x.dtype)
         return project(out.flatten(-2), self.o_proj)[0]
@@ -167,16 +167,16 @@ class GatedDelta(nn.Module):
         config, dim = self._config, self._config.delta_dim
         keys, values = config.key_heads * dim, config.value_heads * dim
         mixed, z, b, a = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        # Shifted sums instead of a convolution: they fuse with their neighbours and need no transposition.
+        # Shifted sums instead of a convolution: they fuse with adjacent kernels and need no transpose.
         padded, tokens = F.pad(mixed, (0, 0, config.conv - 1, 0)), x.shape[1]
         taps = self.conv1d.weight[:, 0].unbind(-1)
         shifted = [padded[:, i : i + tokens].float() * tap for i, tap in enumerate(taps)]
         mixed = F.silu(sum(shifted[1:], shifted[0]))
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part in mixed.split([keys, keys, values], -1))
+        q, k, v = (heads.unflatten(-1, (-1, dim)) for heads in mixed.split([keys, keys, values], -1))
         g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
         out = delta_rule(
-            l2_norm(q) * dim**-0.5,
-            l2_norm(k),
+            l2_norm(q, L2_EPS) * dim**-0.5,
+            l2_norm(k, L2_EPS),
             v.to(x.dtype),
             g,
             b.float().sigmoid(),
@@ -200,7 +200,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Mixes along the sequence, then within each token; `rope` only where the mixer is attention."""
+    """A token mixer, then a feed-forward; `rope` is passed only to attention layers."""
 
     def __init__(self, config: TargetConfig, kind: str, *, chunk: int, fused: bool):
         super().__init__()
@@ -230,11 +230,11 @@ class Trunk(nn.Module):
 
 class Loss(NamedTuple):
     objective: Tensor  # what to differentiate
-    cross_entropy: Tensor  # nats a counted token
+    cross_entropy: Tensor  # nats per counted token
 
 
 class Target(nn.Module):
-    """dtype: of the matrix products; fused: the delta rule's Triton kernels, CUDA only."""
+    """The qwen35 model. dtype: of the matmuls; fused: use the delta rule's Triton kernels, CUDA only."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class Target(nn.Module):
                 _initialise(name, parameter)
 
     def compile_layers(self) -> None:
-        """Compiles each kind of layer once, and the head with the loss; shapes must then stay the same."""
+        """Compile each kind of layer once, and the head with the loss; shapes must then stay the same."""
         # Triton 3.6 fails on one of these layers' persistent reductions (PassManager::run failed).
         options: dict[str, Any] = {"triton.persistent_reductions": False}
         for layer in self.model.layers:
@@ -261,12 +261,11 @@ class Target(nn.Module):
         self._head = torch.compile(_head_loss, dynamic=False, fullgraph=True, options=options)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T], T a multiple of the chunk, to the head's input [B, T, width]."""
+        """Return the head's input [B, T, width] for tokens [B, T], T a multiple of the chunk."""
         config = self.config
         steps = torch.arange(0, config.rope_dim, 2, device=tokens.device, dtype=torch.float32)
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
-        angles = positions[:, None, None] * config.theta ** (-steps / config.rope_dim)
-        rope = angles.cos(), angles.sin()
+        rope = rope_angles(positions[None], config.theta ** (-steps / config.rope_dim))
         x = F.embedding(tokens, self.model.embed_tokens.weight).to(self._dtype)
         for layer, kind in zip(self.model.layers, config.layer_types, strict=True):
             x = layer(x, *rope) if kind == "full_attention" else layer(x)
@@ -276,7 +275,7 @@ class Target(nn.Module):
         return F.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype)).float()
 
     def loss(self, tokens: Tensor, labels: Tensor, mask: Tensor, *, z_loss: float = 0.0) -> Loss:
-        """Cross entropy of labels [B, T] where mask [B, T] is not zero, plus z_loss * log(Z)^2."""
+        """Return the cross entropy of labels [B, T] where mask [B, T] is not zero, plus z_loss * log(Z)^2."""
         hidden = self(tokens).flatten(0, 1)
         embedding = self.model.embed_tokens.weight
         return Loss(*self._head(hidden, embedding, labels.flatten(), mask.flatten().float(), z_loss))
@@ -287,7 +286,7 @@ def _head_loss(
 ) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, embedding.to(hidden.dtype)).float()
     total = logits.logsumexp(-1)
-    # Not a gather: its gradient would be scattered into a second matrix of this size.
+    # Not a gather: its gradient would be scattered into a second tensor of the logits' size.
     chosen = torch.arange(logits.shape[-1], device=labels.device) == labels[:, None]
     wanted = torch.where(chosen, logits, 0.0).sum(-1)
     counted = mask.sum().clamp(min=1)
@@ -300,13 +299,13 @@ def _initialise(name: str, parameter: Tensor) -> None:
     if name.endswith("A_log"):
         parameter.uniform_(1, 16).log_()
     elif name.endswith("dt_bias"):
-        # Time steps of 0.001 to 0.1, so that heads forget over tens to thousands of tokens.
+        # Time steps of 0.001 to 0.1: heads decay over tens to thousands of tokens.
         steps = parameter.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
     elif name.endswith("linear_attn.norm.weight"):
         parameter.fill_(1)
     elif "norm" in name or name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-        # Norms hold the difference from one; what writes into the residual stream starts at nothing.
+        # Norm weights are stored as the difference from one; output projections start at zero.
         parameter.zero_()
     elif "conv1d" in name:
         parameter.uniform_(-0.5, 0.5)
@@ -317,9 +316,9 @@ def _initialise(name: str, parameter: Tensor) -> None:
 
 
 def save_target(target: Target, folder: Path, *, end_ids: list[int], pad_id: int) -> None:
-    """config.json, generation_config.json and model.safetensors; the tokenizer's files are not its business.
+    """Write config.json, generation_config.json and model.safetensors, not the tokenizer.
 
-    end_ids: tokens that end an answer, the usual one first.
+    end_ids: end-of-sequence tokens, the default one first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**target.config.to_hf(), "eos_token_id": end_ids[0], "pad_token_id": pad_id}

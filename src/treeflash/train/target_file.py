@@ -1,7 +1,7 @@
-"""The weights of a small target back out of its GGUF file, to train it further. Knows no training.
+"""Loading a target's weights from its GGUF file, to continue training it: the inverse of convert.
 
-Undoes what converting did: value heads are grouped by key head again, norms hold the difference from one,
-decays their logarithm. What quantisation lost stays lost.
+Value heads are grouped by key head again, norm weights become the difference from one, decays their
+logarithm. Quantisation error stays.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from treeflash.train.target import TargetConfig
 
 
 def read_target(path: Path, config: TargetConfig) -> dict[str, Tensor]:
-    """Float32 tensors under the names of `Target`'s parameters; a file of another shape is refused."""
+    """Return float32 tensors under the names of `Target`'s parameters; raise if the shape differs."""
     rules = tensor_rules(read_sizes(HFConfig(config.to_hf(), "the shape to train")))
     with GGUFFile.open(path) as file:
         if file.architecture != "qwen35":
@@ -40,7 +40,7 @@ def _tensor(file: GGUFFile, rule: Rule, config: TargetConfig) -> tuple[str, Tens
 
 
 def _original(name: str, values: Tensor, config: TargetConfig) -> Tensor:
-    # To group heads is to tile them with the two counts exchanged.
+    # Grouping heads is tiling them with the two counts exchanged.
     group, dim = config.value_heads // config.key_heads, config.delta_dim
     keys = 2 * config.key_heads * dim
     match name.split(".")[-3:]:
@@ -56,6 +56,6 @@ def _original(name: str, values: Tensor, config: TargetConfig) -> Tensor:
             return tile_heads(values, 1, key_heads=group, head_dim=dim)
         case ["linear_attn", "norm", _]:
             return values
-        case [*_, part, _] if "norm" in part:
+        case [*_, module, _] if "norm" in module:
             return values - 1
     return values
