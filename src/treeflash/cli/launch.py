@@ -77,7 +77,7 @@ def launch(
 
     treeflash launch claude --print
     """
-    from treeflash.cli.chat_remote import address
+    from treeflash.cli.chat.remote import address
 
     key = api_key or environment().api_key
     base = address(url).removesuffix("/v1")
@@ -158,7 +158,7 @@ def shell_lines(start: Start) -> list[str]:
 
 def _server(base: str, key: str | None, *, needed: bool) -> Server:
     """What the server says of itself; where that is not needed, any name of a model will do."""
-    from treeflash.cli.chat_remote import RemoteBackend, ServerFailed, Unreachable, client, failures
+    from treeflash.cli.chat.remote import RemoteBackend, ServerFailed, Unreachable, client, failures
 
     try:
         with client(base, key) as http, failures(base):

@@ -9,8 +9,8 @@ import typer
 from treeflash.cli import fit as shown
 from treeflash.cli import view
 from treeflash.cli.footprint import on_cpu, on_gpu, stored, unused
-from treeflash.cli.inventory import card_of, draft_here
-from treeflash.cli.run_flags import MODEL_HELP, Draft, MaxContext, VramLimit
+from treeflash.cli.inventory import card_of, local_draft
+from treeflash.cli.options import MODEL_HELP, Draft, MaxContext, VramLimit
 from treeflash.cli.speculation import NONE
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig, environment
 from treeflash.errors import ModelFileError, UsageError
@@ -86,7 +86,7 @@ def _fit(
     if asked not in (None, NONE):
         path = resolve_draft(asked, offline=True)
     elif asked is None and card is not None:
-        path = draft_here(card)
+        path = local_draft(card)
     speculation = None if asked == NONE else SpecConfig(budget=card.budget if card else SpecConfig().budget)
     config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
     return shown.survey(file, ModelSpec.from_gguf(file), config)
@@ -130,7 +130,7 @@ def _card(card: Card | None) -> dict[str, Any]:
         return {"card": None, "draft": None, "recommended": None}
     draft = None
     if card.draft or card.pair:
-        path = draft_here(card)
+        path = local_draft(card)
         draft = {
             "name": str(card.draft or "comes with treeflash"),
             "path": None if path is None else str(path),

@@ -7,7 +7,7 @@ import typer
 
 from treeflash.cli import view
 from treeflash.cli.interrupt import held
-from treeflash.cli.run_flags import MODEL_HELP
+from treeflash.cli.options import MODEL_HELP
 from treeflash.errors import ResourceError, UsageError
 from treeflash.hub.resolve import meaning, resolve
 

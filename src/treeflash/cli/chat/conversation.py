@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treeflash.cli.options import unescape
+from treeflash.cli.values import unescape
 from treeflash.errors import UsageError
 
 FORMAT = "treeflash-chat-1"

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treeflash.cli import chat_state, view
-from treeflash.cli.chat_state import NAMES, OPTIONS, STOP
+from treeflash.cli import view
+from treeflash.cli.chat import conversation
+from treeflash.cli.chat.conversation import NAMES, OPTIONS, STOP
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
-    from treeflash.cli.chat_loop import Chat
+    from treeflash.cli.chat.loop import Chat
 
 LARGEST_FILE = 4 << 20  # bytes; a million tokens
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
@@ -204,7 +205,7 @@ def _save(chat: "Chat", argument: str) -> None:
     path = _path(argument) if argument else chat.path
     if path is None:
         raise UsageError("/save needs a file name", "/save talk.json")
-    chat_state.save(path, chat.conversation, chat.settings, model=chat.backend.name)
+    conversation.save(path, chat.conversation, chat.settings, model=chat.backend.name)
     chat.path = path
     chat.screen.note(f"{_messages(len(chat.conversation.messages))} saved in {path}.")
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from treeflash.cli import chat_commands, view
-from treeflash.cli.chat_backend import Ended, Event, Piece, Thought
-from treeflash.cli.chat_loop import Chat
-from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.cli import view
+from treeflash.cli.chat import slash_commands
+from treeflash.cli.chat.backend import Ended, Event, Piece, Thought
+from treeflash.cli.chat.conversation import Conversation, Message, Settings
+from treeflash.cli.chat.loop import Chat
 from treeflash.errors import TreeFlashError, UsageError
 
 
@@ -218,7 +219,7 @@ def test_statistics_and_help(talk, capsys):
     output, errors = capsys.readouterr()
     assert "there was no reply yet" in errors
     assert "tokens" in output and "1.25" in output and "1 2" in output
-    assert all(f"/{name}" in output for name in chat_commands.COMMANDS)
+    assert all(f"/{name}" in output for name in slash_commands.COMMANDS)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -267,4 +268,4 @@ def test_commands_that_do_not_exist(talk, parrot, capsys):
     ],
 )
 def test_completion(text, found):
-    assert chat_commands.complete(text) == found
+    assert slash_commands.complete(text) == found

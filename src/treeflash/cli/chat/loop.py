@@ -8,11 +8,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from treeflash.cli import chat_commands, chat_state, view
-from treeflash.cli.chat_backend import Backend, Ended, Piece, Reading, Thought
-from treeflash.cli.chat_input import Keyboard, Lines, Source, history_file, unechoed
-from treeflash.cli.chat_screen import PlainReply, Reply, TerminalReply, on_terminal
-from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.cli import view
+from treeflash.cli.chat import conversation as saved
+from treeflash.cli.chat import slash_commands
+from treeflash.cli.chat.backend import Backend, Ended, Piece, Reading, Thought
+from treeflash.cli.chat.conversation import Conversation, Message, Settings
+from treeflash.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
+from treeflash.cli.chat.screen import PlainReply, Reply, TerminalReply, on_terminal
 from treeflash.cli.streams import OutputFailed
 from treeflash.errors import PromptTooLong, TreeFlashError, UsageError
 
@@ -80,7 +82,7 @@ class Chat:
         """Until the user leaves; the exit code."""
         source: Source = Lines()
         if self._terminal:
-            source = Keyboard(history_file(), chat_commands.complete)
+            source = Keyboard(history_file(), slash_commands.complete)
             self.screen.note(f"{self.backend.name} · /help shows commands, Ctrl-D leaves")
         if self.path is not None:
             self._loaded(self.path)
@@ -109,7 +111,7 @@ class Chat:
         self.settings = settings
 
     def load(self, path: Path) -> None:
-        conversation, settings = chat_state.load(path)
+        conversation, settings = saved.load(path)
         self.change(settings)
         self.conversation, self.path, self._made = conversation, path, None
         self._loaded(path)
@@ -133,7 +135,7 @@ class Chat:
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
 
     def _take(self, line: str) -> None:
-        if chat_commands.run(self, line):
+        if slash_commands.run(self, line):
             return
         message = Message("user", self._with_files(line))
         self.conversation.messages.append(message)

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from tests.cli.chat_server import ChatServer, echo, thought
-from treeflash.cli.chat_remote import RemoteBackend, ServerFailed, address
+from treeflash.cli.chat.remote import RemoteBackend, ServerFailed, address
 from treeflash.errors import UsageError
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treeflash.cli import report
-from treeflash.cli.chat_state import OPTIONS, Settings
+from treeflash.cli.chat.conversation import OPTIONS, Settings
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from treeflash.cli import view
-from treeflash.cli.chat_stream import MarkdownStream, PlainStream, Stream
+from treeflash.cli.chat.stream import MarkdownStream, PlainStream, Stream
 from treeflash.cli.streams import delivered, tolerated
 from treeflash.config import environment
 

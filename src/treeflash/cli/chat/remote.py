@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from treeflash.cli.chat_backend import Ended, Event, Piece, Thought
-from treeflash.cli.chat_state import Settings
+from treeflash.cli.chat.backend import Ended, Event, Piece, Thought
+from treeflash.cli.chat.conversation import Settings
 from treeflash.errors import TreeFlashError, UsageError
 
 CONNECT_S = 5.0

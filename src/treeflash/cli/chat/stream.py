@@ -8,7 +8,7 @@ from typing import Protocol
 from markdown_it.tree import SyntaxTreeNode
 from rich.text import Text
 
-from treeflash.cli import chat_markdown as markdown
+from treeflash.cli.chat import markdown
 
 CONTEXT = 60  # lines of code that are coloured together with a new one
 LISTS = ("bullet_list", "ordered_list")
