@@ -1,4 +1,4 @@
-"""The commands of a chat that begin with a slash. Knows no screen but notes and tables."""
+"""The slash commands of a chat."""
 
 import difflib
 import os
@@ -30,7 +30,7 @@ class Command:
 
 
 def run(chat: "Chat", line: str) -> bool:
-    """False where the line is not a command but something to say."""
+    """Run a command; return False if the line is a message."""
     match = COMMAND.fullmatch(line.strip())
     if match is None or not line.startswith("/"):
         return False
@@ -43,7 +43,7 @@ def run(chat: "Chat", line: str) -> bool:
 
 
 def complete(text: str) -> Sequence[str] | None:
-    """What the last word may become; None: a path."""
+    """Return completions of the last word; None: a path is expected."""
     if not text.startswith("/"):
         return []
     name, space, rest = text[1:].partition(" ")
@@ -86,10 +86,10 @@ def _regen(chat: "Chat", argument: str) -> None:
 
 
 def _undo(chat: "Chat", argument: str) -> None:
-    question = chat.conversation.undo()
-    if question is None:
-        raise UsageError("there is nothing to take back")
-    chat.screen.note(f"Taken back: {_short(question)}")
+    message = chat.conversation.undo()
+    if message is None:
+        raise UsageError("there is no message to remove")
+    chat.screen.note(f"Removed: {_short(message)}")
 
 
 def _system(chat: "Chat", argument: str) -> None:
@@ -104,8 +104,8 @@ def _system(chat: "Chat", argument: str) -> None:
 def _set(chat: "Chat", argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        known = chat.backend.defaults(chat.settings)
-        rows = [(each, f"{_shown(chat, each, known):<10} {_about(each)}") for each in NAMES]
+        defaults = chat.backend.defaults(chat.settings)
+        rows = [(each, f"{_shown(chat, each, defaults):<10} {_about(each)}") for each in NAMES]
         view.sections(
             chat.backend.name,
             {"Settings": [*rows, ("think", _thinking(chat)), *_draft_row(chat)]},
@@ -117,9 +117,9 @@ def _set(chat: "Chat", argument: str) -> None:
     chat.screen.note(f"{name} is {chat.settings.shown(name.replace('-', '_'))}.")
 
 
-def _shown(chat: "Chat", name: str, known: Mapping[str, float]) -> str:
-    is_known = name in known and name not in chat.settings.values
-    return f"{known[name]:g}" if is_known else chat.settings.shown(name)
+def _shown(chat: "Chat", name: str, defaults: Mapping[str, float]) -> str:
+    is_default = name in defaults and name not in chat.settings.values
+    return f"{defaults[name]:g}" if is_default else chat.settings.shown(name)
 
 
 def _draft_row(chat: "Chat") -> list[tuple[str, str]]:
@@ -169,7 +169,7 @@ def _draft(chat: "Chat", argument: str) -> None:
         case _:
             changed = replace(settings, draft_budget=_count("/draft", argument, 1, 63))
     chat.change(changed)
-    again = "; /regen gives the last reply again, in the same words" if chat.answered else ""
+    again = "; /regen generates the last reply again, with the same text" if chat.answered else ""
     chat.screen.note(f"Speculation is {_draft_state(chat)}{again}.")
 
 
@@ -218,7 +218,7 @@ def _load(chat: "Chat", argument: str) -> None:
 
 def _stats(chat: "Chat", argument: str) -> None:
     if chat.ended is None:
-        raise UsageError("there was no reply yet")
+        raise UsageError("there is no reply yet")
     rows = [
         (name.replace("_", " "), _value(value))
         for name, value in chat.ended.details.items()
@@ -257,7 +257,7 @@ COMMANDS: Mapping[str, Command] = {
     "help": Command("/help", "this page", _help),
     "clear": Command("/clear", "begin a new conversation", _clear),
     "regen": Command("/regen", "answer the last message again", _regen),
-    "undo": Command("/undo", "take back the last message and its answer", _undo),
+    "undo": Command("/undo", "remove the last message and its answer", _undo),
     "system": Command(
         "/system [TEXT|none]", "show or set the instructions before all messages", _system, ("none",)
     ),
@@ -274,6 +274,6 @@ COMMANDS: Mapping[str, Command] = {
     "file": Command("/file PATH", "send a text file with the next message", _file, path=True),
     "save": Command("/save [PATH]", "write the conversation to a file", _save, path=True),
     "load": Command("/load PATH", "go on with a saved conversation", _load, path=True),
-    "stats": Command("/stats", "what is known about the last reply", _stats),
+    "stats": Command("/stats", "statistics of the last reply", _stats),
     "exit": Command("/exit", "leave, like Ctrl-D", _exit),
 }
