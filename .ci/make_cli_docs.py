@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the program itself; with --check says whether the file is up to date."""
+"""Writes docs/cli.md from the program itself; with --check reports whether the file is up to date."""
 
 import inspect
 import sys
@@ -16,7 +16,7 @@ from treeflash.cli.main import app
 from treeflash.cli.streams import OUTPUT_FAILED
 from treeflash.hub import catalog
 
-PLACE = Path(__file__).parent.parent / "docs" / "cli.md"
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 HEAD = """\
 <!-- Written by .ci/make_cli_docs.py: edit the program, not this file. -->
 # The command line
@@ -38,7 +38,7 @@ TAIL = """\
 | `HF_TOKEN` | for gated and private repositories |
 | `HF_HUB_OFFLINE` | like `--offline` |
 | `NO_COLOR` | no colours |
-| `TREEFLASH_API_KEY` | the key of the server: `serve` asks for it, `chat --url` and `launch` send it |
+| `TREEFLASH_API_KEY` | the key of the server: `serve` requires it, `chat --url` and `launch` send it |
 | `TREEFLASH_DEBUG` | like `--debug` |
 """
 
@@ -46,11 +46,11 @@ TAIL = """\
 def main() -> int:
     text = "\n".join([HEAD, *commands(), short_names(), TAIL, exit_codes()])
     if "--check" not in sys.argv[1:]:
-        PLACE.write_text(text, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
         return 0
-    if PLACE.exists() and PLACE.read_text(encoding="utf-8") == text:
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
         return 0
-    print("docs/cli.md is not what the program says: run python .ci/make_cli_docs.py", file=sys.stderr)
+    print("docs/cli.md is out of date: run python .ci/make_cli_docs.py", file=sys.stderr)
     return 1
 
 
@@ -79,7 +79,7 @@ def describe(name: str, callback: Callable[..., Any]) -> str:
 
 
 def prose(text: str) -> str:
-    """Paragraphs; those that are a command line as code."""
+    """Return paragraphs; those that are a command line as code."""
     parts = []
     for paragraph in text.split("\n\n"):
         is_command = paragraph.startswith("treeflash ") or "| treeflash " in paragraph
@@ -106,7 +106,7 @@ class Parameter:
     def label(self) -> str:
         if isinstance(self.info, ArgumentInfo):
             return f"`{self.info.metavar or self.name.upper()}`"
-        # Typer takes the first name for a default until it sees where the option stands.
+        # Typer keeps the first name as the default until it has seen the annotation.
         first = [self.info.default] if isinstance(self.info.default, str) else []
         names = [*first, *(self.info.param_decls or ())] or [f"--{self.name.replace('_', '-')}"]
         value = self._value()
@@ -154,7 +154,8 @@ def short_names() -> str:
     lines = ["## Short names", "", "| name | target | draft |", "|---|---|---|"]
     for card in catalog.cards():
         names = ", ".join(f"`{name}`" for name in (card.name, *card.aliases))
-        lines.append(f"| {names} | {card.target} | {card.draft or 'none known'} |")
+        inside = "in the package" if card.pair else "none"
+        lines.append(f"| {names} | {card.target or inside} | {card.draft or inside} |")
     lines += ["", "`NAME:QUANT` takes another quantisation: `qwen3.6-27b:Q8_0`.", ""]
     return "\n".join(lines)
 
@@ -164,10 +165,10 @@ def exit_codes() -> str:
     tree = {line.lstrip("│├└─ ").split(" ")[0]: line for line in (errors.__doc__ or "").splitlines()}
     for name, value in vars(errors).items():
         if isinstance(value, type) and "exit_code" in vars(value) and name in tree:
-            meaning = tree[name].split(name, 1)[1].strip() or "anything else that can go wrong"
+            meaning = tree[name].split(name, 1)[1].strip() or "any other error"
             lines.append(f"| {value.exit_code} | {meaning} |")
     lines += [
-        f"| {UNEXPECTED} | a mistake of ours, please report it |",
+        f"| {UNEXPECTED} | a bug, please report it |",
         f"| {OUTPUT_FAILED} | the output cannot be written: a full disk, a closed stream |",
         f"| {INTERRUPTED} | Ctrl-C |",
         f"| {BROKEN_PIPE} | the reader of the output went away |",

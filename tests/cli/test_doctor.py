@@ -14,7 +14,7 @@ def test_everything_works_here(treeflash):
     checks = {check["name"]: check for check in report["checks"]}
     assert torch.__version__ in checks["torch"]["detail"]
     assert {"python", "platform", "libraries", "memory", "disk", "model cache", "hub token"} <= set(checks)
-    for name in ("delta rule (cpu)", "paged attention (cpu)", "quantised product (cpu)"):
+    for name in ("delta rule (cpu)", "paged attention (cpu)", "quantised matmul (cpu)"):
         assert checks[name]["status"] == "ok"
     assert torch.cuda.is_available() == ("triton (cuda)" in checks)
 

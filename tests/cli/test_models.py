@@ -65,9 +65,9 @@ def test_a_broken_pull_goes_on(treeflash, hub):
 def test_models_without_a_known_draft(treeflash, hub, tiny_model):
     hub.repos["me/Other-GGUF"] = {"other-Q8_0.gguf": tiny_model().read_bytes()}
     result = treeflash("pull", "me/Other-GGUF")
-    assert result.exit_code == 0 and "No draft is known for me/Other-GGUF" in result.stderr
+    assert result.exit_code == 0 and "No draft is listed for me/Other-GGUF" in result.stderr
     only = treeflash("pull", "me/Other-GGUF", "--draft-only")
-    assert only.exit_code == 2 and "no draft is known for me/Other-GGUF" in only.stderr
+    assert only.exit_code == 2 and "no draft is listed for me/Other-GGUF" in only.stderr
 
 
 def test_a_draft_that_no_card_knows(treeflash, hub, tiny_model, tmp_path):
@@ -86,7 +86,7 @@ def test_a_draft_that_no_card_knows(treeflash, hub, tiny_model, tmp_path):
         (["qwen3.6-27b", "--draft-only", "--quant", "Q8_0"], 2, "--quant is of the target"),
         (["qwen3.6-27b:Q8_0", "--quant", "Q4_K_M"], 2, "name different files"),
         (["qwen3.6-27b", "--quant", "Q2_K"], 3, f"{TARGET} has no Q2_K; it has"),
-        (["qwen3.5-0.8b", "--draft-only"], 2, "no draft is known for qwen3.5-0.8b"),
+        (["qwen3.5-0.8b", "--draft-only"], 2, "no draft is listed for qwen3.5-0.8b"),
         (["qwen3.6-72b"], 3, "did you mean qwen3.6-27b"),
         (["me/nothing"], 3, "me/nothing was not found"),
         (["me/plain"], 3, "me/plain holds no GGUF file"),
@@ -144,7 +144,7 @@ def test_listing(treeflash, hub, tiny_model, tmp_path):
     shown = " ".join(treeflash("list").stdout.split())
     assert f"{TARGET}:Q4_K_M qwen3.6-27b Q4_K_M 1.72 MiB {DRAFT}" in shown
     assert "missing: treeflash pull qwen3.5-27b --draft-only" in shown
-    assert "me/Odd-GGUF:Q6_K – Q6_K" in shown and "none known" in shown
+    assert "me/Odd-GGUF:Q6_K – Q6_K" in shown and " none" in shown
     assert "Not here yet (treeflash pull NAME)" in shown and "qwen3.5-9b unsloth/" in shown
     assert "2 other GGUF files there cannot be run." in shown
 

@@ -1,104 +1,99 @@
-"""Values as users write them."""
+"""Groups of options: a dataclass in a command's signature becomes its options."""
 
-import json
-from math import inf
+import inspect
+from dataclasses import dataclass
+from typing import Annotated
 
 import pytest
 import typer
-from hypothesis import given
-from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from treeflash.cli.options import amount, bias, byte_count, device, memory, size, unescape
+from treeflash.cli.options import (
+    EngineOptions,
+    KVCacheOptions,
+    KVType,
+    Only,
+    SpeculationOptions,
+    check_remote,
+    grouped,
+    panel,
+)
+from treeflash.cli.program import app
+from treeflash.config import EngineConfig
 from treeflash.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1", 1), ("8192", 8192), ("8k", 8192), ("32K", 32768), ("1m", 1 << 20), ("1.5k", 1536)],
-)
-def test_sizes(text, number):
-    assert size(text) == byte_count(text) == number
+@dataclass(frozen=True, slots=True)
+class Shape:
+    width: Annotated[int, panel("Shape")("--width", "-w", min=1, help="Columns.")] = 3
+    height: Annotated[int | None, panel("Shape")("--height")] = None
+    names: Annotated[list[str] | None, typer.Option("--name")] = None
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "k", "8kb", "1.0001k", "8 k", "1e3", "٣"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(typer.BadParameter, match="not a number of tokens like 8192"):
-        size(text)
-    with pytest.raises(typer.BadParameter, match="not a number of bytes like 65536"):
-        byte_count(text)
+def program(command) -> tuple[CliRunner, typer.Typer]:
+    made = typer.Typer()
+    made.command()(grouped(command))
+    return CliRunner(), made
 
 
-def test_the_largest_request_is_in_bytes(treeflash, tiny_model):
-    refused = treeflash("serve", tiny_model(), "--max-body", "32 MB")
-    assert refused.exit_code == 2 and "'32 MB' is not a number of bytes" in refused.stderr
-    done = treeflash("serve", tiny_model(), "--print-config", "--max-body", "64k")
-    assert json.loads(done.stdout)["server"]["max_body"] == 65536
+def test_fields_become_options_and_come_back_as_one_value() -> None:
+    seen = []
+
+    def command(*, first: Annotated[str, typer.Argument()] = "x", shape: Shape, last: bool = False) -> None:
+        """Do it."""
+        seen.append((first, shape, last))
+
+    runner, made = program(command)
+    assert runner.invoke(made, []).exit_code == 0
+    assert runner.invoke(made, ["y", "-w", "5", "--name", "a", "--name", "b", "--last"]).exit_code == 0
+    assert seen == [("x", Shape(), False), ("y", Shape(5, None, ["a", "b"]), True)]
+    assert runner.invoke(made, ["--width", "0"]).exit_code == 2
+    assert list(inspect.signature(grouped(command)).parameters) == [
+        "first",
+        "width",
+        "height",
+        "names",
+        "last",
+    ]
+    assert "Do it." in runner.invoke(made, ["--help"]).output
 
 
-@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
-def test_devices(text):
-    assert device(text) == text
+def test_only_some_fields_become_options() -> None:
+    seen = []
+
+    def command(*, shape: Annotated[Shape, Only(("height",))]) -> None:
+        seen.append(shape)
+
+    runner, made = program(command)
+    assert runner.invoke(made, ["--height", "2"]).exit_code == 0 and seen == [Shape(height=2)]
+    assert runner.invoke(made, ["--width", "2"]).exit_code == 2
 
 
-@pytest.mark.parametrize("text", ["", "tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", "cuda:0 "])
-def test_devices_that_are_none(text):
-    with pytest.raises(typer.BadParameter, match="auto, cpu, cuda, cuda:N"):
-        device(text)
+def test_a_field_without_a_default_is_required() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Needed:
+        path: Annotated[str, typer.Option("--path")]
+
+    def command(*, needed: Needed) -> None: ...
+
+    runner, made = program(command)
+    assert runner.invoke(made, []).exit_code == 2
+    assert runner.invoke(made, ["--path", "x"]).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        (r"\n", "\n"),
-        (r"a\tb", "a\tb"),
-        (r"\\n", r"\n"),
-        (r"\x41\u00e9", "Aé"),
-        (r"\q", r"\q"),
-        ("\\", "\\"),
-        ("é\n", "é\n"),
-    ],
-)
-def test_escapes(text, meant):
-    assert unescape(text) == meant
+@pytest.mark.parametrize("name", ["run", "chat", "serve", "bench", "train"])
+def test_a_command_takes_groups_and_few_parameters(name: str) -> None:
+    (command,) = (each.callback for each in app.registered_commands if each.name == name)
+    assert command is not None
+    own = inspect.signature(command.__wrapped__, follow_wrapped=False)
+    assert len(own.parameters) <= 8 and len(inspect.signature(command).parameters) > 20
 
 
-@given(st.text())
-def test_text_without_a_backslash_stays(text):
-    plain = text.replace("\\", "/")
-    assert unescape(plain) == plain
-    assert unescape(text.replace("\\", "\\\\")) == text
-
-
-def test_biases():
-    assert bias(["3=1.5", "0=-inf", "12=+2", "7=-.5", "9=1e2"]) == {3: 1.5, 0: -inf, 12: 2, 7: -0.5, 9: 100}
-    assert bias([]) == {}
-
-
-@pytest.mark.parametrize("text", ["", "3", "3=", "=1", "3=x", "-3=1", "3=nan", "3=1=2", "3.5=1", "3=1,4=2"])
-def test_biases_that_are_none(text):
-    with pytest.raises(UsageError, match="needed a token's number and a value"):
-        bias([text])
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_"),
-    [("24g", 24 << 30), ("24GiB", 24 << 30), ("1.5gb", 3 << 29), ("512m", 512 << 20), ("2097152", 2 << 20)],
-)
-def test_amounts_of_memory(text, bytes_):
-    assert memory(text) == amount(text) == bytes_
-
-
-@pytest.mark.parametrize("text", ["", "g", "24t", "-1g", "24 g b", "1e9"])
-def test_what_is_no_amount_of_memory(text):
-    with pytest.raises(typer.BadParameter, match="24g"):
-        memory(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"), [("24", "24 bytes, .* 24g are"), ("1000", "1000 b"), ("0g", "0 b")]
-)
-def test_a_forgotten_unit_is_told(text, told):
-    for parse in (memory, amount):
-        with pytest.raises(typer.BadParameter, match=f"means {told}"):
-            parse(text)
-    assert amount("0") == 0
+def test_defaults_are_those_of_the_engine() -> None:
+    assert EngineOptions().config(KVCacheOptions()) == EngineConfig()
+    config = EngineOptions(max_ctx=8).config(KVCacheOptions(kv=KVType.q8_0, kv_v=KVType.q5_0))
+    assert config == EngineConfig(max_ctx=8, kv_k="q8_0", kv_v="q5_0")
+    check_remote(EngineOptions(offline=True), KVCacheOptions(kv_k=KVType.auto))
+    with pytest.raises(UsageError, match="the server has its own"):
+        check_remote(EngineOptions(device="cpu"), KVCacheOptions())
+    assert SpeculationOptions() == SpeculationOptions(draft=None, budget=None)

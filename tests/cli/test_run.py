@@ -112,7 +112,7 @@ def test_quiet(treeflash, model):
     [
         ([], 2, "there is no prompt", "--prompt TEXT"),
         (["-p", "  "], 2, "the prompt is empty", "--prompt TEXT"),
-        (["one", "-p", "two"], 2, "both behind the model and with --prompt", ""),
+        (["one", "-p", "two"], 2, "both after the model and with --prompt", ""),
         (["x", "--top-p", "0"], 2, "--top-p is 0", "--temperature 0"),
         (["x", "--raw", "--system", "y"], 2, "--system and --raw exclude each other", ""),
         (["x", "--max-ctx", "8k"], 2, "--max-ctx is 8192", ""),

@@ -152,7 +152,7 @@ def test_a_model_must_be_named(treeflash, monkeypatch, tiny_model):
 def test_drafts_and_recommendations(treeflash, tiny_model, hub):
     unknown = json.loads(treeflash("show", tiny_model(), "--json").stdout)
     assert unknown["card"] is unknown["draft"] is unknown["recommended"] is None
-    assert "none known" in treeflash("show", tiny_model()).stdout
+    assert "none listed" in treeflash("show", tiny_model()).stdout
 
     treeflash("pull", "qwen3.6-27b", "--target-only")
     missing = " ".join(treeflash("show", "qwen3.6-27b").stdout.split())

@@ -97,7 +97,7 @@ def test_a_draft_shows_in_the_line_and_its_budget_counts(treeflash, model, draft
 def test_without_a_known_draft_one_quiet_line(treeflash, model):
     result = treeflash("run", model, "hello", "-n", 3)
     assert result.stderr.splitlines()[1:] == [
-        "No draft is known for this model, only copies from the text were proposed: --draft names one."
+        "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
     ]
     assert treeflash("run", model, "hello", "-n", 3, "--json").stderr == ""
 
@@ -111,7 +111,7 @@ def test_without_a_known_draft_one_quiet_line(treeflash, model):
         (["--no-draft", "--draft-quant", "q8_0"], "--draft-quant and --no-draft exclude"),
         (["--no-draft", "--draft-ctx", "4k"], "--draft-ctx and --no-draft exclude"),
         (["--no-draft", "--draft-bidirectional"], "--draft-bidirectional and --no-draft exclude"),
-        (["--draft-causal"], "--draft-causal needs a draft, and none is known for qwen35.gguf"),
+        (["--draft-causal"], "--draft-causal needs a draft, and none is listed for qwen35.gguf"),
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--logit-bias", "3:4"], "--logit-bias is '3:4', needed a token's number and a value"),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "--logit-bias names token 3 twice"),

@@ -44,7 +44,7 @@ def test_reset_removes_what_was_kept(treeflash, tmp_path):
     assert result.exit_code == 0 and result.stdout == f"{file.path} is removed.\n"
     assert not file.path.exists() and file.load(KIND) == {}
     result = treeflash("tune", "--reset")
-    assert result.exit_code == 0 and result.stdout.startswith("Nothing was kept")
+    assert result.exit_code == 0 and result.stdout.startswith("Nothing was saved")
 
 
 def test_reset_takes_no_model(treeflash):
@@ -78,7 +78,7 @@ def test_where_nothing_is_better_what_was_kept_goes(capsys):
 
 def test_other_sums_are_said(capsys):
     show([Found(8, BUILT_IN, BUILT_IN, 1.0, 1.0, (BETTER,))], TunedFile.usual(), KIND, view.Screen())
-    assert "8 rows, 5 stages, filled at the start: other sums, not used" in capsys.readouterr().err
+    assert "8 rows, 5 stages, filled at the start: different sums, not used" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_said_after_the_table(capsys, tmp_path):

@@ -1,73 +1,158 @@
-"""`treeflash bench`: plain and tree decoding on the same prompts, as tables, lines, JSON and pictures."""
+"""`treeflash bench`: plain and tree decoding on the same prompts, as tables, lines, JSON and plots."""
 
-import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn
 
-from treeflash.cli import bench_flags as given
-from treeflash.cli import cache_flags, view
-from treeflash.cli import run_flags as flags
+from treeflash.cli import speculation, view
+from treeflash.cli.bench_run import STEP, BenchRun, Grid, measure_local, measure_server
 from treeflash.cli.command import INTERRUPTED
-from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import LoadingBar, find
-from treeflash.cli.loading import load as load_session
-from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
+from treeflash.cli.interrupt import held
+from treeflash.cli.loading import LoadingBar, choose
+from treeflash.cli.options import (
+    EngineOptions,
+    KVCacheOptions,
+    Model,
+    Only,
+    Quiet,
+    SpeculationOptions,
+    check_remote,
+    grouped,
+    panel,
+)
+from treeflash.cli.speculation import Chosen
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
-    from treeflash.bench.measure import Endpoint, Settings
-    from treeflash.bench.runner import Case, Key, Result, ResultFile
-    from treeflash.bench.suites import Prompt
+    from treeflash.bench.runner import Result
 
-WARM_UP = [{"role": "user", "content": "Count from one to twenty."}]
-WARM_UP_TOKENS = 24
+_measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
+
+Suites = Annotated[
+    str,
+    typer.Argument(
+        metavar="SUITES",
+        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
+        "or step: where the time of a single step goes.",
+    ),
+]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    prompts: Annotated[
+        int | None,
+        _measured(
+            "--prompts",
+            min=1,
+            metavar="N",
+            help="Of each suite. Default: 10; all of builtin and agent; sweep: 1 of code and 1 of prose.",
+        ),
+    ] = None
+    n_gen: Annotated[
+        int, _measured("--n-gen", "-n", min=2, metavar="N", help="Most tokens of an answer.")
+    ] = 256
+    seed: Annotated[int, _measured("--seed", min=0, help="Of sampling.")] = 0
+    temperature: Annotated[
+        str | None, _measured("--temperature", "-t", metavar="X[,X]", help="Default: 0; sweep: 0,0.8.")
+    ] = None
+    budget: Annotated[
+        str | None,
+        _measured(
+            "--budget",
+            metavar="N[,N]",
+            help="Most proposed tokens in a tree; several for sweep. "
+            "Default: as recommended for the model; sweep: 4,8,16,22,32,48,63.",
+        ),
+    ] = None
+    context: Annotated[
+        str | None,
+        _measured("--context", metavar="N[,N]", help="In sweep: tokens before the prompt. Default: 0,1k,4k."),
+    ] = None
+    fixed: Annotated[
+        bool,
+        _measured(
+            "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
+        ),
+    ] = False
+    thinking: Annotated[
+        bool,
+        _measured(
+            "--thinking/--no-thinking", help="Let models reason first, where they can.", show_default=False
+        ),
+    ] = False
+    data: Annotated[
+        Path | None,
+        _measured(
+            "--data",
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="Has humaneval/test.jsonl[.gz] and so on; else the public suites come from the hub.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    url: Annotated[
+        str | None,
+        _server("--url", metavar="URL", help="Measure an OpenAI-compatible server; MODEL is its name there."),
+    ] = None
+    api_key: Annotated[
+        str | None, _server("--api-key", metavar="KEY", help="Sent to the server; else TREEFLASH_API_KEY.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    lines: Annotated[
+        Path, _output("--lines", metavar="FILE", help="Every prompt's result, appended as it is measured.")
+    ] = Path("treeflash-bench.jsonl")
+    resume: Annotated[bool, _output("--resume", help="Go on from what --lines has of the same settings.")] = (
+        False
+    )
+    json_file: Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")] = None
+    markdown: Annotated[Path | None, _output("--markdown", metavar="FILE", help="The table as a page.")] = (
+        None
+    )
+    plot: Annotated[Path | None, _output("--plot", metavar="FOLDER", help="Plots; needs matplotlib.")] = None
+    compare: Annotated[
+        Path | None,
+        _output(
+            "--compare",
+            metavar="OLD.json",
+            exists=True,
+            dir_okay=False,
+            help="Changes since a file of --json.",
+        ),
+    ] = None
+    quiet: Quiet = False
+
+
+@grouped
 def bench(
-    suites: given.Suites = "builtin",
-    model: flags.Model = None,
-    prompts: given.Prompts = None,
-    n_gen: given.MaxTokens = 256,
-    seed: given.Seed = 0,
-    temperature: given.Temperature = None,
-    budget: given.Budget = None,
-    context: given.Context = None,
-    fixed: given.Fixed = False,
-    thinking: given.Thinking = False,
-    data: given.Data = None,
-    draft: flags.Draft = None,
-    no_draft: flags.NoDraft = False,
-    kv: cache_flags.KV = cache_flags.KeyValues.auto,
-    kv_k: cache_flags.Keys = None,
-    kv_v: cache_flags.Values = None,
-    window: cache_flags.Window = None,
-    max_ctx: flags.MaxContext = None,
-    vram_limit: flags.VramLimit = None,
-    device: flags.Where = "auto",
-    offline: flags.Offline = False,
-    url: given.Url = None,
-    api_key: given.ApiKey = None,
-    lines: given.Lines = given.LINES,
-    resume: given.Resume = False,
-    json_file: given.JsonFile = None,
-    markdown: given.Markdown = None,
-    plot: given.Plot = None,
-    compare: given.Compare = None,
-    quiet: flags.Quiet = False,
+    *,
+    suites: Suites = "builtin",
+    model: Model = None,
+    measured: MeasureOptions,
+    speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
+    cache: KVCacheOptions,
+    engine: Annotated[EngineOptions, Only(("max_ctx", "vram_limit", "device", "offline"))],
+    remote: RemoteOptions,
+    output: OutputOptions,
 ) -> None:
     """Measure plain and tree decoding in one process, on the same prompts.
 
-    Chat template on, end tokens honoured, time to first token apart. Each result is written as it comes;
-    Ctrl-C keeps what there is and `--resume` goes on. The last line of the output is the summary as JSON.
+    With the chat template and end tokens; time to first token is counted apart. Each result is written when
+    it is measured: after Ctrl-C `--resume` goes on. The last line of the output is the summary as JSON.
 
     treeflash bench builtin --prompts 2 -n 24
 
@@ -76,230 +161,104 @@ def bench(
     treeflash bench builtin --url http://127.0.0.1:8000 --prompts 2
     """
     chosen = [each.strip() for each in suites.split(",") if each.strip()]
-    wanted = given.Wanted.read(chosen, temperature, budget, context)
-    settings = environment()
-    cache = cache_flags.cache(kv, kv_k, kv_v, window)
-    if url is not None:
-        cache_flags.check_remote(EngineConfig(device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache))
-    offline = offline or settings.offline
-    before = _document(compare) if compare is not None else None
-    screen = view.Screen(quiet=quiet)
+    grid = Grid.parse(
+        chosen, temperature=measured.temperature, budget=measured.budget, context=measured.context
+    )
+    config = engine.config(cache)
+    if remote.url is not None:
+        check_remote(engine, cache)
+    before = _document(output.compare) if output.compare is not None else None
+    screen = view.Screen(quiet=output.quiet)
     with screen.waiting("Starting PyTorch"), held():
-        from treeflash.bench import machine, plots, report
-        from treeflash.bench.measure import Settings
-        from treeflash.bench.runner import ResultFile
-        from treeflash.bench.suites import load
-    if plot is not None:
+        from treeflash.bench import plots
+    if output.plot is not None:
         plots.require()
-    if chosen == [given.STEP]:
-        target, speculation = _model(model, draft, no_draft, offline, screen)
-        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache)
-        return _step(target, config, screen, lines=lines, json_file=json_file)
-    loaded = {
-        suite: load(suite, prompts, data=data, offline=offline, contexts=wanted.contexts) for suite in chosen
-    }
-    facts: dict[str, Any] = {
-        "suites": ",".join(chosen),
-        "prompts": prompts,
-        "n_gen": n_gen,
-        "seed": seed,
-        "thinking": thinking,
-        "temperature": temperature,
-        "budget": budget,
-        "context": context,
-        "fixed": fixed,
-        **cache,
-        "max_ctx": max_ctx,
-    }
-    head = machine.head(facts, shlex.join(["treeflash", *sys.argv[1:]]))
-    run = _Run(ResultFile(lines), head, Settings(n_gen, seed, thinking), resume=resume, quiet=quiet)
-    if url is not None:
-        _serve(run, loaded, wanted, url, key=api_key or settings.api_key, model=model)
+    if chosen == [STEP]:
+        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
+        return _step(target, config, screen, output)
+    loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
+    run = _run(chosen, measured, config, output)
+    if remote.url is not None:
+        key = remote.api_key or environment().api_key
+        measure_server(run, loaded, grid, remote.url, key=key, model=model)
     else:
-        target, speculation = _model(model, draft, no_draft, offline, screen)
-        config = _config(speculation, wanted, device=device, max_ctx=max_ctx, vram_limit=vram_limit, **cache)
-        _decode(run, loaded, wanted, target, config, screen)
-    found = list(run.found.values())
-    if found:
-        _tell(head, found, screen, lines, interrupted=run.cancelled())
-        if before is not None:
-            _changes(before, report.document(head, found))
-        _write(head, found, json_file=json_file, markdown=markdown, plot=plot, screen=screen)
-        view.print_json(report.summary(head, found))
+        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
+        measure_local(run, loaded, grid, target, config, screen)
+    if run.found:
+        _report(run, output, before, screen)
     if run.cancelled():
         raise typer.Exit(INTERRUPTED)
 
 
-def _config(speculation: Speculation, wanted: given.Wanted, **settings: Any) -> EngineConfig:
-    """Without costs of earlier runs: every run learns its own."""
-    chosen = speculation.config
-    if chosen is not None and wanted.budgets:
-        chosen = replace(chosen, budget=max(wanted.budgets))
-    return EngineConfig(speculation=chosen, draft=speculation.draft, **settings)
+def _local(
+    model: str | None,
+    options: SpeculationOptions,
+    config: EngineConfig,
+    grid: Grid,
+    *,
+    offline: bool,
+    screen: view.Screen,
+) -> tuple[Chosen, EngineConfig]:
+    """Return the model and the engine's settings. Each run measures its own step costs."""
+    speculation.check(options)
+    target, proposing = choose(model, options, offline=offline, screen=screen)
+    spec = proposing.config
+    if spec is not None and grid.budgets:
+        spec = replace(spec, budget=max(grid.budgets))
+    return target, replace(config, speculation=spec, draft=proposing.draft)
 
 
-def _step(
-    target: Chosen, config: EngineConfig, screen: view.Screen, *, lines: Path, json_file: Path | None
-) -> None:
-    """Where the time of single steps goes, by their size."""
+def _prompts(suites: Sequence[str], options: MeasureOptions, grid: Grid, *, offline: bool) -> dict[str, Any]:
+    from treeflash.bench.suites import load
+
+    return {
+        suite: load(suite, options.prompts, data=options.data, offline=offline, contexts=grid.contexts)
+        for suite in suites
+    }
+
+
+def _run(
+    suites: Sequence[str], options: MeasureOptions, config: EngineConfig, output: OutputOptions
+) -> BenchRun:
+    from treeflash.bench import machine
+    from treeflash.bench.measure import Settings
+    from treeflash.bench.runner import ResultFile
+
+    facts: dict[str, Any] = {
+        "suites": ",".join(suites),
+        "prompts": options.prompts,
+        "n_gen": options.n_gen,
+        "seed": options.seed,
+        "thinking": options.thinking,
+        "temperature": options.temperature,
+        "budget": options.budget,
+        "context": options.context,
+        "fixed": options.fixed,
+        "kv_k": config.kv_k,
+        "kv_v": config.kv_v,
+        "window": config.window,
+        "max_ctx": config.max_ctx,
+    }
+    head = machine.head(facts, shlex.join(["treeflash", *sys.argv[1:]]))
+    settings = Settings(options.n_gen, options.seed, options.thinking)
+    return BenchRun(ResultFile(output.lines), head, settings, resume=output.resume, quiet=output.quiet)
+
+
+def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions) -> None:
+    """Measure and show where the time of single steps goes, by their number of rows."""
     from treeflash.bench import step as bench_step
 
     with LoadingBar(target.path.name, screen) as bar:
         result = bench_step.bench_step(
-            target.path, config, save=lines, progress=bar.reading, warming=bar.warming
+            target.path, config, save=output.lines, progress=bar.reading, warming=bar.warming
         )
-    columns, *cells = bench_step.lines(result)
-    view.table(f"Steps of {target.path.name}", columns, cells)
+    columns, *cases = bench_step.lines(result)
+    view.table(f"Steps of {target.path.name}", columns, cases)
     if parts := bench_step.part_lines(result):
-        view.table("Milliseconds of verify and what decides behind it, by part", parts[0], parts[1:])
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
     view.print_json(result)
-
-
-def _serve(
-    run: "_Run",
-    loaded: "Mapping[str, Sequence[Prompt]]",
-    wanted: given.Wanted,
-    url: str,
-    *,
-    key: str | None,
-    model: str | None,
-) -> None:
-    from treeflash.bench.remote import RemoteEndpoint
-    from treeflash.cli import chat_remote
-
-    backend = chat_remote.RemoteBackend.connect(url, key=key, model=model)
-    base = chat_remote.address(url)
-    run.head["settings"] |= {"model": backend.name, "draft": None, "url": base}
-    run.head |= {"device": f"the server {base}", "torch": "", "threads": 0}
-    trees = (wanted.budgets if backend.ours else None) or [None]
-    plan = [(loaded[suite], wanted.ways(suite, trees, plain=backend.ours)) for suite in loaded]
-
-    def connected(settings: "Settings") -> "Endpoint":
-        return RemoteEndpoint(
-            chat_remote.client(base, key),
-            base,
-            model=backend.name,
-            ours=backend.ours,
-            settings=settings,
-            cancelled=run.cancelled,
-        )
-
-    run.measure(plan, connected)
-
-
-def _decode(
-    run: "_Run",
-    loaded: "Mapping[str, Sequence[Prompt]]",
-    wanted: given.Wanted,
-    target: Chosen,
-    config: EngineConfig,
-    screen: view.Screen,
-) -> None:
-    from treeflash.bench import machine
-    from treeflash.bench.measure import LocalEndpoint
-
-    run.head["settings"] |= {
-        "model": target.card.name if target.card else target.path.stem,
-        "draft": config.draft.path.name if config.draft else None,
-    }
-    trees = {
-        suite: wanted.trees(suite, config.speculation.budget) if config.speculation else []
-        for suite in loaded
-    }
-    for sweeping in (False, True):
-        part = [suite for suite in loaded if (suite == given.SWEEP) == sweeping]
-        if not part or run.cancelled():
-            continue
-        speculation = config.speculation
-        if speculation is not None:
-            # A sweep shows what sizes cost, so that nothing may choose others; the rest what users get.
-            speculation = replace(
-                speculation,
-                budget=max(trees[part[0]]),
-                adaptive=not (sweeping or run.head["settings"]["fixed"]),
-            )
-        session = load_session(target.path, replace(config, speculation=speculation), screen)
-        run.head |= machine.of_session(session, target.path)
-        if not session.template.supports_thinking:
-            run.settings = replace(run.settings, thinking=None)
-        plan = [(loaded[suite], wanted.ways(suite, trees[suite], plain=True)) for suite in part]
-        run.measure(plan, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
-        del session  # the next one needs its memory
-
-
-class _Run:
-    """What is measured goes into `found` and, as it comes, into the file; Ctrl-C ends it."""
-
-    def __init__(
-        self, file: "ResultFile", head: "Result", settings: "Settings", *, resume: bool, quiet: bool
-    ):
-        self.head, self.settings = head, settings
-        self.found: dict[Key, Result] = {}
-        self._interrupt = Interrupt()
-        self._file, self._resume = file, resume
-        self._shown = not quiet and sys.stderr.isatty()
-
-    def cancelled(self) -> bool:
-        return self._interrupt.requested
-
-    def measure(
-        self, plan: "Sequence[tuple[Sequence[Prompt], given.Ways]]", make: "Callable[[Settings], Endpoint]"
-    ) -> None:
-        from treeflash.bench import runner
-
-        self._interrupt = Interrupt()
-        known = self._file.resume(self.head["settings"]) if self._resume else {}
-        cases = [
-            case for prompts, ways in plan for case in runner.cases(prompts, ways.budgets, ways.temperatures)
-        ]
-        keys = {key for case in cases for key in case.keys}
-        found = {key: line for key, line in known.items() if key in keys}
-
-        def told(line: "Result") -> None:
-            self.found[runner.key_of(line)] = line
-            way = "plain" if line["budget"] == runner.PLAIN else "tree"
-            speed = f"{line['tok_s']:.1f} tok/s" if "tok_s" in line else "left out"
-            bar.update(len(found), len(keys), label=f"{line['prompt']} {way} {speed}")
-
-        columns = [BarColumn(), MofNCompleteColumn()]
-        with view.Bar("Measuring", columns, shown=self._shown) as bar, self._interrupt:
-            bar.update(len(found), len(keys))
-            with contextlib.suppress(KeyboardInterrupt):
-                if len(found) < len(keys):
-                    _warm_up(make(replace(self.settings, n_gen=WARM_UP_TOKENS)), cases)
-                lines = runner.measure(make(self.settings), cases, dict(found))
-                runner.record(self._file, self.head, found, lines, told)
-        self.found |= found
-
-
-def _warm_up(endpoint: "Endpoint", cases: "Sequence[Case]") -> None:
-    from treeflash.bench.suites import Prompt
-
-    for budget in dict.fromkeys(case.budget for case in cases):
-        endpoint.generate(Prompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
-    endpoint.clear_cache()
-
-
-def _model(
-    name: str | None, draft: str | None, no_draft: bool, offline: bool, screen: view.Screen
-) -> tuple[Chosen, Speculation]:
-    settings = environment()
-    wishes = Wishes(
-        draft=draft,
-        no_draft=no_draft,
-        chain=False,
-        budget=None,
-        quant=flags.DraftQuant.auto,
-        context=None,
-        causal=None,
-        default_draft=settings.draft,
-    )
-    wishes.check()
-    offline = offline or settings.offline
-    target = find(name if name is not None else settings.target, think=None, offline=offline, screen=screen)
-    return target, decide(wishes, target, offline=offline, screen=screen)
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -311,14 +270,28 @@ def _document(path: Path) -> dict[str, Any]:
     return found
 
 
-def _tell(
+def _report(
+    run: BenchRun, output: OutputOptions, before: Mapping[str, Any] | None, screen: view.Screen
+) -> None:
+    """Show the results, what changed since an earlier run, and write the files that were asked for."""
+    from treeflash.bench import report
+
+    found = list(run.found.values())
+    _show(run.head, found, screen, output.lines, interrupted=run.cancelled())
+    if before is not None:
+        _changes(before, report.document(run.head, found))
+    _write(run.head, found, output, screen)
+    view.print_json(report.summary(run.head, found))
+
+
+def _show(
     head: "Result", found: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
 ) -> None:
     from treeflash.bench import report
 
     headings = (report.title(head), "Steps")
-    for heading, (columns, cells) in zip(headings, report.tables(found).items(), strict=True):
-        view.table(heading, columns, cells)
+    for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
+        view.table(heading, columns, cases)
     if disturbed := report.disturbance(head):
         screen.notice(disturbed.replace("**", ""))
     skipped = sum("skipped" in line for line in found)
@@ -346,27 +319,19 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     view.plain(f"{len(changes) - len(real)} of {len(changes)} figures did not change beyond noise.")
 
 
-def _write(
-    head: "Result",
-    found: "Sequence[Result]",
-    *,
-    json_file: Path | None,
-    markdown: Path | None,
-    plot: Path | None,
-    screen: view.Screen,
-) -> None:
+def _write(head: "Result", found: "Sequence[Result]", output: OutputOptions, screen: view.Screen) -> None:
     from treeflash.bench import plots, report
 
     pictures: dict[str, str] = {}
-    if plot is not None:
-        drawn = plots.render(found, plot, title=report.subject(head))
-        pictures = {name: str(path) for name, path in drawn.items()}
-        screen.note(f"{len(drawn)} pictures are in {plot}.")
-    for path in (json_file, markdown):
+    if output.plot is not None:
+        plotted = plots.render(found, output.plot, title=report.subject(head))
+        pictures = {name: str(path) for name, path in plotted.items()}
+        screen.note(f"{len(plotted)} plots are in {output.plot}.")
+    for path in (output.json_file, output.markdown):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.document(head, found), indent=1), encoding="utf-8")
-    if markdown is not None:
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(report.document(head, found), indent=1), encoding="utf-8")
+    if output.markdown is not None:
         page = f"# Benchmark\n\n{report.markdown(head, found, pictures)}\n{report.DEFINITIONS}"
-        markdown.write_text(page, encoding="utf-8")
+        output.markdown.write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where a command's errors become two lines, or one JSON object, and an exit code. Knows no command."""
+"""The classes of commands: errors become two lines, or one JSON object, and an exit code."""
 
 import contextlib
 import sys
@@ -9,14 +9,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from treeflash.cli import view
-from treeflash.cli.streams import OutputFailed, abandon
+from treeflash.cli.streams import OutputFailed, discard
 from treeflash.config import environment
 from treeflash.errors import ResourceError, TreeFlashError, UsageError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a program that SIGPIPE ends
 UNEXPECTED = 70
-# What every mistake on the command line is; its name and home depend on typer's version.
+# The class of every mistake on the command line; its name and module depend on typer's version.
 _ParserError: Any = typer.BadParameter.mro()[1]
 
 
@@ -25,24 +25,24 @@ class Program(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[__name__] = "--json" in args
-        with _mistakes(ctx):
+        with _usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _mistakes(ctx):
+        with _usage_errors(ctx):
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def _mistakes(ctx: Any) -> Generator[None]:
+def _usage_errors(ctx: Any) -> Generator[None]:
     try:
         yield
     except _ParserError as error:
         error.message = error.message.removeprefix("Value error, ")  # which some versions of typer add
         if not ctx.meta[__name__]:
             raise
-        known = UsageError(error.format_message(), f"{(error.ctx or ctx).command_path} --help")
-        raise typer.Exit(tell(known, as_json=True)) from None
+        usage = UsageError(error.format_message(), f"{(error.ctx or ctx).command_path} --help")
+        raise typer.Exit(report_error(usage, as_json=True)) from None
 
 
 class Command(TyperCommand):
@@ -57,29 +57,29 @@ class Command(TyperCommand):
             raise
         except KeyboardInterrupt:
             if ctx.params.get("as_json"):
-                tell(_Interrupted("interrupted before there was a result"), as_json=True)
+                report_error(_Interrupted("interrupted before there was a result"), as_json=True)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            abandon(sys.stdout)
+            discard(sys.stdout)
             raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
             if ctx.find_root().params.get("debug") or environment().debug:
                 raise
-            known = _in_our_words(error)
-            raise typer.Exit(tell(known, as_json=bool(ctx.params.get("as_json")))) from None
+            as_json = bool(ctx.params.get("as_json"))
+            raise typer.Exit(report_error(_as_ours(error), as_json=as_json)) from None
 
 
-def tell(error: TreeFlashError, *, as_json: bool) -> int:
-    """Says what went wrong wherever it can still be said; the exit code."""
+def report_error(error: TreeFlashError, *, as_json: bool) -> int:
+    """Show the error on a stream that can still be written; return the exit code."""
     if isinstance(error, OutputFailed):
-        abandon(sys.stdout)
+        discard(sys.stdout)
         as_json = False
     try:
         view.failure(error, as_json=as_json)
     except OutputFailed as failed:
-        return tell(failed, as_json=False)
+        return report_error(failed, as_json=False)
     except BrokenPipeError:
-        abandon(sys.stdout)
+        discard(sys.stdout)
         return BROKEN_PIPE
     return error.exit_code
 
@@ -92,11 +92,12 @@ class _Unexpected(TreeFlashError):
     exit_code = UNEXPECTED
 
 
-def _in_our_words(error: Exception) -> TreeFlashError:
+def _as_ours(error: Exception) -> TreeFlashError:
+    """Return any error as one of ours, with a message for users."""
     if isinstance(error, TreeFlashError):
         return error
     message = str(error).strip()
-    # Torch's own class, known by name so that no command has to import torch for it; on a CPU a RuntimeError.
+    # Torch's own class, recognised by name so that no command has to import torch; on a CPU a RuntimeError.
     if (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"

@@ -54,7 +54,7 @@ def convert(
         first = report.fallbacks[0]
         rows.append(
             (
-                "not as asked",
+                "other types",
                 f"{len(report.fallbacks)} tensors whose rows the type does not divide, "
                 f"such as {first.name}: {first.used.name} instead of {first.wanted.name}",
             )

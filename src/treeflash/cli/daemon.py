@@ -1,4 +1,4 @@
-"""A server in the background: its pid file, its log, its end. Knows no engine and no protocol.
+"""A server in the background: its pid file, its log, and how it is stopped.
 
 The server holds a lock on its pid file as long as it lives, so a stale file is never taken for a server.
 """
@@ -18,12 +18,12 @@ from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server.listen import bind
 
-STOP_S = 45.0  # more than a server gives the requests it has begun
+STOP_S = 45.0  # more than a server gives requests in progress
 TAIL = 12  # lines of the log that are shown when a start fails
 
 
 class NotRunning(TreeFlashError):
-    """There is no such server."""
+    """No such server is running."""
 
 
 def folder() -> Path:
@@ -33,9 +33,9 @@ def folder() -> Path:
 
 
 def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -> None:
-    """Runs the same command line without --daemon, and returns when its model is loaded."""
+    """Run the same command line without --daemon; return when its model is loaded."""
     if config.port == 0:
-        raise UsageError("--daemon needs a port that is known, not 0", "--port 8000")
+        raise UsageError("--daemon needs a port other than 0", "--port 8000")
     folder().mkdir(parents=True, exist_ok=True)
     pid_file = _pid_file(config.port)
     log_file = (log_file or folder() / f"serve-{config.port}.log").absolute()
@@ -77,7 +77,7 @@ def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -
 
 
 def stop(port: int | None) -> str:
-    """What was ended, in words."""
+    """Stop a server; return a sentence that says what happened."""
     running = {found: pid for found, pid in _running()}
     if port is None:
         if len(running) > 1:
@@ -104,7 +104,7 @@ def stop(port: int | None) -> str:
 
 
 def _running() -> list[tuple[int, int]]:
-    """Port and process of every server in the background."""
+    """Return port and process of every server in the background."""
     found = []
     for path in folder().glob("serve-*.pid"):
         pid, port = _holder(path), path.stem.removeprefix("serve-")
@@ -114,7 +114,7 @@ def _running() -> list[tuple[int, int]]:
 
 
 def _holder(path: Path) -> int | None:
-    """The process that holds the file's lock."""
+    """Return the process that holds the file's lock."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -129,7 +129,7 @@ def _holder(path: Path) -> int | None:
 
 
 def _lock(descriptor: int) -> bool:
-    import fcntl  # not on every system, and the other commands do without
+    import fcntl  # not on every system; the other commands do not need it
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,8 +139,8 @@ def _lock(descriptor: int) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], config: ServerConfig) -> int | None:
-    """None when the model is loaded, else the code the child ended with."""
-    # What runs on this machine is not behind anybody's proxy.
+    """Return None when the model is loaded, else the child's exit code."""
+    # A server on this machine needs no proxy.
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while child.poll() is None:
         try:

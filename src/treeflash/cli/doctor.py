@@ -1,4 +1,4 @@
-"""`treeflash doctor`: what this machine has, and whether it computes rightly."""
+"""`treeflash doctor`: what this machine has, and whether its kernels compute correctly."""
 
 import importlib.metadata
 import os
@@ -35,13 +35,13 @@ class Check:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at this machine: Python, PyTorch, GPU, memory, disk, model cache, and a test of the kernels.
+    """Check this machine: Python, PyTorch, GPU, memory, disk, model cache, and a test of the kernels.
 
     The exit code is 1 when something is broken. Having no GPU is not.
     """
     screen = view.Screen(quiet=as_json)
     found = []
-    with screen.waiting("Looking around"):
+    with screen.waiting("Checking"):
         for part in (system, pytorch, resources, models, kernels):
             found += part()
     broken = [check.name for check in found if check.status == "fail"]
@@ -69,7 +69,7 @@ def pytorch() -> Iterator[Check]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Check("torch", "fail", f"cannot be imported: {error}", "install it anew: https://pytorch.org")
+        yield Check("torch", "fail", f"cannot be imported: {error}", "reinstall it: https://pytorch.org")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield Check("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
@@ -96,7 +96,7 @@ def _graphics(torch: Any) -> Iterator[Check]:
 
 
 def _no_card(torch: Any, driver: str) -> Check:
-    """Why a driver and a PyTorch for it do not come together."""
+    """Return why PyTorch cannot use the GPU although a driver is loaded."""
     reason = "No CUDA GPUs are available"
     try:
         torch.cuda.init()
@@ -124,7 +124,7 @@ def _card(torch: Any, index: int, driver: str | None) -> Check:
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver, None where there is none."""
+    """Return the version of the NVIDIA driver; None: there is no driver."""
     try:
         found = re.search(
             r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text()
@@ -198,7 +198,7 @@ def _timed(name: str, test: Callable[[], float], tolerance: float) -> Check:
     start = time.perf_counter()
     try:
         error = test()
-    except Exception as problem:  # whatever a driver or compiler raises is the finding
+    except Exception as problem:  # anything that a driver or compiler raises is the finding
         first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         return Check(
             name,

@@ -1,9 +1,10 @@
-"""`treeflash show --fit`: how a model would be loaded on a GPU, and what else would fit. Loads no weights."""
+"""`treeflash show --fit`: how a model would be loaded on a GPU, and which contexts fit. Loads no weights."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from treeflash.cli import view
+from treeflash.cli.flags import with_flags
 from treeflash.config import EngineConfig
 from treeflash.errors import ResourceError, UsageError
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[str, Any]:
-    """On the GPU that is here, else on one with as much memory as the limit says."""
+    """Return the plan for the GPU of this machine, else for one with as much memory as the limit."""
     if find_spec("triton") is None:
         raise ResourceError("--fit needs Triton, whose buffers it counts; it is not installed")
     import torch
@@ -51,7 +52,7 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
     try:
         plan = planner.plan()
     except ResourceError as error:
-        return facts | {"problem": {"message": error.message, "hint": error.hint}}
+        return facts | {"problem": {"message": with_flags(error.message), "hint": with_flags(error.hint)}}
     for option, row in zip(planner.options(), facts["pairs"], strict=True):
         if option.formats == plan.kv and plan.max_ctx == planner.context:
             row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
@@ -64,8 +65,8 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         "prefill_chunk": plan.prefill_chunk,
         "parts": dict(plan.parts),
         "total_bytes": plan.total,
-        "line": plan.line(),
-        "notes": plan.notes(),
+        "line": with_flags(plan.line()),
+        "notes": [with_flags(note) for note in plan.notes()],
     }
     return facts | {"plan": chosen}
 
@@ -80,7 +81,7 @@ def show(facts: dict[str, Any]) -> None:
         )
     chosen = None if plan is None else (plan["keys"], plan["values"])
     view.table(
-        f"Keys and values, on {limit}",
+        f"KV cache, on {limit}",
         ["format", "longest context", f"all, at {facts['context']:,}", "what it means"],
         [
             [

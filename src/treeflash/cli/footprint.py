@@ -1,4 +1,4 @@
-"""How much memory a model takes once loaded, from its file's header alone. Knows no devices, no torch."""
+"""How much memory a model takes once loaded, from its file's header alone. Imports no torch."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of the weights, of one sequence's recurrent state, and of a token's keys and values."""
+    """Bytes of the weights, of one sequence's recurrent state, and of the KV cache per token."""
 
     weights: int
     recurrent: int
@@ -24,7 +24,7 @@ class Footprint:
 
 
 def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
-    """Weights expanded to 32 bits, but for the embedding, whose rows stay as they are stored."""
+    """Return the footprint with weights expanded to 32 bits, except the rows of the embedding."""
     embedding = file.tensors["token_embd.weight"]
     expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
@@ -34,7 +34,7 @@ def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
 
 
 def on_gpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
-    """About: weights take there what they take in the file, or a little more."""
+    """Return about the footprint on a GPU: weights take what they take in the file, or a little more."""
     return _footprint(stored(file, spec), spec, 2 * spec.head_dim)
 
 
@@ -43,11 +43,11 @@ def _footprint(weights: int, spec: "ModelSpec", row: int) -> Footprint:
 
 
 def stored(file: "GGUFFile", spec: "ModelSpec") -> int:
-    """Bytes in the file of the weights that are used."""
+    """Return the bytes in the file of the weights that are loaded."""
     return sum(info.nbytes for name, info in file.tensors.items() if not unused(name, spec))
 
 
 def unused(name: str, spec: "ModelSpec") -> bool:
-    """Whether a tensor belongs to a prediction block behind the trunk, which is not loaded."""
+    """Return whether a tensor belongs to a multi-token prediction block, which is not loaded."""
     block = re.match(r"blk\.(\d+)\.", name)
     return block is not None and int(block[1]) >= len(spec.layers)

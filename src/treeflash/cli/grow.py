@@ -1,4 +1,4 @@
-"""`treeflash grow`: the pair in the package, or another, as a model of a larger shape."""
+"""`treeflash grow`: the built-in pair, or another, extended to a larger shape."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -39,7 +39,7 @@ def grow(
 ) -> None:
     """Write a model of a larger shape that answers as the built-in pair does.
 
-    It shows what a shape costs, with real text and real acceptance, without anybody's weights.
+    It shows what a shape costs, with real text and real acceptance, and needs no download.
 
     treeflash grow --preset double -o grown
     """
@@ -61,7 +61,7 @@ def grow(
             force=force,
             progress=bar.update,
         )
-    target, layers = grown.shape.target, grown.layer_indices
+    target = grown.shape.target
     rows = [
         ("target", str(grown.target)),
         ("draft", str(grown.draft) if grown.draft else "none"),
@@ -69,9 +69,9 @@ def grow(
         ("shape", f"{target.layers} layers, {target.width} wide, {target.vocab_size:,} tokens"),
     ]
     if random:
-        rows.append(("weights", "random: for timing, its text means nothing"))
+        rows.append(("weights", "random: for timing, the text is meaningless"))
     else:
-        rows.append(("real layers", ", ".join(map(str, layers)) + "; the others pass on what they are given"))
+        rows.append(("real layers", ", ".join(map(str, grown.layer_indices)) + "; others: identity"))
     if grown.draft:
         rows.append(("taps", ", ".join(map(str, grown.taps))))
         rows.append(("try it", f"treeflash run {grown.target} --draft {grown.draft}"))

@@ -1,4 +1,4 @@
-"""Ctrl-C while text is written or libraries load: first a request to stop, then force. Knows no engine."""
+"""Ctrl-C while text is generated or libraries load: first a request to stop, then an exception."""
 
 import _thread
 import contextlib
@@ -8,11 +8,11 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any, Self
 
-PATIENCE_S = 1.0  # what the engine gets to finish its step and count it
+PATIENCE_S = 1.0  # for the engine to finish its step and its statistics
 
 
 class Interrupt:
-    """While entered, Ctrl-C sets `requested`; a second one, or PATIENCE_S later, it raises as usual."""
+    """While entered, Ctrl-C sets `requested`; PATIENCE_S later, or at the second one, it raises."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -37,9 +37,9 @@ class Interrupt:
 
 @contextlib.contextmanager
 def held() -> Generator[None]:
-    """While inside, the first Ctrl-C waits for the end.
+    """Delay the first Ctrl-C to the end of the block.
 
-    An import that it breaks into may swallow it: callbacks of weak references, for one, only print it.
+    An import may swallow KeyboardInterrupt: callbacks of weak references, for example, only print it.
     """
     caught: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What of the hub's cache can be run: targets, drafts, and which belong together. Torch stays out."""
+"""The models in the hub's cache that can be run: targets, drafts, which belong together. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class Inventory:
     others: int  # GGUF models that cannot be run
 
     def users(self, repo: str) -> list[Target]:
-        """The targets here whose draft a repository holds."""
+        """Return the targets here whose draft is in this repository."""
         names = {card.name for card in catalog.of_draft(repo)}
         return [target for target in self.targets if target.card is not None and target.card.name in names]
 
@@ -65,7 +65,7 @@ def inventory() -> Inventory:
 
 
 def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
-    """The card of a target, by the repository it came from or by what its file says."""
+    """Return the card of a target, found by its repository or by its file's metadata."""
     from treeflash.models.spec import ModelSpec
 
     spec = ModelSpec.from_gguf(file)
@@ -75,8 +75,8 @@ def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
     )
 
 
-def draft_here(card: Card) -> Path | None:
-    """The card's draft, if it is on this machine."""
+def local_draft(card: Card) -> Path | None:
+    """Return the card's draft, if it is on this machine."""
     if card.pair is not None:
         return card.pair.draft
     return cached_draft(card.draft) if card.draft is not None else None

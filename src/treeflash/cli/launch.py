@@ -1,4 +1,4 @@
-"""`treeflash launch`: starts a coding agent that talks to our server. Knows what each agent reads."""
+"""`treeflash launch`: starts a coding agent with the settings that make it use our server."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from treeflash.config import child_environment, environment
 from treeflash.errors import TreeFlashError
 
 SERVER = "http://127.0.0.1:8000"
-NO_KEY = "none"  # agents refuse to start without one; our server ignores it where it wants none
+NO_KEY = "none"  # agents refuse to start without a key; a server without keys ignores it
 HEALTH_S = 5.0
 LOADING = 503
-NAME = "treeflash"  # of the provider, and of the model where the server cannot be asked
+NAME = "treeflash"  # of the provider, and of the model if the server does not run
 
 
 class Client(StrEnum):
@@ -39,11 +39,11 @@ INSTALL: Mapping[Client, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A command line and what it needs around it."""
+    """A command line and its environment."""
 
     command: list[str]
     variables: dict[str, str]
-    without: list[str] = field(default_factory=list)  # variables that would stand in the way
+    without: list[str] = field(default_factory=list)  # variables that must be unset
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Server:
 
 
 class NotThere(TreeFlashError):
-    """The server or the agent is not there."""
+    """The server does not run or the agent is not installed."""
 
 
 def launch(
@@ -73,11 +73,11 @@ def launch(
     """Start a coding agent that uses our server.
 
     The server must run already: `treeflash serve MODEL` starts one. Nothing is written to the agent's own
-    settings; it is all in its environment and its arguments.
+    settings: all is passed in its environment and its arguments.
 
     treeflash launch claude --print
     """
-    from treeflash.cli.chat_remote import address
+    from treeflash.cli.chat.remote import address
 
     key = api_key or environment().api_key
     base = address(url).removesuffix("/v1")
@@ -157,8 +157,8 @@ def shell_lines(start: Start) -> list[str]:
 
 
 def _server(base: str, key: str | None, *, needed: bool) -> Server:
-    """What the server says of itself; where that is not needed, any name of a model will do."""
-    from treeflash.cli.chat_remote import RemoteBackend, ServerFailed, Unreachable, client, failures
+    """Return the server's model and context; if they are not `needed`, defaults where it does not run."""
+    from treeflash.cli.chat.remote import RemoteBackend, ServerFailed, Unreachable, client, failures
 
     try:
         with client(base, key) as http, failures(base):

@@ -1,4 +1,4 @@
-"""`treeflash list`: models and drafts that are here, and names that can be pulled."""
+"""`treeflash list`: models and drafts in the cache, and names that can be pulled."""
 
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models in the Hugging Face cache that can be run, their drafts, and names to pull."""
-    with view.Screen(quiet=as_json).waiting("Looking around"):
+    with view.Screen(quiet=as_json).waiting("Reading the cache"):
         found = inventory()
     facts = {
         "cache": str(cache_folder()),
@@ -55,7 +55,7 @@ def _draft(draft: Cached) -> dict[str, Any]:
 
 
 def _available(found: Inventory) -> list[dict[str, Any]]:
-    """Cards of which no target is here."""
+    """Return the cards that have no target in the cache."""
     here = {target.card.name for target in found.targets if target.card is not None}
     return [
         {"name": card.name, "target": str(card.target), "draft": card.draft and card.draft.repo}
@@ -81,7 +81,7 @@ def _print(facts: dict[str, Any]) -> None:
         ]
         view.table("Drafts", ["draft", "of", "size"], rows, texts=("of",))
     if facts["available"]:
-        rows = [[row["name"], row["target"], row["draft"] or "none known"] for row in facts["available"]]
+        rows = [[row["name"], row["target"], row["draft"] or "none"] for row in facts["available"]]
         columns = ["short name", "target", "draft"]
         heading = "Not here yet (treeflash pull NAME)"
         view.table(heading, columns, rows, texts=("target", "draft"), dim=True)
@@ -91,7 +91,7 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _state(row: dict[str, Any]) -> str:
     if row["draft"] is None:
-        return "none known"
+        return "none"
     if row["draft"]["present"]:
         return row["draft"]["repo"]
     return f"missing: treeflash pull {row['card']} --draft-only"

@@ -1,6 +1,7 @@
-"""From a model's name to a loaded one, for every command that answers; knows no prompt and no protocol."""
+"""From a model's name to a loaded session, for every command that generates text."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -8,21 +9,42 @@ from treeflash.cli import view
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.interrupt import held
 from treeflash.cli.inventory import card_of
-from treeflash.cli.speculation import Chosen, downloading
-from treeflash.config import EngineConfig
+from treeflash.cli.options import SpeculationOptions
+from treeflash.cli.speculation import Chosen, Speculation, decide, downloading
+from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
 from treeflash.hub.catalog import Card
 from treeflash.hub.resolve import Meaning, meaning, resolve
 
 if TYPE_CHECKING:
-    from treeflash.session.loading import load_session
     from treeflash.session.session import Session
 
 EMBEDDED = "treeflash-40m"  # the card of the pair inside the package
 
 
+def choose(
+    name: str | None,
+    options: SpeculationOptions,
+    *,
+    offline: bool,
+    screen: view.Screen,
+    think: bool | None = None,
+) -> tuple[Chosen, Speculation]:
+    """Return the model to load, named or from the environment, and how tokens are proposed for it."""
+    settings = environment()
+    offline = offline or settings.offline
+    name = name if name is not None else settings.target
+    target = find(name, think=think, offline=offline, screen=screen)
+    return target, decide(options, target, offline=offline, screen=screen)
+
+
+def engine_config(config: EngineConfig, speculation: Speculation) -> EngineConfig:
+    """Return the engine's settings with speculation and the step costs of earlier runs."""
+    return replace(config, speculation=speculation.config, draft=speculation.draft, costs=costs_file())
+
+
 def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
-    """The model's file, fetched where it is not here yet; no name: the pair inside the package."""
+    """Return the model's file, fetched if it is not here yet; no name: the pair inside the package."""
     if name is None:
         screen.notice(f"No model given: using {EMBEDDED}, the small one that comes with TreeFlash.")
     meant = meaning(EMBEDDED if name is None else name)
@@ -32,7 +54,7 @@ def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Sc
 
 
 def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
-    """Looks into the file before the weights are read, which may take minutes."""
+    """Return the model's card, and check `think` before the weights are loaded, which may take minutes."""
     from treeflash.gguf.reader import GGUFFile
     from treeflash.text.template import ChatTemplate
 
@@ -46,7 +68,7 @@ def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
 
 
 class LoadingBar:
-    """What is shown while a session is loaded: bytes that are read, then CUDA graphs that are made."""
+    """Progress while a session is loaded: bytes read, then CUDA graphs captured."""
 
     def __init__(self, name: str, screen: view.Screen):
         self._screen = screen
@@ -71,12 +93,12 @@ class LoadingBar:
         self._bar.update(done, total)
 
     def stop(self) -> None:
-        """May be called more than once."""
+        """Remove the bar; may be called more than once."""
         self._bar.stop()
 
 
 class _Warnings(logging.Handler):
-    """What happens behind an answer, a damaged snapshot for one, in the words of a command."""
+    """Shows logged warnings, about a damaged snapshot for example, as those of a command."""
 
     def __init__(self, screen: view.Screen):
         super().__init__(logging.WARNING)
@@ -86,18 +108,24 @@ class _Warnings(logging.Handler):
         self._screen.warning(record.getMessage(), "")
 
 
-def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
-    with screen.waiting("Starting PyTorch"), held():
-        pass
+def show_warnings(screen: view.Screen) -> None:
+    """Show what is logged below the command line from now on, warnings and errors alone."""
     logging.getLogger("treeflash").handlers = [_Warnings(screen)]
+
+
+def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
+    """Return a loaded session, with progress and notes on the screen."""
+    with screen.waiting("Starting PyTorch"), held():
+        from treeflash.session.loading import load_session
+    show_warnings(screen)
     with LoadingBar(path.name, screen) as bar:
         session = load_session(path, config, progress=bar.reading, warming=bar.warming)
-    tell(session, path, screen)
+    describe(session, path, screen)
     return session
 
 
-def tell(session: "Session", path: Path, screen: view.Screen) -> None:
-    """What there is to say of a session that was just loaded."""
+def describe(session: "Session", path: Path, screen: view.Screen) -> None:
+    """Show how a session was loaded, as far as users should notice."""
     plan = session.plan
     if not plan.expanded:
         _warn_of_packed_weights(session, path, screen)
@@ -127,7 +155,7 @@ def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen)
 
 
 def costs_file() -> Path:
-    """Where measured times of steps are kept from one run to the next."""
+    """Return the file that keeps measured step costs from one run to the next."""
     from platformdirs import user_cache_dir
 
     return Path(user_cache_dir("treeflash")) / "step-costs.json"

@@ -1,96 +1,34 @@
-"""The `treeflash` program: its commands, and what holds for all. Heavy imports wait for the command."""
+"""Where the `treeflash` program starts and ends."""
 
 import io
 import sys
-from typing import Annotated
 
-import typer
-
-import treeflash
 from treeflash.cli import view
-from treeflash.cli.bench import bench
-from treeflash.cli.cache_flags import CacheCommand
-from treeflash.cli.chat import chat
-from treeflash.cli.command import BROKEN_PIPE, Command, Program, tell
-from treeflash.cli.convert import convert
-from treeflash.cli.doctor import doctor
-from treeflash.cli.grow import grow
-from treeflash.cli.launch import launch
-from treeflash.cli.listing import list_models
-from treeflash.cli.pull import pull
-from treeflash.cli.remove import remove
-from treeflash.cli.run import run
-from treeflash.cli.serve import serve, stop
-from treeflash.cli.show import show
-from treeflash.cli.streams import OutputFailed, abandon, delivered, mend
-from treeflash.cli.train import train
-from treeflash.cli.tune import tune
+from treeflash.cli.command import BROKEN_PIPE, report_error
+from treeflash.cli.program import app
+from treeflash.cli.streams import OutputFailed, delivered, discard, reopen_closed
 
-app = typer.Typer(
-    name="treeflash",
-    cls=Program,
-    help="Fast, exact tree-speculative decoding of GGUF language models on one GPU.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="A MODEL is a .gguf file, a folder that holds one, a short name (treeflash list), "
-    "or USER/REPO[:QUANT] on huggingface.co.",
-)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        view.plain(f"treeflash {treeflash.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show Python's traceback when something fails.")
-    ] = False,
-) -> None:
-    pass
-
-
-app.command("run", cls=CacheCommand, rich_help_panel="Use a model")(run)
-app.command("chat", cls=CacheCommand, rich_help_panel="Use a model")(chat)
-app.command("serve", cls=CacheCommand, rich_help_panel="Use a model")(serve)
-app.command("stop", cls=Command, rich_help_panel="Use a model")(stop)
-app.command("launch", cls=Command, rich_help_panel="Use a model")(launch)
-app.command("show", cls=Command, rich_help_panel="Use a model")(show)
-app.command("bench", cls=CacheCommand, rich_help_panel="Use a model")(bench)
-app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
-app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
-app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)
-app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
-app.command("grow", cls=Command, rich_help_panel="Prepare")(grow)
-app.command("train", cls=Command, rich_help_panel="Prepare")(train)
-app.command("tune", cls=Command, rich_help_panel="Prepare")(tune)
-app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
+__all__ = ["app", "main"]
 
 
 def main() -> None:
-    mend()
+    reopen_closed()
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that lacks a character shows a question mark instead of ending the program.
+        # A terminal that lacks a character shows `?` instead of ending the program.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        # Commands account for their own errors; what is left is a help text that cannot be written.
+        # Commands report their own errors; what is left is a help text that cannot be written.
         with delivered():
             try:
                 app(prog_name="treeflash")
             finally:
                 view.flush()
     except BrokenPipeError:
-        abandon(sys.stdout)
+        discard(sys.stdout)
         sys.exit(BROKEN_PIPE)
     except OutputFailed as error:
-        sys.exit(tell(error, as_json=False))
+        sys.exit(report_error(error, as_json=False))
 
 
 if __name__ == "__main__":

@@ -1,77 +1,309 @@
-"""Values that users write in their own way: sizes with a suffix, text with escapes, biases of tokens."""
+"""Options that several commands share, each declared once, and how a command takes them in groups.
 
-import re
+An option is an `Annotated` type. Options that belong together are the fields of a frozen dataclass, and a
+command takes that dataclass as one parameter.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from treeflash.cli.command import Command
+from treeflash.cli.values import device as device_name
+from treeflash.cli.values import memory, memory_or_none, size
+from treeflash.config import EngineConfig
 from treeflash.errors import UsageError
 
-_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_LEAST_MEMORY = 1 << 20  # bytes: less is a number whose unit was forgotten
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "e": "\x1b", "\\": "\\"}
-_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|([nrt0e\\]))")
+MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
+DEFAULTS = EngineConfig()
+# Luce DFlash's spellings of --kv: accepted, and not shown in the help.
+KV_ALIASES = {"--kv-f16": "f16", "--kv-q8": "q8_0", "--kv-q4": "q4_0", "--kv-tq3": "tq3_0"}
 
 
-def size(text: str | int) -> int:
-    """Tokens: 8192, 8k, 32K or 1m; k is 1024."""
-    return _whole(text, "tokens like 8192, 8k or 1m")
+@dataclass(frozen=True, slots=True)
+class Only:
+    """In `Annotated[GROUP, Only(...)]`: the fields that become options; the others keep their defaults."""
+
+    names: tuple[str, ...]
 
 
-def byte_count(text: str | int) -> int:
-    """Bytes: 65536, 64k or 32m; k is 1024."""
-    return _whole(text, "bytes like 65536, 64k or 32m")
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with every dataclass among its parameters expanded into one option per field.
+
+    Typer reads a command's options from its signature. This builds a signature in which a parameter whose
+    type is a dataclass is replaced by the dataclass's fields, in their order. The returned function takes
+    these as keyword arguments, makes the dataclasses again and calls the command with them.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, tuple[type, list[str]]] = {}
+    expanded: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        found = _group(hints[name])
+        if found is None:
+            expanded.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+        else:
+            groups[name] = found[0], [option.name for option in found[1]]
+            expanded += found[1]
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        values = {
+            name: kind(**{option: given.pop(option) for option in names})
+            for name, (kind, names) in groups.items()
+        }
+        command(**given, **values)
+
+    result: Any = call
+    result.__signature__ = inspect.Signature(expanded)
+    result.__annotations__ = {parameter.name: parameter.annotation for parameter in expanded}
+    return result
 
 
-def _whole(text: str | int, meant: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG]?)", str(text).strip())
-    number = float(match[1]) * _SUFFIXES[match[2].lower()] if match else 0.5
-    if number < 1 or number != int(number):
-        raise typer.BadParameter(f"{str(text)!r} is not a number of {meant}")
-    return int(number)
+def _group(hint: Any) -> tuple[type, list[inspect.Parameter]] | None:
+    """Return a dataclass of options and its fields as parameters; None: the hint is of a single option."""
+    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return None
+    types = get_type_hints(kind, include_extras=True)
+    chosen = [name for each in extras if isinstance(each, Only) for name in each.names]
+    return kind, [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=types[field.name],
+        )
+        for field in fields(kind)
+        if field.name in chosen or not chosen
+    ]
 
 
-def memory(text: str | int) -> int:
-    """24g, 24GiB, 24gb or 24576m; g is 2^30."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg])(?:i?b)?|([0-9]+)b?", str(text).strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"{str(text)!r} is not an amount of memory like 24g or 24576m")
-    number = int(match[3]) if match[3] else int(float(match[1]) * _SUFFIXES[match[2]])
-    if number < _LEAST_MEMORY:
-        meant = f"; {match[3]}g are gigabytes" if match[3] and number else ""
-        raise typer.BadParameter(f"{str(text)!r} means {number} bytes, needed at least 1m{meant}")
-    return number
+def panel(title: str) -> Callable[..., Any]:
+    """Return `typer.Option` for options that the help shows under this title."""
+    return functools.partial(typer.Option, rich_help_panel=title)
 
 
-def amount(text: str | int) -> int:
-    """The same, and 0 for none."""
-    return 0 if str(text).strip() == "0" else memory(text)
+_prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
+_speculation, _engine, _kv_cache = panel("Speculation"), panel("Engine"), panel("KV cache")
+
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else DFLASH_TARGET.")]
+System = Annotated[str | None, _prompt("--system", "-s", help="Instructions that come before the prompt.")]
+Think = Annotated[
+    bool | None,
+    _prompt(
+        "--think/--no-think",
+        help="Reason before answering; else as the model's template decides.",
+        show_default=False,
+    ),
+]
+Seed = Annotated[
+    int | None, _sampling("--seed", min=0, help="Same seed, same text. Random and shown when absent.")
+]
+AsJson = Annotated[bool, _output("--json", help="Print one JSON object, for errors too.")]
+Quiet = Annotated[bool, _output("--quiet", "-q", help="No progress, notices or statistics.")]
+Draft = Annotated[
+    str | None,
+    _speculation(
+        "--draft",
+        metavar="PATH|REPO|none",
+        help="The draft that proposes tokens; else DFLASH_DRAFT, else the one listed for the model.",
+    ),
+]
+MaxContext = Annotated[
+    int | None,
+    _engine(
+        "--max-ctx",
+        parser=size,
+        metavar="TOKENS",
+        help="Most tokens of the prompt, as the template writes it, and the answer together: 8192, 8k, 1m. "
+        "Default: what the model was made for, up to 32k on a CPU and 256k on a GPU, as memory allows.",
+    ),
+]
+VramLimit = Annotated[
+    int | None,
+    _engine(
+        "--vram-limit",
+        parser=memory,
+        metavar="SIZE",
+        help="Let no more of the GPU's memory be in use than this, other programs' included: 24g. "
+        "Default: all of it.",
+    ),
+]
 
 
-def device(text: str) -> str:
-    """auto, cpu, cuda or cuda:N."""
-    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:
-        raise typer.BadParameter(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
-    return text
+class DraftQuant(StrEnum):
+    auto = "auto"
+    q8_0 = "q8_0"
+    q4_k = "q4_k"
+    none = "none"
 
 
-def unescape(text: str) -> str:
-    r"""\n, \t, \\, \x1b and \u2028 as the characters they stand for; any other backslash stays."""
+class KVType(StrEnum):
+    auto = "auto"
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
+    q5_0 = "q5_0"
+    q4_0 = "q4_0"
+    tq3_0 = "tq3_0"
 
-    def character(match: re.Match[str]) -> str:
-        code = match[1] or match[2]
-        return chr(int(code, 16)) if code else _ESCAPES[match[3]]
 
-    return _ESCAPE.sub(character, text)
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How tokens are proposed; cli/speculation.py says what the options mean together."""
+
+    draft: Draft = None
+    draft_quant: Annotated[
+        DraftQuant,
+        _speculation(
+            "--draft-quant", help="Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU."
+        ),
+    ] = DraftQuant.auto
+    draft_ctx: Annotated[
+        int | None,
+        _speculation(
+            "--draft-ctx",
+            parser=size,
+            metavar="TOKENS",
+            help="How far back the draft's full-attention layers attend. Default: 16k.",
+        ),
+    ] = None
+    draft_causal: Annotated[
+        bool | None,
+        _speculation(
+            "--draft-causal/--draft-bidirectional",
+            help="Whether a row of the draft's block sees only rows before it; else as the checkpoint says.",
+            show_default=False,
+        ),
+    ] = None
+    budget: Annotated[
+        int | None,
+        _speculation(
+            "--budget",
+            min=1,
+            max=63,
+            metavar="N",
+            help="Most proposed tokens in a tree. Default: as recommended for the model, else 22.",
+        ),
+    ] = None
+    chain: Annotated[bool, _speculation("--chain", help="Propose one path, no branches.")] = False
+    no_draft: Annotated[
+        bool, _speculation("--no-draft", help="Propose nothing: plain decoding. The same as --draft none.")
+    ] = False
 
 
-def bias(texts: list[str]) -> dict[int, float]:
-    """ID=VALUE, each for another token; VALUE may be -inf."""
-    found: dict[int, float] = {}
-    for text in texts:
-        match = re.fullmatch(r"([0-9]+)=([+-]?(?:inf|[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?))", text.strip())
-        if match is None:
-            raise UsageError(f"--logit-bias is {text!r}, needed a token's number and a value: 1234=-5")
-        if int(match[1]) in found:
-            raise UsageError(f"--logit-bias names token {match[1]} twice, needed once")
-        found[int(match[1])] = float(match[2])
-    return found
+@dataclass(frozen=True, slots=True)
+class KVCacheOptions:
+    """How the KV cache is stored and read."""
+
+    kv: Annotated[
+        KVType,
+        _kv_cache(
+            "--kv",
+            case_sensitive=False,
+            help="The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
+            "or the most bits in which the context fits. Below 8 bits the text may change: "
+            "docs/long-context.md.",
+        ),
+    ] = KVType.auto
+    kv_k: Annotated[
+        KVType | None, _kv_cache("--kv-k", case_sensitive=False, help="Keys alone; else as --kv says.")
+    ] = None
+    kv_v: Annotated[
+        KVType | None, _kv_cache("--kv-v", case_sensitive=False, help="Values alone; else as --kv says.")
+    ] = None
+    window: Annotated[
+        int | None,
+        _kv_cache(
+            "--window",
+            parser=size,
+            metavar="TOKENS",
+            help="While decoding attend only to this many of the last tokens and to the first 64: "
+            "approximate. Default: to all.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Where a model is loaded, and with how much memory."""
+
+    max_ctx: MaxContext = None
+    prefix_cache: Annotated[
+        int | None,
+        _engine(
+            "--prefix-cache",
+            parser=memory_or_none,
+            metavar="SIZE",
+            help="Memory for states of earlier prompts, so that a repeated prefix is not computed again: "
+            "512m, 8g; 0 turns it off. Default: a quarter of the memory that is free, up to 8g.",
+        ),
+    ] = None
+    prefix_cache_dir: Annotated[
+        Path | None,
+        _engine(
+            "--prefix-cache-dir",
+            metavar="PATH",
+            help="Keep states of prompts in this folder, too: "
+            "later runs need not compute a repeated prefix again.",
+        ),
+    ] = None
+    prefix_cache_dir_size: Annotated[
+        int,
+        _engine(
+            "--prefix-cache-dir-size",
+            parser=memory,
+            metavar="SIZE",
+            help="Most bytes in that folder; the least recently used are deleted. Default: 32g.",
+            show_default=False,
+        ),
+    ] = DEFAULTS.prefix_cache_dir_size
+    vram_limit: VramLimit = None
+    device: Annotated[
+        str,
+        _engine("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+    ] = "auto"
+    offline: Annotated[bool, _engine("--offline", help="Use only what is on this machine.")] = False
+
+    def config(self, cache: KVCacheOptions) -> EngineConfig:
+        """Return the engine's settings; speculation has its defaults."""
+        if self.prefix_cache == 0 and self.prefix_cache_dir is not None:
+            raise UsageError(
+                f"--prefix-cache 0 turns off what --prefix-cache-dir {self.prefix_cache_dir} would keep",
+                "leave one of them out; what a folder keeps passes through memory",
+            )
+        return EngineConfig(
+            device=self.device,
+            max_ctx=self.max_ctx,
+            vram_limit=self.vram_limit,
+            prefix_cache=self.prefix_cache,
+            prefix_cache_dir=self.prefix_cache_dir,
+            prefix_cache_dir_size=self.prefix_cache_dir_size,
+            kv_k=(cache.kv_k or cache.kv).value,
+            kv_v=(cache.kv_v or cache.kv).value,
+            window=cache.window,
+        )
+
+
+def check_remote(engine: EngineOptions, cache: KVCacheOptions) -> None:
+    """Refuse options of the engine together with --url, which loads no model here."""
+    if engine.config(cache) != EngineConfig():
+        raise UsageError(
+            "--url excludes options of the device, its memory and the KV cache: the server has its own",
+            "give them to treeflash serve",
+        )
+
+
+class EngineCommand(Command):
+    """A command with the options of the KV cache; it accepts their aliases."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spelled = [f"--kv={KV_ALIASES[each]}" if each in KV_ALIASES else each for each in args]
+        return super().parse_args(ctx, spelled)

@@ -15,7 +15,7 @@ from treeflash.hub.catalog import Card
 from treeflash.hub.download import fetch
 from treeflash.hub.drafts import fetch_draft
 from treeflash.hub.names import RepoName
-from treeflash.hub.resolve import meaning
+from treeflash.hub.resolve import Meaning, meaning
 
 AGAIN = "the same command"
 
@@ -32,7 +32,7 @@ def pull(
 ) -> None:
     """Fetch a model and its draft into the Hugging Face cache, or bring them up to date.
 
-    What was broken off goes on where it stopped. Gated models need a token: HF_TOKEN, or `hf auth login`.
+    An interrupted download is resumed. Gated models need a token: HF_TOKEN, or `hf auth login`.
 
     treeflash pull qwen3.6-27b
     """
@@ -41,34 +41,44 @@ def pull(
     if draft_only and quant is not None:
         raise UsageError("--quant is of the target, --draft-only does not fetch it")
     meant = meaning(name)
+    repo = _repo(name, meant, quant)
+    screen = view.Screen()
+    # A repository that is not named as a target may hold a draft alone.
+    may_be_draft = not (quant or target_only or draft_only)
+    if may_be_draft and catalog.of_draft(repo.repo):
+        return _draft(repo, screen)
+    card = meant.card
+    if draft_only:
+        card = card or catalog.of_repo(repo.repo)
+    else:
+        wanted = RepoName(repo.repo, quant) if quant else meant.fetched
+        try:
+            path = _target(wanted or repo, screen)
+        except ModelNotFound as error:
+            if may_be_draft and card is None and _is_draft(repo, screen):
+                return
+            raise error from None
+        card = card or _card(path, repo)
+    if not target_only:
+        _fetch_draft_of(name, card, needed=draft_only, screen=screen)
+
+
+def _repo(name: str, meant: Meaning, quant: str | None) -> RepoName:
+    """Return the repository that a name means; refuse names of local files and of another quantisation."""
     if meant.repo is None:
         raise UsageError(f"{name} is on this machine already: {meant.path}", f"treeflash run {name}")
     if quant and (meant.repo.file or (meant.repo.quant or quant).upper() != quant.upper()):
         raise UsageError(f"{name} and --quant {quant} name different files, needed one of them")
-    wanted = RepoName(meant.repo.repo, quant) if quant else meant.fetched
-    screen = view.Screen()
-    card = meant.card
-    if not draft_only:
-        if not quant and not target_only and catalog.of_draft(meant.repo.repo):
-            _draft(meant.repo, screen)
-            return
-        try:
-            path = _target(wanted or meant.repo, screen)
-        except ModelNotFound as error:
-            if target_only or quant or card is not None or not _is_draft(meant.repo, screen):
-                raise error from None
-            return
-        card = card or _card(path, meant.repo)
-    else:
-        card = card or catalog.of_repo(meant.repo.repo)
-    if target_only:
-        return
+    return meant.repo
+
+
+def _fetch_draft_of(name: str, card: Card | None, *, needed: bool, screen: view.Screen) -> None:
     if card is not None and card.draft is not None:
         _draft(card.draft, screen)
-    elif draft_only:
-        raise UsageError(f"no draft is known for {name}", "treeflash list shows those that are")
+    elif needed:
+        raise UsageError(f"no draft is listed for {name}", "treeflash list shows the models that have one")
     else:
-        screen.note(f"No draft is known for {name}: only copies from the text will be proposed.")
+        screen.note(f"No draft is listed for {name}: only prompt lookup will propose tokens.")
 
 
 def _target(repo: RepoName, screen: view.Screen) -> Path:
@@ -85,7 +95,7 @@ def _draft(repo: RepoName, screen: view.Screen) -> None:
 
 
 def _is_draft(repo: RepoName, screen: view.Screen) -> bool:
-    """Fetches a repository that has no target as a draft, if it is one."""
+    """Fetch a repository that has no target as a draft; return whether it is one."""
     try:
         _draft(repo, screen)
     except (ModelNotFound, ModelFileError):
@@ -94,7 +104,7 @@ def _is_draft(repo: RepoName, screen: view.Screen) -> bool:
 
 
 def _card(path: Path, repo: RepoName) -> Card | None:
-    """None too for a file that cannot be run: it was asked for all the same."""
+    """Return the card of a file; None too if it cannot be run, which is no error here."""
     from treeflash.gguf.reader import GGUFFile
 
     try:

@@ -56,7 +56,7 @@ def remove(
 
 
 def _files(meant: Meaning) -> tuple[list[Cached], list[str]]:
-    """What to remove, and what is kept although it belongs to it."""
+    """Return the files to remove, and what is kept although it belongs to the model."""
     assert meant.repo is not None
     found = of_repo(meant.repo.repo)
     drafts = [each for each in found if not each.quant]
@@ -90,7 +90,7 @@ def _with_draft(chosen: list[Cached], card: Card, draft: RepoName) -> tuple[list
 
 
 def _leftovers(meant: Meaning) -> list[Path]:
-    """Of downloads that were broken off."""
+    """Return the files of interrupted downloads."""
     assert meant.repo is not None
     repos = [meant.repo.repo]
     if meant.card is not None and meant.card.draft is not None:

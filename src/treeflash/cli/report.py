@@ -1,4 +1,4 @@
-"""What is said about an answer: the line below it, or the JSON object."""
+"""The statistics of an answer, as a line or a JSON object."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def line(finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bool, interrupted: bool) -> str:
-    """plain: nothing was proposed; drafted: a draft did; sampled: tokens were drawn, by a seed."""
+    """Return the line below an answer. plain: no tokens were proposed; drafted: a draft proposed them."""
     parts = []
     if finished is not None:
         stats = finished.stats
@@ -35,7 +35,7 @@ def line(finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bo
 
 
 def draft_share(stats: "RequestStats") -> float:
-    """Of the time that steps took."""
+    """Return the share of the steps' time that draft calls took."""
     whole = stats.draft_s + stats.verify_s + stats.commit_s
     return stats.draft_s / whole if whole else 0.0
 
@@ -62,7 +62,7 @@ def result(
 
 
 def statistics(stats: "RequestStats") -> dict[str, Any]:
-    """With a histogram: how many steps accepted exactly 0, 1, 2, ... proposed tokens."""
+    """Return the statistics and a histogram: steps that accepted exactly 0, 1, 2, ... proposed tokens."""
     at_least = [stats.steps, *stats.accepted_by_position]
     histogram = [more - fewer for more, fewer in zip(at_least, [*at_least[1:], 0], strict=True)]
     return stats.as_dict() | {"acceptance_histogram": histogram}

@@ -2,190 +2,231 @@
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeflash.cli import cache_flags, report, view
-from treeflash.cli import run_flags as flags
+from treeflash.cli import report, speculation, view
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import costs_file, find, load
-from treeflash.cli.options import bias, unescape
-from treeflash.cli.speculation import Wishes, decide
-from treeflash.config import EngineConfig, environment
+from treeflash.cli.loading import choose, engine_config, load
+from treeflash.cli.options import (
+    AsJson,
+    EngineOptions,
+    KVCacheOptions,
+    Model,
+    Only,
+    Quiet,
+    Seed,
+    SpeculationOptions,
+    System,
+    Think,
+    grouped,
+    panel,
+)
+from treeflash.cli.speculation import Chosen, Speculation
+from treeflash.cli.values import bias, unescape
 from treeflash.errors import PromptTooLong, UsageError
 
 if TYPE_CHECKING:
     from treeflash.session.session import Finished, Session, TextRequest
 
-ENGINE = EngineConfig()
+_prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
 
 
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    text: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False)
+    ] = None
+    prompt: Annotated[
+        str | None,
+        _prompt(
+            "--prompt",
+            "-p",
+            help="What to answer. Standard input, unless it is a terminal, is added to it: "
+            "in a loop that reads a file, write `</dev/null` after the command.",
+        ),
+    ] = None
+    system: System = None
+    raw: Annotated[
+        bool, _prompt("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False
+    think: Think = None
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        if self.raw and (self.system is not None or self.think is not None):
+            flag = "--system" if self.system is not None else "--think and --no-think"
+            raise UsageError(
+                f"{flag} and --raw exclude each other: without a chat template there are no roles"
+            )
+        if self.text is not None and self.prompt is not None:
+            raise UsageError("a prompt was given both after the model and with --prompt, needed once")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    n_gen: Annotated[int, _sampling("--n-gen", "-n", min=1, metavar="N", help="Most tokens to write.")] = 256
+    temperature: Annotated[
+        float,
+        _sampling(
+            "--temperature", "-t", min=0, max=100, metavar="X", help="0 takes the likeliest token each time."
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        _sampling(
+            "--top-p", min=0, max=1, metavar="X", help="Sample from the likeliest tokens that add up to this."
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int, _sampling("--top-k", min=0, metavar="N", help="Sample from this many tokens; 0: all.")
+    ] = 0
+    min_p: Annotated[
+        float,
+        _sampling(
+            "--min-p", min=0, max=1, metavar="X", help="Leave out tokens below this share of the likeliest."
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        _sampling(
+            "--repetition-penalty",
+            min=0.01,
+            max=100,
+            metavar="X",
+            help="Above 1: tokens of the prompt and the answer become less likely.",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        _sampling(
+            "--presence-penalty",
+            min=-100,
+            max=100,
+            metavar="X",
+            help="Subtracted from the logits of the answer's tokens.",
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        _sampling(
+            "--frequency-penalty",
+            min=-100,
+            max=100,
+            metavar="X",
+            help="The same for each time that they occur in it.",
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        _sampling(
+            "--logit-bias",
+            metavar="ID=VALUE",
+            help="Added to a token's logit, -inf bans it; may be given several times.",
+        ),
+    ] = None
+    seed: Seed = None
+    stop: Annotated[
+        list[str] | None,
+        _sampling("--stop", help=r"End before this text; may be given several times; \n is a new line."),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse values that typer cannot refuse."""
+        if self.top_p == 0:
+            raise UsageError(
+                "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
+            )
+        bias(self.logit_bias or [])
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    as_json: AsJson = False
+    logprobs: Annotated[
+        int | None,
+        _output(
+            "--logprobs",
+            min=0,
+            max=100,
+            metavar="N",
+            help="With --json: each token's log probability and those of the N likeliest.",
+        ),
+    ] = None
+    quiet: Quiet = False
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        if self.logprobs is not None and not self.as_json:
+            raise UsageError("--logprobs needs --json, which shows them")
+
+
+# Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
+RunEngineOptions = Annotated[
+    EngineOptions,
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", "vram_limit", "device", "offline")),
+]
+
+
+@grouped
 def run(
-    model: flags.Model = None,
-    text: flags.PromptArgument = None,
-    prompt: flags.Prompt = None,
-    system: flags.System = None,
-    raw: flags.Raw = False,
-    think: flags.Think = None,
-    n_gen: flags.MaxTokens = 256,
-    temperature: flags.Temperature = 0.0,
-    top_p: flags.TopP = 1.0,
-    top_k: flags.TopK = 0,
-    min_p: flags.MinP = 0.0,
-    repetition_penalty: flags.RepetitionPenalty = 1.0,
-    presence_penalty: flags.PresencePenalty = 0.0,
-    frequency_penalty: flags.FrequencyPenalty = 0.0,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
-    draft: flags.Draft = None,
-    draft_quant: flags.DraftQuantisation = flags.DraftQuant.auto,
-    draft_ctx: flags.DraftContext = None,
-    draft_causal: flags.DraftCausal = None,
-    budget: flags.Budget = None,
-    chain: flags.Chain = False,
-    no_draft: flags.NoDraft = False,
-    max_ctx: flags.MaxContext = None,
-    prefix_cache_dir: flags.PrefixCacheDir = None,
-    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
-    kv: cache_flags.KV = cache_flags.KeyValues.auto,
-    kv_k: cache_flags.Keys = None,
-    kv_v: cache_flags.Values = None,
-    window: cache_flags.Window = None,
-    vram_limit: flags.VramLimit = None,
-    device: flags.Where = "auto",
-    offline: flags.Offline = False,
-    as_json: flags.AsJson = False,
-    logprobs: flags.Logprobs = None,
-    quiet: flags.Quiet = False,
+    *,
+    model: Model = None,
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    speculating: SpeculationOptions,
+    engine: RunEngineOptions,
+    cache: KVCacheOptions,
+    output: OutputOptions,
 ) -> None:
     """Answer one prompt.
 
     The answer goes to standard output and everything else to standard error, so that it can be piped.
-    Whatever proposes tokens, the text is the same: `--no-draft` only makes it come slower.
+    Speculation does not change the text: `--no-draft` only makes it come slower.
 
     treeflash run qwen3.6-27b "Why is the sky blue?"
 
     git diff | treeflash run model.gguf -p "Write a commit message for this."
     """
-    settings = environment()
-    wishes = Wishes(
-        draft=draft,
-        no_draft=no_draft,
-        chain=chain,
-        budget=budget,
-        quant=draft_quant,
-        context=draft_ctx,
-        causal=draft_causal,
-        default_draft=settings.draft,
-    )
-    wishes.check()
-    _check(text, prompt, system=system, raw=raw, think=think, top_p=top_p)
-    if logprobs is not None and not as_json:
-        raise UsageError("--logprobs needs --json, which shows them")
-    biases = bias(logit_bias or [])
-    screen = view.Screen(quiet=quiet, notes=not as_json)
-    asked = _prompt(text if text is not None else prompt, raw=raw, screen=screen)
-    offline = offline or settings.offline
-    target = find(
-        model if model is not None else settings.target, think=think, offline=offline, screen=screen
-    )
-    speculation = decide(wishes, target, offline=offline, screen=screen)
-    with screen.waiting("Starting PyTorch"), held():
-        from treeflash.engine.sampler import SamplingParams
-        from treeflash.memory.planner import format_names
-        from treeflash.session.session import TextRequest
-    messages = None
-    if not raw:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": asked})
+    speculation.check(speculating)
+    for options in (sampling, prompt, output):
+        options.check()
+    screen = view.Screen(quiet=output.quiet, notes=not output.as_json)
+    text = _read_prompt(prompt, screen)
+    target, proposing = choose(model, speculating, think=prompt.think, offline=engine.offline, screen=screen)
     interrupt = Interrupt()
-    request = TextRequest(
-        messages=messages,
-        prompt=asked if raw else None,
-        max_tokens=n_gen,
-        sampling=SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=biases,
-            logprobs=logprobs,
-            seed=seed,
-        ),
-        stop=[unescape(each) for each in stop or ()],
-        thinking=think,
-        cancelled=lambda: interrupt.requested,
-    )
-    config = EngineConfig(
-        device=device,
-        max_ctx=max_ctx,
-        vram_limit=vram_limit,
-        speculation=speculation.config,
-        draft=speculation.draft,
-        costs=costs_file(),
-        # Within one prompt nothing repeats.
-        prefix_cache=None if prefix_cache_dir else 0,
-        prefix_cache_dir=prefix_cache_dir,
-        prefix_cache_dir_size=prefix_cache_dir_size,
-        **cache_flags.cache(kv, kv_k, kv_v, window),
-    )
-    session = load(target.path, config, screen)
-    if session.template.is_fallback and not raw:
+    with screen.waiting("Starting PyTorch"), held():
+        request = _request(text, prompt, sampling, output, cancelled=lambda: interrupt.requested)
+    engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
+    session = load(target.path, engine_config(engine.config(cache), proposing), screen)
+    if session.template.is_fallback and not prompt.raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
-    answer = view.Answer(shown=not as_json)
+    answer = view.Answer(shown=not output.as_json)
     with interrupt:
         finished = _generate(session, request, answer, screen)
     answer.end()
-    if as_json:
-        paths = {"model": target.path, "draft": speculation.draft.path if speculation.draft else None}
-        kept = format_names(session.plan.kv)
-        view.print_json(report.result(answer.text, finished, paths, session.tokenizer, kv=kept))
+    if output.as_json:
+        _print_json(answer.text, finished, session, target, proposing)
     else:
-        screen.statistics(
-            report.line(
-                finished,
-                plain=speculation.config is None,
-                drafted=speculation.draft is not None,
-                sampled=temperature > 0,
-                interrupted=interrupt.requested,
-            )
+        line = report.line(
+            finished,
+            plain=proposing.config is None,
+            drafted=proposing.draft is not None,
+            sampled=sampling.temperature > 0,
+            interrupted=interrupt.requested,
         )
-        for note in finished.stats.notes if finished else ():
-            screen.notice(note)
-        if speculation.note:
-            screen.note(speculation.note)
+        _print_statistics(line, finished, proposing, screen)
     if interrupt.requested:
         raise typer.Exit(INTERRUPTED)
 
 
-def _check(
-    text: str | None,
-    prompt: str | None,
-    *,
-    system: str | None,
-    raw: bool,
-    think: bool | None,
-    top_p: float,
-) -> None:
-    if top_p == 0:
-        raise UsageError(
-            "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
-        )
-    if raw and (system is not None or think is not None):
-        flag = "--system" if system is not None else "--think and --no-think"
-        raise UsageError(f"{flag} and --raw exclude each other: without a chat template there are no roles")
-    if text is not None and prompt is not None:
-        raise UsageError("a prompt was given both behind the model and with --prompt, needed once")
-
-
-def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
-    """The prompt from the command line, from standard input, or the one followed by the other."""
+def _read_prompt(options: PromptOptions, screen: view.Screen) -> str:
+    """Return the prompt from the command line, from standard input, or the one followed by the other."""
+    given = options.text if options.text is not None else options.prompt
     piped = ""
     if sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty():
         with screen.waiting("Reading standard input"):
@@ -195,21 +236,56 @@ def _prompt(given: str | None, *, raw: bool, screen: view.Screen) -> str:
                 raise UsageError(
                     f"standard input cannot be read: {error.strerror}", "</dev/null gives it nothing"
                 ) from error
-    if not raw:
+    if not options.raw:
         piped = piped.strip("\n")
-    parts = [part for part in (given, piped) if part]
-    if not any(part.strip() for part in parts):
+    texts = [text for text in (given, piped) if text]
+    if not any(text.strip() for text in texts):
         raise UsageError(
             "there is no prompt" if given is None else "the prompt is empty",
             "treeflash run MODEL TEXT, or --prompt TEXT, or text on standard input",
         )
-    return "\n\n".join(parts)
+    return "\n\n".join(texts)
+
+
+def _request(
+    text: str,
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    *,
+    cancelled: Callable[[], bool],
+) -> "TextRequest":
+    """Return the request to the session; imports torch."""
+    from treeflash.engine.sampler import SamplingParams
+    from treeflash.session.session import TextRequest
+
+    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    return TextRequest(
+        messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
+        prompt=text if prompt.raw else None,
+        max_tokens=sampling.n_gen,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=bias(sampling.logit_bias or []),
+            logprobs=output.logprobs,
+            seed=sampling.seed,
+        ),
+        stop=[unescape(each) for each in sampling.stop or ()],
+        thinking=prompt.think,
+        cancelled=cancelled,
+    )
 
 
 def _generate(
     session: "Session", request: "TextRequest", answer: view.Answer, screen: view.Screen
 ) -> "Finished | None":
-    """Shows the answer as it comes; None where it had to be stopped by force."""
+    """Stream the answer; return None where it had to be stopped by force."""
     from treeflash.session.requests import Finished, Progress, Reasoning, Text
 
     finished, thinking = None, False
@@ -236,3 +312,23 @@ def _generate(
             error.tokens, error.limit, "shorten the prompt: the model was made for no more tokens"
         ) from None
     return finished
+
+
+def _print_json(
+    text: str, finished: "Finished | None", session: "Session", target: Chosen, proposing: Speculation
+) -> None:
+    from treeflash.memory.planner import format_names
+
+    paths = {"model": target.path, "draft": proposing.draft.path if proposing.draft else None}
+    formats = format_names(session.plan.kv)
+    view.print_json(report.result(text, finished, paths, session.tokenizer, kv=formats))
+
+
+def _print_statistics(
+    line: str, finished: "Finished | None", proposing: Speculation, screen: view.Screen
+) -> None:
+    screen.statistics(line)
+    for note in finished.stats.notes if finished else ():
+        screen.notice(note)
+    if proposing.note:
+        screen.note(proposing.note)

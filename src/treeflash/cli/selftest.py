@@ -1,4 +1,4 @@
-"""Small computations with known results, to see whether this machine's kernels compute rightly."""
+"""Small computations with reference results, which check that this machine's kernels are correct."""
 
 from collections.abc import Callable
 
@@ -12,21 +12,21 @@ from treeflash.kernels.delta_rule import chunk_delta, tree_delta
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.quant_matmul import quant_matmul
 
-# Relative RMS error; float32 products on a GPU may round their inputs to TF32.
+# Relative RMS error; float32 matmuls on a GPU may round their inputs to TF32.
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
 
 
 def tests(device: torch.device) -> dict[str, Callable[[], float]]:
-    """Name to a computation that returns its relative error."""
+    """Return tests by name; each returns a relative error."""
     return {
         "delta rule": lambda: delta_rule(device),
         "paged attention": lambda: attention(device),
-        "quantised product": lambda: quantised_product(device),
+        "quantised matmul": lambda: quantised_matmul(device),
     }
 
 
 def delta_rule(device: torch.device) -> float:
-    """A chunk and a chain of tree rows against the recurrence, token by token."""
+    """Compare a chunk and a chain of tree rows with the recurrence, token by token."""
     generator = torch.Generator().manual_seed(1)
     tokens, key_heads, value_heads, dim = 70, 2, 4, 16
     q, k = (_unit(torch.randn(1, tokens, key_heads, dim, generator=generator)) for _ in range(2))
@@ -53,7 +53,7 @@ def delta_rule(device: torch.device) -> float:
 
 
 def attention(device: torch.device) -> float:
-    """Rows over pages in any order against plain softmax."""
+    """Compare attention over shuffled pages with plain softmax."""
     generator = torch.Generator().manual_seed(2)
     length, rows, heads, kv_heads, dim, page = 37, 3, 4, 2, 16, 8
     keys, values = (torch.randn(length + rows, kv_heads, dim, generator=generator) for _ in range(2))
@@ -72,8 +72,8 @@ def attention(device: torch.device) -> float:
     return _error(found[0], wanted)
 
 
-def quantised_product(device: torch.device) -> float:
-    """A product with packed Q8_0 weights against the same weights as floats, in float64."""
+def quantised_matmul(device: torch.device) -> float:
+    """Compare a matmul with packed Q8_0 weights with the same weights in float64."""
     generator = torch.Generator().manual_seed(3)
     rows, columns = 48, 64
     packed = torch.randint(0, 256, (rows, columns // 32, 34), dtype=torch.uint8, generator=generator)
@@ -85,7 +85,7 @@ def quantised_product(device: torch.device) -> float:
 
 
 def triton_kernel() -> float:
-    """Compiles and runs one small kernel on the GPU."""
+    """Compile and run one small kernel on the GPU."""
     from treeflash.cli.triton_probe import double
 
     x = torch.arange(300, dtype=torch.float32, device="cuda")

@@ -1,19 +1,29 @@
-"""`treeflash serve` and `treeflash stop`: the server in the foreground or behind."""
+"""`treeflash serve` and `treeflash stop`: the server, in the foreground or the background."""
 
 import dataclasses
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treeflash.cli import cache_flags, daemon, view
-from treeflash.cli import run_flags as flags
-from treeflash.cli import serve_flags as serving
+from treeflash.cli import daemon, speculation, view
+from treeflash.cli.flags import with_flags
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import LoadingBar, costs_file, find, tell
-from treeflash.cli.speculation import Chosen, Speculation, Wishes, decide
+from treeflash.cli.loading import LoadingBar, choose, describe, engine_config
+from treeflash.cli.options import (
+    EngineOptions,
+    KVCacheOptions,
+    Model,
+    Quiet,
+    SpeculationOptions,
+    grouped,
+    panel,
+)
+from treeflash.cli.speculation import Chosen, Speculation
+from treeflash.cli.values import byte_count, size
 from treeflash.config import EngineConfig, ServerConfig, environment
 from treeflash.errors import UsageError
 from treeflash.server.listen import bind, check
@@ -21,43 +31,131 @@ from treeflash.server.listen import bind, check
 if TYPE_CHECKING:
     from treeflash.session.worker import Loader
 
-DEFAULTS, ENGINE = ServerConfig(), EngineConfig()
+DEFAULTS = ServerConfig()
+
+_server, _answers, _background = panel("Server"), panel("Answers"), panel("Background")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    host: Annotated[
+        str,
+        _server("--host", metavar="ADDRESS", help="Where to listen; beyond this machine a key is needed."),
+    ] = DEFAULTS.host
+    port: Annotated[int, _server("--port", min=0, max=65535, help="0 takes any that is free.")] = (
+        DEFAULTS.port
+    )
+    api_key: Annotated[
+        list[str] | None,
+        _server(
+            "--api-key",
+            metavar="KEY",
+            help="Needed for every route but /health; may be given several times; else TREEFLASH_API_KEY. "
+            "Other users of this machine can see command lines: prefer a file.",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, _server("--api-key-file", metavar="PATH", help="A file with a key in each line.")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        _server(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Pages of this origin may use the server, beside those of this machine: "
+            "https://example.org; may be given several times; * means all.",
+        ),
+    ] = None
+    max_queue: Annotated[
+        int,
+        _server("--max-queue", min=1, max=10000, metavar="N", help="Most requests that wait; more get 429."),
+    ] = DEFAULTS.max_queue
+    max_body: Annotated[
+        int, _server("--max-body", parser=byte_count, metavar="BYTES", help="Largest request: 33554432, 32m.")
+    ] = DEFAULTS.max_body
+    served_model_name: Annotated[
+        str | None,
+        _server(
+            "--served-model-name",
+            metavar="NAME",
+            help="What the model is called; requests may use any name. Default: its short name or file.",
+        ),
+    ] = None
+    think: Annotated[
+        bool | None,
+        _answers(
+            "--think/--no-think",
+            help="Reason before answering, for requests that do not say; "
+            "else as the model's template decides.",
+            show_default=False,
+        ),
+    ] = None
+    think_budget: Annotated[
+        int | None,
+        _answers(
+            "--think-budget",
+            parser=size,
+            metavar="TOKENS",
+            help="Most tokens of reasoning, for requests that do not say: 2048, 2k. Default: no limit.",
+        ),
+    ] = None
+
+    def config(self, target: Chosen) -> ServerConfig:
+        """Return the server's settings."""
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            api_keys=self._keys(),
+            model_name=self.served_model_name or (target.card.name if target.card else target.path.stem),
+            cors_origins=tuple(self.cors_origin or ()),
+            max_queue=self.max_queue,
+            max_body=self.max_body,
+            thinking=self.think,
+            thinking_budget=self.think_budget,
+        )
+
+    def _keys(self) -> tuple[str, ...]:
+        keys = [key.strip() for key in self.api_key or ()]
+        if (file := self.api_key_file) is not None:
+            try:
+                keys += [
+                    line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+                ]
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
+            if not keys:
+                raise UsageError(f"--api-key-file {file} has no key in it, needed one in a line")
+        if "" in keys:
+            raise UsageError("--api-key is empty, needed a key")
+        default = environment().api_key
+        return tuple(keys) or ((default,) if default else ())
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundOptions:
+    in_background: Annotated[
+        bool,
+        _background("--daemon", help="Go on in the background once the model is loaded; `treeflash stop`."),
+    ] = False
+    log_file: Annotated[
+        Path | None,
+        _background("--log-file", metavar="PATH", help="With --daemon: where the log goes. Default: shown."),
+    ] = None
+
+
+@grouped
 def serve(
-    model: flags.Model = None,
-    host: serving.Host = DEFAULTS.host,
-    port: serving.Port = DEFAULTS.port,
-    api_key: serving.ApiKey = None,
-    api_key_file: serving.ApiKeyFile = None,
-    cors_origin: serving.CorsOrigin = None,
-    max_queue: serving.MaxQueue = DEFAULTS.max_queue,
-    max_body: serving.MaxBody = DEFAULTS.max_body,
-    served_model_name: serving.ServedName = None,
-    think: serving.Think = None,
-    think_budget: serving.ThinkBudget = None,
-    draft: flags.Draft = None,
-    draft_quant: flags.DraftQuantisation = flags.DraftQuant.auto,
-    draft_ctx: flags.DraftContext = None,
-    draft_causal: flags.DraftCausal = None,
-    budget: flags.Budget = None,
-    chain: flags.Chain = False,
-    no_draft: flags.NoDraft = False,
-    max_ctx: flags.MaxContext = None,
-    prefix_cache: flags.PrefixCache = None,
-    prefix_cache_dir: flags.PrefixCacheDir = None,
-    prefix_cache_dir_size: flags.PrefixCacheDirSize = ENGINE.prefix_cache_dir_size,
-    kv: cache_flags.KV = cache_flags.KeyValues.auto,
-    kv_k: cache_flags.Keys = None,
-    kv_v: cache_flags.Values = None,
-    window: cache_flags.Window = None,
-    vram_limit: flags.VramLimit = None,
-    device: flags.Where = "auto",
-    offline: flags.Offline = False,
-    in_background: serving.Daemon = False,
-    log_file: serving.LogFile = None,
-    print_config: serving.PrintConfig = False,
-    quiet: flags.Quiet = False,
+    *,
+    model: Model = None,
+    server: ServerOptions,
+    speculating: SpeculationOptions,
+    engine: EngineOptions,
+    cache: KVCacheOptions,
+    background: BackgroundOptions,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print what the server would be started with, as JSON.")
+    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Answer requests of OpenAI's and Anthropic's protocols, and show a page for the browser.
 
@@ -67,51 +165,20 @@ def serve(
 
     treeflash serve model.gguf --port 8080 --daemon
     """
-    settings = environment()
-    wishes = Wishes(
-        draft=draft,
-        no_draft=no_draft,
-        chain=chain,
-        budget=budget,
-        quant=draft_quant,
-        context=draft_ctx,
-        causal=draft_causal,
-        default_draft=settings.draft,
-    )
-    wishes.check()
-    if log_file is not None and not in_background:
+    speculation.check(speculating)
+    if background.log_file is not None and not background.in_background:
         raise UsageError("--log-file needs --daemon", "in the foreground: 2> FILE")
     screen = view.Screen(quiet=quiet)
-    name = model if model is not None else settings.target
-    target = find(name, think=think, offline=offline or settings.offline, screen=screen)
-    speculation = decide(wishes, target, offline=offline or settings.offline, screen=screen)
-    config = ServerConfig(
-        host=host,
-        port=port,
-        api_keys=_keys(api_key, api_key_file, settings.api_key),
-        model_name=served_model_name or (target.card.name if target.card else target.path.stem),
-        cors_origins=tuple(cors_origin or ()),
-        max_queue=max_queue,
-        max_body=max_body,
-        thinking=think,
-        thinking_budget=think_budget,
-    )
+    target, proposing = choose(model, speculating, think=server.think, offline=engine.offline, screen=screen)
+    config = server.config(target)
     check(config)
-    engine = EngineConfig(
-        device=device,
-        max_ctx=max_ctx,
-        vram_limit=vram_limit,
-        speculation=speculation.config,
-        draft=speculation.draft,
-        costs=costs_file(),
-        **cache_flags.prefixes(prefix_cache, prefix_cache_dir, prefix_cache_dir_size),
-        **cache_flags.cache(kv, kv_k, kv_v, window),
-    )
+    settings = engine_config(engine.config(cache), proposing)
     if print_config:
-        return view.print_json(_shown(target, config, engine))
-    if in_background:
-        return daemon.start(config, log_file=log_file, screen=screen)
-    _run(target, config, engine, speculation, screen, quiet=quiet)
+        return view.print_json(_as_json(target, config, settings))
+    if background.in_background:
+        return daemon.start(config, log_file=background.log_file, screen=screen)
+    logging.getLogger("treeflash").setLevel(logging.WARNING if quiet else logging.INFO)
+    _run(target, config, settings, proposing, screen)
 
 
 def stop(
@@ -120,61 +187,57 @@ def stop(
         typer.Option("--port", help="Of the server; needed where several run.", show_default=False),
     ] = None,
 ) -> None:
-    """End a server that runs in the background; requests it has begun get half a minute to end."""
+    """Stop a server that runs in the background; requests in progress get half a minute to finish."""
     view.plain(daemon.stop(port))
 
 
-def _keys(given: list[str] | None, file: Path | None, default: str | None) -> tuple[str, ...]:
-    keys = [key.strip() for key in given or ()]
-    if file is not None:
-        try:
-            keys += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
-        if not keys:
-            raise UsageError(f"--api-key-file {file} has no key in it, needed one in a line")
-    if "" in keys:
-        raise UsageError("--api-key is empty, needed a key")
-    return tuple(keys) or ((default,) if default else ())
-
-
-def _shown(target: Chosen, config: ServerConfig, engine: EngineConfig) -> Mapping[str, Any]:
+def _as_json(target: Chosen, config: ServerConfig, engine: EngineConfig) -> Mapping[str, Any]:
     server = dataclasses.asdict(config) | {"api_keys": len(config.api_keys)}
-    known = {
+    settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in dataclasses.asdict(engine).items()
     }
     if engine.draft is not None:
-        known["draft"] = dataclasses.asdict(engine.draft) | {"path": str(engine.draft.path)}
-    return {"model": str(target.path), "server": server, "engine": known}
+        settings["draft"] = dataclasses.asdict(engine.draft) | {"path": str(engine.draft.path)}
+    return {"model": str(target.path), "server": server, "engine": settings}
+
+
+class LogFormatter(logging.Formatter):
+    """Shows the settings in a log line as flags."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return with_flags(super().format(record))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def _run(
     target: Chosen,
     config: ServerConfig,
     engine: EngineConfig,
-    speculation: Speculation,
+    proposing: Speculation,
     screen: view.Screen,
-    *,
-    quiet: bool,
 ) -> None:
-    # Taken before minutes go into loading.
+    # The port is taken before loading, which may take minutes.
     listening = bind(config)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.server import run as server
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    logging.getLogger("treeflash").setLevel(logging.WARNING if quiet else logging.INFO)
+    _log_to_stderr()
     loaded: dict[str, Any] = {}
     bar = LoadingBar(target.path.name, screen)
 
     def ready() -> None:
         bar.stop()
         session = loaded["session"]
-        tell(session, target.path, screen)
-        if speculation.note:
-            screen.note(speculation.note)
+        describe(session, target.path, screen)
+        if proposing.note:
+            screen.note(proposing.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")
         screen.notice(f"{config.model_name} answers at {address}")
@@ -195,18 +258,18 @@ def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[
     from treeflash.session.loading import load_session
 
     def load(progress: Any) -> Any:
-        def told(done: int, total: int) -> None:
+        def reading(done: int, total: int) -> None:
             progress(done, total)
             bar.reading(done, total)
 
-        loaded["session"] = load_session(target.path, engine, progress=told, warming=bar.warming)
+        loaded["session"] = load_session(target.path, engine, progress=reading, warming=bar.warming)
         return loaded["session"]
 
     return load
 
 
 def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """For /props, from what is loaded."""
+    """Return what /props shows of the loaded model."""
     from treeflash.memory.planner import format_names
 
     session = loaded["session"]

@@ -1,4 +1,4 @@
-"""`treeflash show`: what a model file holds and needs, without loading it. Torch stays out but for --fit."""
+"""`treeflash show`: what a model file holds and needs, without loading it. Only --fit imports torch."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,9 +8,10 @@ import typer
 
 from treeflash.cli import fit as shown
 from treeflash.cli import view
+from treeflash.cli.flags import with_flags
 from treeflash.cli.footprint import on_cpu, on_gpu, stored, unused
-from treeflash.cli.inventory import card_of, draft_here
-from treeflash.cli.run_flags import MODEL_HELP, Draft, MaxContext, VramLimit
+from treeflash.cli.inventory import card_of, local_draft
+from treeflash.cli.options import MODEL_HELP, Draft, MaxContext, VramLimit
 from treeflash.cli.speculation import NONE
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig, environment
 from treeflash.errors import ModelFileError, UsageError
@@ -82,18 +83,18 @@ def _fit(
 
     if facts["model"] is None:
         raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
-    asked, path = draft or environment().draft, None
-    if asked not in (None, NONE):
-        path = resolve_draft(asked, offline=True)
-    elif asked is None and card is not None:
-        path = draft_here(card)
-    speculation = None if asked == NONE else SpecConfig(budget=card.budget if card else SpecConfig().budget)
+    named, path = draft or environment().draft, None
+    if named not in (None, NONE):
+        path = resolve_draft(named, offline=True)
+    elif named is None and card is not None:
+        path = local_draft(card)
+    speculation = None if named == NONE else SpecConfig(budget=card.budget if card else SpecConfig().budget)
     config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
     return shown.survey(file, ModelSpec.from_gguf(file), config)
 
 
 def describe(file: "GGUFFile") -> dict[str, Any]:
-    """All there is to say about a file, as JSON takes it; `model` is null for architectures we do not run."""
+    """Return all facts about a file for JSON; `model` is null for architectures that are not supported."""
     from treeflash.models.spec import ModelSpec
 
     facts: dict[str, Any] = {
@@ -114,23 +115,23 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
         facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec)
     except ModelFileError as error:
-        facts["problems"].append(error.message)
+        facts["problems"].append(with_flags(error.message))
     try:
         facts["text"] = _text(file)
     except ModelFileError as error:
         facts["text"] = None
-        facts["problems"].append(error.message)
+        facts["problems"].append(with_flags(error.message))
     facts["supported"] = not facts["problems"]
     return facts
 
 
 def _card(card: Card | None) -> dict[str, Any]:
-    """What is known about the model beside its file."""
+    """Return what the model's card says."""
     if card is None:
         return {"card": None, "draft": None, "recommended": None}
     draft = None
     if card.draft or card.pair:
-        path = draft_here(card)
+        path = local_draft(card)
         draft = {
             "name": str(card.draft or "comes with treeflash"),
             "path": None if path is None else str(path),
@@ -147,7 +148,7 @@ def _card(card: Card | None) -> dict[str, Any]:
 
 
 def _types(file: "GGUFFile") -> list[dict[str, Any]]:
-    """Largest first."""
+    """Return the weights by type, largest first."""
     kinds = sorted({info.type for info in file.tensors.values()})
     rows = []
     for kind in kinds:
@@ -166,7 +167,7 @@ def _model(spec: "ModelSpec") -> dict[str, Any]:
 
 
 def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
-    """total: without prediction (MTP) blocks; active: what one token passes through."""
+    """Return parameter counts. total: without prediction (MTP) blocks; active: used for one token."""
     total = active = mtp = 0
     for name, info in file.tensors.items():
         if unused(name, spec):
@@ -179,11 +180,11 @@ def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
 
 
 def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
-    """Bytes at several contexts, as the engine holds weights, state, keys and values; without a draft."""
+    """Return the bytes of weights, state and KV cache at several contexts, without a draft."""
     needs = {"cpu": on_cpu(file, spec), "gpu": on_gpu(file, spec)}
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
     return [
-        {"context": context, **{place: need.at(context) for place, need in needs.items()}}
+        {"context": context, **{device: need.at(context) for device, need in needs.items()}}
         for context in contexts
     ]
 
@@ -237,7 +238,7 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["memory"]:
         rows = [
-            [f"{row['context']:,}", *(view.amount(row[place]["total"]) for place in ("cpu", "gpu"))]
+            [f"{row['context']:,}", *(view.amount(row[device]["total"]) for device in ("cpu", "gpu"))]
             for row in facts["memory"]
         ]
         view.table("Memory needed, without a draft", ["context", "on a CPU", "on a GPU"], rows)
@@ -317,7 +318,7 @@ def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
 def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     draft = facts["draft"]
     if draft is None:
-        return [("draft", "none known: copies from the text alone are proposed; --draft names one")]
+        return [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
     if draft["path"] is None:
         missing = f"not on this machine: treeflash pull {facts['card']} --draft-only"
         return [("draft", f"{draft['name']}, {missing}")]

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or gone, and what writing to them comes to. Knows no text."""
+"""Standard streams that are closed, full or gone, and how writing to them fails."""
 
 import contextlib
 import errno
@@ -18,14 +18,14 @@ class OutputFailed(TreeFlashError):
     exit_code = OUTPUT_FAILED
 
 
-def mend() -> None:
-    """Fills the places of streams that were closed before the program started.
+def reopen_closed() -> None:
+    """Open the null device for standard streams that were closed before the program started.
 
-    Else the next file that is opened gets their number, and what is printed goes into it.
+    Otherwise the next file that is opened gets their number, and what is printed goes into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            # Open for reading alone, standard output fails when it is used; messages are lost in silence.
+            # Opened for reading only, standard output fails when it is used; messages are lost silently.
             nothing = os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
             if nothing != number:
                 os.dup2(nothing, number)
@@ -33,8 +33,8 @@ def mend() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
-def abandon(stream: IO[str]) -> None:
-    """What is still buffered goes nowhere, so that leaving the program does not fail over it."""
+def discard(stream: IO[str]) -> None:
+    """Send what is still buffered to the null device, so that the program's exit does not fail over it."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -43,7 +43,7 @@ def abandon(stream: IO[str]) -> None:
 
 @contextlib.contextmanager
 def delivered() -> Generator[None]:
-    """Around writing to standard output: says why it failed, but for a reader that went away."""
+    """Raise OutputFailed where writing to standard output fails; a broken pipe stays BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
@@ -56,8 +56,8 @@ def delivered() -> Generator[None]:
 
 @contextlib.contextmanager
 def tolerated() -> Generator[None]:
-    """Around writing to standard error: what cannot be said there is left out."""
+    """Drop what cannot be written to standard error."""
     try:
         yield
     except OSError:
-        abandon(sys.stderr)
+        discard(sys.stderr)

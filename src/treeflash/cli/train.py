@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,18 +16,20 @@ from rich.progress import BarColumn, TimeRemainingColumn
 from treeflash.cli import view
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import held
-from treeflash.cli.options import device as device_name
-from treeflash.cli.run_flags import MODEL_HELP
+from treeflash.cli.loading import show_warnings
+from treeflash.cli.options import MODEL_HELP, grouped, panel
 from treeflash.cli.speculation import downloading
+from treeflash.cli.values import device as device_name
 from treeflash.config import environment
 from treeflash.errors import UsageError
 from treeflash.hub.resolve import meaning, resolve
 
 if TYPE_CHECKING:
+    from treeflash.train.draft_run import Job
     from treeflash.train.draft_settings import Event, Result
 
-_PARTS = 10_000  # of a bar
-_NOTES_EVERY_S = 60  # where there is no terminal to draw on
+_BAR_STEPS = 10_000
+_NOTES_EVERY_S = 60  # where standard error is no terminal
 
 
 class Optimiser(StrEnum):
@@ -39,39 +42,29 @@ class Loss(StrEnum):
     decay = "decay"
 
 
-def _data(*names: str, **options: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Text", **options)
+_text, _draft, _training = panel("Text"), panel("Draft"), panel("Training")
 
 
-def _draft(*names: str, **options: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Draft", **options)
-
-
-def _run(*names: str, **options: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Training", **options)
-
-
-def train(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{MODEL_HELP}, or a Hugging Face folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the draft goes.")],
+@dataclass(frozen=True, slots=True)
+class TextOptions:
     prompts: Annotated[
         Path | None,
-        _data(
+        _text(
             "--prompts", help='JSONL of {"messages": [...]} or {"prompt": "..."}; the target answers them.'
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
-        Path | None, _data("--tokens", help="Answers from an earlier run, instead: FOLDER/tokens.")
-    ] = None,
-    seq: Annotated[
-        int, _data("--seq", min=32, metavar="N", help="Tokens of a text: prompt and answer.")
-    ] = 512,
+        Path | None, _text("--tokens", help="Answers from an earlier run, instead: FOLDER/tokens.")
+    ] = None
+    seq: Annotated[int, _text("--seq", min=32, metavar="N", help="Tokens of a text: prompt and answer.")] = (
+        512
+    )
     n_gen: Annotated[
-        int | None, _data("--n-gen", "-n", min=2, metavar="N", help="Of an answer. Default: 3/4 of --seq.")
-    ] = None,
+        int | None, _text("--n-gen", "-n", min=2, metavar="N", help="Of an answer. Default: 3/4 of --seq.")
+    ] = None
     temperature: Annotated[
         list[float] | None,
-        _data(
+        _text(
             "--temperature",
             "-t",
             min=0,
@@ -79,115 +72,106 @@ def train(
             metavar="X",
             help="Each prompt is answered once at each temperature given. Default: 0 and 0.8.",
         ),
-    ] = None,
+    ] = None
     top_p: Annotated[
-        float, _data("--top-p", min=0.01, max=1, metavar="X", help="For temperatures above 0.")
-    ] = 0.95,
-    layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3,
+        float, _text("--top-p", min=0.01, max=1, metavar="X", help="For temperatures above 0.")
+    ] = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3
     block: Annotated[
         int, _draft("--block", min=2, max=64, metavar="N", help="Tokens of a block, the anchor included.")
-    ] = 16,
+    ] = 16
     window: Annotated[
         int,
-        _draft("--window", min=0, metavar="N", help="All layers but the last look back so far; 0: all do."),
-    ] = 0,
+        _draft(
+            "--window",
+            min=0,
+            metavar="N",
+            help="All layers but the last attend to this many tokens; 0: all attend to all.",
+        ),
+    ] = 0
     mask_token: Annotated[
         int | None,
         _draft("--mask-token", metavar="ID", help="Default: <|mask|>, else the first unused token."),
-    ] = None,
-    gguf: Annotated[bool, _draft("--gguf", help="Write a Q8_0 GGUF file too.")] = False,
-    float32: Annotated[bool, _draft("--float32", help="Keep weights in float32, not bfloat16.")] = False,
+    ] = None
+    gguf: Annotated[bool, _draft("--gguf", help="Write a Q8_0 GGUF file too.")] = False
+    float32: Annotated[bool, _draft("--float32", help="Keep weights in float32, not bfloat16.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
     minutes: Annotated[
         float | None,
-        _run("--minutes", metavar="X", help="How long to train. Default: 6 passes over the text."),
-    ] = None,
-    steps: Annotated[int | None, _run("--steps", metavar="N", help="The same in steps.")] = None,
-    batch: Annotated[int, _run("--batch", min=1, metavar="N", help="Texts a step.")] = 64,
-    anchors: Annotated[int, _run("--anchors", min=1, metavar="N", help="Blocks of a text.")] = 128,
+        _training("--minutes", metavar="X", help="How long to train. Default: 6 passes over the text."),
+    ] = None
+    steps: Annotated[int | None, _training("--steps", metavar="N", help="The same in steps.")] = None
+    batch: Annotated[int, _training("--batch", min=1, metavar="N", help="Texts a step.")] = 64
+    anchors: Annotated[int, _training("--anchors", min=1, metavar="N", help="Blocks of a text.")] = 128
     lr: Annotated[
-        float | None, _run("--lr", metavar="X", help="Default: 0.002 for muon, 0.0006 for adamw.")
-    ] = None,
-    optimiser: Annotated[
-        Optimiser, _run("--optimiser", help="Of matrices; adamw does the rest.")
-    ] = Optimiser.muon,
+        float | None, _training("--lr", metavar="X", help="Default: 0.002 for muon, 0.0006 for adamw.")
+    ] = None
+    optimiser: Annotated[Optimiser, _training("--optimiser", help="Of matrices; adamw does the rest.")] = (
+        Optimiser.muon
+    )
     loss: Annotated[
-        Loss, _run("--loss", help="Weight of a token: what hangs on it, or less the deeper.")
-    ] = Loss.dpace,
+        Loss, _training("--loss", help="Weight of a token: what depends on it, or less the deeper it is.")
+    ] = Loss.dpace
     save_every: Annotated[
-        float, _run("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
-    ] = 5.0,
-    seed: Annotated[int, _run("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0,
+        float, _training("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
+    ] = 5.0
+    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0
     continue_from: Annotated[
         Path | None,
-        _run("--continue-from", metavar="PATH", help="Start with the weights of this draft, not with none."),
-    ] = None,
-    resume: Annotated[bool, _run("--resume", help="Go on from the checkpoint in FOLDER.")] = False,
+        _training(
+            "--continue-from", metavar="PATH", help="Start with the weights of this draft, not with none."
+        ),
+    ] = None
+    resume: Annotated[bool, _training("--resume", help="Go on from the checkpoint in FOLDER.")] = False
     device: Annotated[
         str,
-        _run("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
-    ] = "auto",
-    offline: Annotated[bool, _run("--offline", help="Use only what is on this machine.")] = False,
+        _training("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+    ] = "auto"
+    offline: Annotated[bool, _training("--offline", help="Use only what is on this machine.")] = False
+
+
+@grouped
+def train(
+    *,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{MODEL_HELP}, or a Hugging Face folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the draft goes.")],
+    text: TextOptions,
+    draft: DraftOptions,
+    training: TrainingOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for errors too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")] = False,
 ) -> None:
     """Train a draft for a target.
 
-    The target answers the prompts; the draft learns to foresee its words from its hidden states. What is
-    interrupted goes on with `--resume`. docs/training.md says what to expect.
+    The target answers the prompts; the draft learns to predict its tokens from its hidden states. An
+    interrupted run goes on with `--resume`. docs/training.md says what to expect.
 
     treeflash train model.gguf --prompts prompts.jsonl -o my-draft
     """
     screen = view.Screen(quiet=quiet, notes=not as_json)
-    if (prompts is None) == (tokens is None):
+    if (text.prompts is None) == (text.tokens is None):
         raise UsageError(
             "needed either --prompts or --tokens",
             "--prompts FILE has the target answer prompts, --tokens FOLDER takes answers that are there",
         )
-    path = _target(target, output, offline=offline or environment().offline, screen=screen)
+    path = _target(target, output, offline=training.offline or environment().offline, screen=screen)
+    show_warnings(screen)
     with screen.waiting("Starting PyTorch"), held():
-        from treeflash.train.draft_data import Regeneration
-        from treeflash.train.draft_run import Job, train_draft
-        from treeflash.train.draft_settings import TrainConfig
-    job = Job(
-        target=path,
-        folder=output,
-        prompts=prompts,
-        tokens=tokens,
-        regeneration=Regeneration(
-            length=seq,
-            max_tokens=n_gen or max(2, seq * 3 // 4),
-            temperatures=tuple(temperature or (0.0, 0.8)),
-            top_p=top_p,
-            seed=seed,
-        ),
-        config=TrainConfig(
-            layers=layers,
-            block=block,
-            window=window,
-            mask_token=mask_token,
-            steps=steps,
-            minutes=minutes,
-            batch=batch,
-            anchors=anchors,
-            lr=lr,
-            optimiser=optimiser.value,
-            loss=loss.value,
-            checkpoint_minutes=save_every,
-            seed=seed,
-            gguf=gguf,
-            float32=float32,
-        ),
-        continue_from=continue_from,
-        resume=resume,
-        device=device,
-    )
-    shown = _Shown(screen, quiet=quiet)
-    with _stopping() as stop, shown:
+        from treeflash.train.draft_run import train_draft
+    progress = _Progress(screen, quiet=quiet)
+    with _stopping() as stop, progress:
         result = train_draft(
-            job,
-            loading=shown.loading,
-            answering=shown.answering,
-            notify=shown.notify,
+            _job(path, output, text, draft, training),
+            loading=progress.loading,
+            answering=progress.answering,
+            notify=progress.notify,
             cancelled=lambda: bool(stop),
         )
     if not result.finished:
@@ -197,8 +181,50 @@ def train(
         _report(result, path, as_json=as_json)
 
 
+def _job(
+    target: Path, output: Path, text: TextOptions, draft: DraftOptions, training: TrainingOptions
+) -> "Job":
+    from treeflash.train.draft_data import Regeneration
+    from treeflash.train.draft_run import Job
+    from treeflash.train.draft_settings import TrainConfig
+
+    return Job(
+        target=target,
+        folder=output,
+        prompts=text.prompts,
+        tokens=text.tokens,
+        regeneration=Regeneration(
+            length=text.seq,
+            max_tokens=text.n_gen or max(2, text.seq * 3 // 4),
+            temperatures=tuple(text.temperature or (0.0, 0.8)),
+            top_p=text.top_p,
+            seed=training.seed,
+        ),
+        config=TrainConfig(
+            layers=draft.layers,
+            block=draft.block,
+            window=draft.window,
+            mask_token=draft.mask_token,
+            steps=training.steps,
+            minutes=training.minutes,
+            batch=training.batch,
+            anchors=training.anchors,
+            lr=training.lr,
+            optimiser=training.optimiser.value,
+            loss=training.loss.value,
+            checkpoint_minutes=training.save_every,
+            seed=training.seed,
+            gguf=draft.gguf,
+            float32=draft.float32,
+        ),
+        continue_from=training.continue_from,
+        resume=training.resume,
+        device=training.device,
+    )
+
+
 def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> Path:
-    """The GGUF file; a Hugging Face folder is converted first, once."""
+    """Return the GGUF file; a Hugging Face folder is converted first, once."""
     folder = Path(name).expanduser()
     is_checkpoint = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
     if not is_checkpoint or any(folder.glob("*.gguf")):
@@ -212,13 +238,13 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
             from treeflash.convert.convert import convert as write_gguf
         with screen.converting("Converting to f16") as bar:
             write_gguf(folder, path, mix="f16", progress=lambda _, done, total: bar.update(done, total))
-        screen.note(f"Converted to {path}. A draft fits best the quantisation that it was trained on.")
+        screen.note(f"Converted to {path}. A draft works best with the quantisation it was trained on.")
     return path
 
 
 @contextlib.contextmanager
 def _stopping() -> Generator[list[int]]:
-    """Fills the list at the first Ctrl-C or request to end; the second ends at once."""
+    """Yield a list that is filled by the first SIGINT or SIGTERM; the second raises KeyboardInterrupt."""
     caught: list[int] = []
 
     def catch(number: int, _frame: Any) -> None:
@@ -234,18 +260,18 @@ def _stopping() -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
-class _Shown:
-    """One bar for each part of the run, and a line for each evaluation."""
+class _Progress:
+    """Shows a bar for each phase of the run, and a line for each evaluation."""
 
     def __init__(self, screen: view.Screen, *, quiet: bool):
         self._screen = screen
-        self._drawn = not quiet and sys.stderr.isatty()
+        self._on_terminal = not quiet and sys.stderr.isatty()
         self._bars = contextlib.ExitStack()
         self._bar: view.Bar | None = None
-        self._part = ""
+        self._phase = ""
         self._noted = time.monotonic()
 
-    def __enter__(self) -> "_Shown":
+    def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,7 +291,7 @@ class _Shown:
         bar = self._at("training", self._clocked, "Training")
         if isinstance(event, TrainingProgress):
             line = f"loss {event.loss:.2f}  accepts {event.acceptance:.2f}  {event.tokens_s:,.0f} tok/s"
-            bar.update(int(_PARTS * event.share), _PARTS, label=line)
+            bar.update(int(_BAR_STEPS * event.share), _BAR_STEPS, label=line)
             self._note(f"step {event.step}: {line}")
         elif isinstance(event, Evaluation):
             with bar.paused():
@@ -274,17 +300,17 @@ class _Shown:
                     f" {event.acceptance:.2f} in a chain and {event.tree_acceptance:.2f} in a tree"
                 )
 
-    def _at(self, part: str, make: Any, label: str) -> view.Bar:
-        if self._bar is None or self._part != part:
+    def _at(self, phase: str, make: Any, label: str) -> view.Bar:
+        if self._bar is None or self._phase != phase:
             self._bars.close()
-            self._bar, self._part = self._bars.enter_context(make(label)), part
+            self._bar, self._phase = self._bars.enter_context(make(label)), phase
         return self._bar
 
     def _clocked(self, label: str) -> view.Bar:
-        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._drawn)
+        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._on_terminal)
 
     def _note(self, text: str) -> None:
-        if not self._drawn and time.monotonic() - self._noted > _NOTES_EVERY_S:
+        if not self._on_terminal and time.monotonic() - self._noted > _NOTES_EVERY_S:
             self._noted = time.monotonic()
             self._screen.note(text)
 

@@ -1,4 +1,4 @@
-"""The smallest Triton kernel: if it compiles and runs, so does the tool chain behind the real ones."""
+"""A minimal Triton kernel, which checks that the tool chain compiles and runs."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ def _double(source, target, count, BLOCK: tl.constexpr):
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """x [N] on a GPU to 2 x."""
+    """Return 2 x. x: [N], on a GPU."""
     out = torch.full_like(x, torch.nan)
     _double[(triton.cdiv(x.numel(), 128),)](x, out, x.numel(), BLOCK=128)
     return out

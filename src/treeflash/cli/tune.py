@@ -1,4 +1,4 @@
-"""`treeflash tune`: the settings of the products that are fastest on this GPU, measured and kept."""
+"""`treeflash tune`: measures the fastest settings of the quantised matmuls on this GPU and saves them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,8 @@ import typer
 
 from treeflash.cli import view
 from treeflash.cli.interrupt import held
-from treeflash.cli.run_flags import MODEL_HELP
+from treeflash.cli.loading import show_warnings
+from treeflash.cli.options import MODEL_HELP
 from treeflash.errors import ResourceError, UsageError
 from treeflash.hub.resolve import meaning, resolve
 
@@ -26,19 +27,20 @@ def tune(
         ),
     ] = None,
     reset: Annotated[
-        bool, typer.Option("--reset", help="Forget what was found, for all GPUs, and leave.")
+        bool, typer.Option("--reset", help="Delete the saved settings of all GPUs, and leave.")
     ] = False,
 ) -> None:
-    """Find the fastest settings of the quantised products on this GPU, and keep them.
+    """Find the fastest settings of the quantised matmuls on this GPU, and save them.
 
     Text does not change: every setting adds the same numbers in the same order, which is checked. Weights
     are random; of a MODEL only the header is read.
     """
     if reset and model is not None:
         raise UsageError(
-            f"MODEL is {model!r}, but --reset forgets what was found for all", "treeflash tune --reset"
+            f"MODEL is {model!r}, but --reset deletes the settings of all", "treeflash tune --reset"
         )
     screen = view.Screen()
+    show_warnings(screen)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.bench.tuning import LAYERS_27B, Stack
         from treeflash.bench.tuning import tune as find
@@ -46,11 +48,11 @@ def tune(
         from treeflash.kernels.quant_matmul.tuned import TunedFile
     file = TunedFile.usual()
     if reset:
-        view.plain(f"{file.path} is removed." if file.remove() else f"Nothing was kept: no {file.path}.")
+        view.plain(f"{file.path} is removed." if file.remove() else f"Nothing was saved: no {file.path}.")
         return
     device = _gpu()
     shapes = LAYERS_27B if model is None else _shapes(model)
-    with screen.counting("Timing products") as bar:
+    with screen.counting("Timing matmuls") as bar:
         stack = Stack(shapes, device)
         found = find(cuda.card_of(device), stack.layouts, stack.measure, progress=bar.update)
     show(found, file, cuda.kind_of(device), screen)
@@ -70,7 +72,7 @@ def _gpu() -> "torch.device":
     if nvrtc.nvrtc() is None:
         raise ResourceError(
             "tuning needs NVRTC, which was not found",
-            "it comes with PyTorch's wheels: install torch anew, https://pytorch.org",
+            "it comes with PyTorch's wheels: reinstall torch, https://pytorch.org",
         )
     if not cuda.usable(device):
         major, minor = torch.cuda.get_device_capability(device)
@@ -90,11 +92,11 @@ def _shapes(model: str) -> "Sequence[Shapes]":
 
 
 def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Screen) -> None:
-    """The result, which is kept where something is faster than what is built in."""
+    """Show the result, and save the settings that are faster than the built-in ones."""
     for each in found:
         for tiling in each.differing:
             screen.warning(
-                f"{each.rows} rows, {tiling.beside(each.built_in)}: other sums, not used",
+                f"{each.rows} rows, {tiling.beside(each.built_in)}: different sums, not used",
                 "please report it with what `treeflash doctor` says",
             )
     cells = [
@@ -107,13 +109,13 @@ def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Sc
         for each in found
     ]
     columns = ("rows", "built in ms", "best ms", "setting")
-    view.table(f"Products on {kind}", columns, cells, texts=columns[-1:])
+    view.table(f"Matmuls on {kind}", columns, cells, texts=columns[-1:])
     chosen = {each.rows: each.best for each in found if each.best != each.built_in}
     try:
         file.save(kind, chosen)
     except OSError as error:
         raise ResourceError(
-            f"{file.path} cannot be written: {error.strerror}, nothing was kept",
+            f"{file.path} cannot be written: {error.strerror}, nothing was saved",
             "set TRITON_CACHE_DIR to a folder that can be written, here and wherever a model is run",
         ) from None
     if chosen:

@@ -1,7 +1,7 @@
-"""Everything that is drawn on a terminal or printed; knows no models and decides nothing.
+"""Everything that is printed or shown on a terminal.
 
 Answers, tables and JSON go to standard output, the rest to standard error. Progress is shown only on a
-terminal, only for work that takes a while, and leaves no trace.
+terminal, only for work that takes a while, and leaves no trace. Settings in messages become flags here.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from treeflash.cli.flags import with_flags
 from treeflash.cli.streams import delivered, tolerated
 from treeflash.config import environment
 from treeflash.errors import TreeFlashError
@@ -42,12 +43,12 @@ MARKS = {"ok": ("✓", "green"), "note": ("·", GREY), "warn": ("!", "yellow"), 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Called while the error is handled; rich would leave the program on its own terms."""
+        """Raise the error again, which is being handled; rich would end the program itself."""
         raise
 
 
 def _console(stream: IO[str]) -> Console:
-    # Made anew each time: streams are replaced in tests, and terminals change their width.
+    # Made on each call: streams are replaced in tests, and terminals change their width.
     return _Console(
         file=stream,
         highlight=False,
@@ -59,77 +60,78 @@ def _console(stream: IO[str]) -> Console:
 
 
 def plain(text: str) -> None:
-    """One line on standard output."""
+    """Print one line on standard output."""
     with delivered():
         sys.stdout.write(guarded(text, sys.stdout) + "\n")
 
 
 def paragraphs(*texts: str) -> None:
-    """On standard output, below an empty line; on a terminal broken between words."""
+    """Print texts on standard output, below an empty line; on a terminal broken between words."""
     with delivered():
         for text in ("", *texts):
             _console(sys.stdout).print(guarded(text, sys.stdout), soft_wrap=not sys.stdout.isatty())
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One line, so that tools can read it as it comes."""
+    """Print a JSON object in one line, so that tools can read it as a stream."""
     plain(json.dumps(value, ensure_ascii=False))
 
 
 def flush() -> None:
-    """Makes a reader that went away known while it can still be handled."""
+    """Flush standard output, so that a closed pipe raises while it can still be handled."""
     with delivered():
         sys.stdout.flush()
 
 
 def failure(error: TreeFlashError, *, as_json: bool) -> None:
-    """Two lines on standard error: what is wrong and what helps; or one JSON object on standard output."""
+    """Print an error and its hint on standard error, or one JSON object on standard output."""
     if as_json:
         name = type(error).__name__.lstrip("_")
-        print_json({"error": {"type": name, "message": error.message, "hint": error.hint}})
+        texts = {"message": with_flags(error.message), "hint": with_flags(error.hint)}
+        print_json({"error": {"type": name} | texts})
         flush()
         return
     _labelled(("error", error.message, "bold red"), ("hint", error.hint, "bold cyan"))
 
 
 def _labelled(*rows: tuple[str, str, str]) -> None:
-    """A line on standard error for each (label, text, style of the label) that has a text."""
+    """Print a line on standard error for each (label, text, style of the label) that has a text."""
     console = _console(sys.stderr)
     for label, text, style in rows:
         if text:
-            line = Text.assemble((f"{label}:", style), " ", guarded(text, sys.stderr))
+            line = Text.assemble((f"{label}:", style), " ", guarded(with_flags(text), sys.stderr))
             with tolerated():
                 console.print(line, soft_wrap=True)
 
 
-def confirm(question: str) -> bool:
-    """Asks on standard error; no answer means no."""
+def confirm(text: str) -> bool:
+    """Ask for yes or no on standard error; no answer means no."""
     try:
-        return typer.confirm(question, default=False, err=True)
+        return typer.confirm(text, default=False, err=True)
     except typer.Abort:
         sys.stderr.write("\n")
         return False
 
 
 def _say(text: str, style: str, *, whole: bool = False) -> None:
-    """One line on standard error, which on a terminal is broken between words unless it must stay whole."""
-    line = Text(guarded(text, sys.stderr), style=style)
+    """Print a line on standard error; on a terminal it is broken between words unless `whole`."""
+    line = Text(guarded(with_flags(text), sys.stderr), style=style)
     with tolerated():
         _console(sys.stderr).print(line, soft_wrap=whole or not sys.stderr.isatty())
 
 
 def guarded(text: str, stream: IO[str]) -> str:
-    """The text as it is, but on a terminal without characters that would steer it."""
-    return text.translate(_STEERING) if stream.isatty() else text
+    """Return the text, for a terminal without control characters."""
+    return text.translate(_CONTROL) if stream.isatty() else text
 
 
 # ESC becomes the symbol ␛ and so on; the second block of control characters has no symbols.
-_STEERING = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_STEERING |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_CONTROL = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Answer:
-    """Text that appears on standard output piece by piece; `text` is all of it."""
+    """Text that is streamed to standard output; `text` is all of it."""
 
     def __init__(self, *, shown: bool):
         self.text = ""
@@ -139,7 +141,7 @@ class Answer:
     def write(self, piece: str) -> None:
         self.text += piece
         if self._shown:
-            # Files written on Windows end their lines in two characters, which may come in two pieces.
+            # Lines of Windows files end in two characters, which may arrive in two pieces.
             piece = (self._held + piece).replace("\r\n", "\n") if sys.stdout.isatty() else piece
             self._held = "\r" if piece.endswith("\r") and sys.stdout.isatty() else ""
             with delivered():
@@ -147,7 +149,7 @@ class Answer:
                 sys.stdout.flush()
 
     def end(self) -> None:
-        """Ends the last line."""
+        """End the last line."""
         if self._shown and self.text and not self.text.endswith("\n"):
             with delivered():
                 sys.stdout.write("\n")
@@ -155,7 +157,7 @@ class Answer:
 
 
 class Bar:
-    """One line of progress on standard error that appears after PATIENCE_S and vanishes at the end."""
+    """A line of progress on standard error that appears after PATIENCE_S and vanishes at the end."""
 
     def __init__(self, label: str, columns: Sequence[ProgressColumn], *, shown: bool):
         self._progress = Progress(
@@ -183,7 +185,7 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total, description=description)
 
     def stop(self) -> None:
-        """May be called more than once."""
+        """Remove the bar; may be called more than once."""
         with self._lock:
             self._timer.cancel()
             self._shown = False
@@ -192,7 +194,7 @@ class Bar:
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """Makes room for a line above the bar."""
+        """Remove the bar while a line is printed above it."""
         with self._lock:
             running = self._progress.live.is_started
             if running:
@@ -208,12 +210,12 @@ class Bar:
 
 
 class DownloadBar(Bar):
-    """What the hub reports, on one bar."""
+    """The progress of a download, on one bar."""
 
     def __init__(self, what: str, columns: Sequence[ProgressColumn], *, shown: bool, screen: "Screen"):
         super().__init__("Asking the hub", columns, shown=shown)
         self._what, self._screen = what, screen
-        self.began = False  # bytes have come
+        self.began = False  # bytes have arrived
 
     def downloading(self, name: str, done: int, total: int) -> None:
         if not self.began:
@@ -246,7 +248,7 @@ class _Tensors(ProgressColumn):
 
 
 class Screen:
-    """Progress, notices and statistics on standard error; nothing of it when `quiet`."""
+    """Progress, notices and statistics on standard error; none of them when `quiet`."""
 
     def __init__(self, *, quiet: bool = False, notes: bool = True):
         self._quiet = quiet
@@ -254,12 +256,12 @@ class Screen:
         self._progress = not quiet and sys.stderr.isatty()
 
     def note(self, text: str) -> None:
-        """Something that need not be read."""
+        """Print a line of little importance."""
         if self._notes:
             _say(text, GREY)
 
     def warning(self, text: str, command: str) -> None:
-        """Something that should be read, and what helps."""
+        """Print a warning and the command that helps."""
         if not self._quiet:
             _labelled(("warning", text, "bold yellow"), ("hint", command, "bold cyan"))
 
@@ -272,7 +274,7 @@ class Screen:
             _say(line, GREY, whole=True)
 
     def waiting(self, label: str) -> Bar:
-        """For work whose end cannot be foreseen."""
+        """Return a spinner, for work of unknown length."""
         return Bar(label, [SpinnerColumn()], shown=self._progress)
 
     def loading(self, label: str) -> Bar:
@@ -293,13 +295,13 @@ class Screen:
 
 
 def _label(text: str) -> str:
-    """Leaves out the middle of long names."""
+    """Return a name without its middle if it is long."""
     text = guarded(text, sys.stderr)
     return text if len(text) <= 44 else f"{text[:21]}…{text[-22:]}"
 
 
 def amount(size: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Return a number of bytes in a unit that suits it."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << power:
             return f"{size / (1 << power):.2f} {unit}"
@@ -307,7 +309,7 @@ def amount(size: float) -> str:
 
 
 def count(number: float) -> str:
-    """Parameters in the unit that suits them."""
+    """Return a number of parameters in a unit that suits it."""
     for unit, power in (("B", 9), ("M", 6), ("K", 3)):
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}"
@@ -315,7 +317,7 @@ def count(number: float) -> str:
 
 
 def sections(title: str, parts: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Labelled values under headings, on standard output."""
+    """Print labelled values under headings on standard output."""
     _show(Text(guarded(title, sys.stdout), style="bold"))
     for heading, rows in parts.items():
         if rows:
@@ -347,9 +349,9 @@ def table(
     texts: Sequence[str] = (),
     dim: bool = False,
 ) -> None:
-    """Columns under a heading: names first, then numbers, but for those in `texts`.
+    """Print columns under a heading: names first, then numbers; columns in `texts` hold text.
 
-    Where there is no room for them side by side, each row becomes a list.
+    Where the columns do not fit side by side, each row becomes a list.
     """
     style = GREY if dim else ""
     cells = [[guarded(cell, sys.stdout) for cell in (f"  {row[0]}", *row[1:])] for row in rows]
@@ -383,7 +385,7 @@ def table(
 
 
 def checks(rows: Sequence[tuple[str, str, str, str]]) -> None:
-    """One line for each (status, name, detail, hint), with the hint below it."""
+    """Print a line for each (status, name, detail, hint), with the hint below it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=1)
     grid.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""Markdown as rows of styled text of a given width; knows no terminal and no streams."""
+"""Markdown rendered as rows of styled text of a given width. Does no I/O."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -22,13 +22,13 @@ TABLE_GAP = 2
 def parser() -> MarkdownIt:
     # Tags are shown as they are: hiding them would hide what the model wrote.
     markdown = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
-    # A definition would change what was shown long before it.
+    # A definition could change rows that are already final.
     return markdown.disable("reference")
 
 
 @cache
 def _console() -> Console:
-    """Wrapping asks for one, and for nothing that depends on the terminal."""
+    """Return a console for wrapping, which uses nothing of the terminal."""
     return Console()
 
 
@@ -37,7 +37,7 @@ def parse(source: str) -> SyntaxTreeNode:
 
 
 def render(source: str, width: int) -> list[Text]:
-    """All of a text, blocks apart by an empty row."""
+    """Return the rows of a text, with an empty row between blocks."""
     return blocks(parse(source).children, width)
 
 
@@ -57,7 +57,7 @@ def block(node: SyntaxTreeNode, width: int) -> list[Text]:
         case "bullet_list" | "ordered_list":
             return list(_list(node, width))
         case "blockquote":
-            # Where there is no room to indent, the text stands as it would outside.
+            # Without room to indent, the text is not marked.
             bar = "│ " if width - 2 >= NARROWEST else ""
             return [Text.assemble((bar, DIM), row) for row in blocks(node.children, width - len(bar))]
         case "fence" | "code_block":
@@ -73,7 +73,7 @@ def block(node: SyntaxTreeNode, width: int) -> list[Text]:
 
 
 def wrap(text: Text, width: int) -> list[Text]:
-    """Rows broken between words, without spaces at their ends."""
+    """Return rows broken between words, without trailing spaces."""
     rows = list(text.wrap(_console(), width)) if text.plain else []
     for row in rows:
         row.rstrip()
@@ -81,19 +81,19 @@ def wrap(text: Text, width: int) -> list[Text]:
 
 
 def fold(line: Text, width: int) -> list[Text]:
-    """One line of code in rows, broken wherever it has to be; its spaces are kept."""
+    """Return the rows of one line of code, broken at the width; spaces are kept."""
     line.expand_tabs(4)
     cuts, used = [], 0
-    for place, character in enumerate(line.plain):
+    for index, character in enumerate(line.plain):
         used += cell_len(character)
         if used > width:
-            cuts.append(place)
+            cuts.append(index)
             used = cell_len(character)
     return list(line.divide(cuts))
 
 
 def code(source: str, name: str) -> list[Text]:
-    """Lines of code in colours, none of them wrapped."""
+    """Return highlighted lines of code, not wrapped."""
     if not source:
         return []
     lines = source.removesuffix("\n").split("\n")
@@ -101,7 +101,7 @@ def code(source: str, name: str) -> list[Text]:
         return [Text(line) for line in lines]
     syntax = Syntax("", name, theme=CODE_THEME, background_color="default")
     found = list(syntax.highlight("\n".join(lines)).split("\n", allow_blank=True))[: len(lines)]
-    # Lexers may drop what they take for white space; the text itself matters more than its colours.
+    # Lexers may drop white space; the exact text matters more than its colours.
     return [
         row if row.plain == line else Text(line)
         for row, line in zip([*found, *[Text()] * (len(lines) - len(found))], lines, strict=True)
@@ -118,7 +118,7 @@ def _list(node: SyntaxTreeNode, width: int) -> Iterator[Text]:
 
 
 def mark(node: SyntaxTreeNode, index: int) -> str:
-    """What stands before an item of a list."""
+    """Return the mark before an item of a list."""
     return "• " if node.type == "bullet_list" else f"{start(node) + index}. "
 
 
@@ -128,11 +128,11 @@ def start(node: SyntaxTreeNode) -> int:
 
 def item(node: SyntaxTreeNode, before: str, width: int) -> Iterator[Text]:
     if width - len(before) < NARROWEST:
-        # No room to indent: the mark stands above its text.
+        # No room to indent: the mark goes above its text.
         yield from fold(Text(before.rstrip(), style=DIM), width)
         yield from blocks(node.children, width, apart=_is_loose(node))
         return
-    # A list directly below its item's text stays close to it.
+    # A tight list has no empty row between an item's text and a nested list.
     rows = blocks(node.children, width - len(before), apart=_is_loose(node)) or [Text()]
     yield Text.assemble((before, DIM), rows[0])
     for row in rows[1:]:
@@ -155,7 +155,7 @@ def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
 def _add(node: SyntaxTreeNode, text: Text, style: str) -> None:
     match node.type:
         case "softbreak" | "hardbreak":
-            # Verses and lists of lines are written with single line ends.
+            # Models write verses and lists of lines with single line ends.
             text.append("\n")
         case "text" | "text_special":
             text.append(node.content, style or None)
@@ -200,7 +200,7 @@ def _table(node: SyntaxTreeNode, width: int) -> list[Text]:
 
 
 def _widths(wanted: list[int], width: int) -> list[int]:
-    """Columns as wide as their text; where there is no room the widest give way first."""
+    """Return columns as wide as their text; without room the widest are narrowed first."""
     widths = [max(1, each) for each in wanted]
     room = max(width - TABLE_GAP * (len(widths) - 1), 3 * len(widths))
     while sum(widths) > room:

@@ -1,4 +1,4 @@
-"""The conversation as it goes: reads what is typed, shows what is answered, keeps both. Knows no model."""
+"""The loop of a chat: reads messages and commands, streams replies, keeps the conversation."""
 
 import contextlib
 import secrets
@@ -8,17 +8,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from treeflash.cli import chat_commands, chat_state, view
-from treeflash.cli.chat_backend import Backend, Ended, Piece, Reading, Thought
-from treeflash.cli.chat_input import Keyboard, Lines, Source, history_file, unechoed
-from treeflash.cli.chat_screen import PlainReply, Reply, TerminalReply, on_terminal
-from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.cli import view
+from treeflash.cli.chat import conversation as saved
+from treeflash.cli.chat import slash_commands
+from treeflash.cli.chat.backend import Backend, Event, PromptProgress, ReasoningDelta, ReplyEnd, TextDelta
+from treeflash.cli.chat.conversation import Conversation, Message, Settings
+from treeflash.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
+from treeflash.cli.chat.screen import PlainReply, Reply, TerminalReply, on_terminal
 from treeflash.cli.streams import OutputFailed
 from treeflash.errors import PromptTooLong, TreeFlashError, UsageError
 
 
-class Stop:
-    """While entered, Ctrl-C asks the reply to end; at once where it may, else a second one insists."""
+class StopRequest:
+    """While entered, Ctrl-C requests the end of the reply; a second one, or `breakable`, raises at once."""
 
     def __init__(self, *, breakable: bool):
         self.requested = False
@@ -39,13 +41,36 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """How the last reply came about."""
+class LastReply:
+    """The last reply and the seed and budget it was generated with."""
 
     text: str
     seed: int
     draft_budget: int | None
     tok_s: float
+
+
+@dataclass(slots=True)
+class Received:
+    """What has been received of a reply."""
+
+    text: str = ""
+    reasoning: str = ""
+    end: ReplyEnd | None = None
+
+    def add(self, event: Event, reply: Reply) -> None:
+        """Record an event and show it."""
+        match event:
+            case PromptProgress(done, total):
+                reply.reading(done, total)
+            case ReasoningDelta(piece):
+                self.reasoning += piece
+                reply.thought(piece)
+            case TextDelta(piece):
+                self.text += piece
+                reply.write(piece)
+            case ReplyEnd():
+                self.end = event
 
 
 class Chat:
@@ -59,15 +84,15 @@ class Chat:
         quiet: bool = False,
         path: Path | None = None,
     ):
-        """path: where the conversation was loaded from."""
+        """Hold a conversation; path: the file it was loaded from."""
         self.backend = backend
         self.conversation = conversation
         self.settings = settings
         self.screen = screen
         self.attachments: list[tuple[str, str]] = []  # names and texts, for the next message
         self.path = path  # where it was last saved or loaded
-        self.ended: Ended | None = None
-        self._made: Made | None = None
+        self.ended: ReplyEnd | None = None
+        self._last: LastReply | None = None
         self._quiet = quiet
         self._terminal = on_terminal()
         self._exit_code = 0
@@ -77,49 +102,54 @@ class Chat:
         return bool(self.conversation.messages) and self.conversation.messages[-1].role == "assistant"
 
     def run(self) -> int:
-        """Until the user leaves; the exit code."""
+        """Run until the user leaves; return the exit code."""
         source: Source = Lines()
         if self._terminal:
-            source = Keyboard(history_file(), chat_commands.complete)
+            source = Keyboard(history_file(), slash_commands.complete)
             self.screen.note(f"{self.backend.name} · /help shows commands, Ctrl-D leaves")
         if self.path is not None:
             self._loaded(self.path)
         while True:
             try:
-                if self._terminal:
-                    view.plain("")
-                    view.flush()
-                line = source.ask()
-                if line.strip():
-                    self._take(line)
-            except KeyboardInterrupt:
-                if not self._terminal:
-                    raise
+                self._turn(source)
             except EOFError:
                 return self._exit_code
-            except OutputFailed:
+
+    def _turn(self, source: Source) -> None:
+        """Read one line and handle it; show errors that do not end the chat."""
+        try:
+            if self._terminal:
+                view.plain("")
+                view.flush()
+            line = source.ask()
+            if line.strip():
+                self._handle(line)
+        except KeyboardInterrupt:
+            if not self._terminal:
                 raise
-            except TreeFlashError as error:
-                view.failure(error, as_json=False)
-                # Nobody reads along where there is no terminal: the exit code tells.
-                self._exit_code = self._exit_code or (0 if self._terminal else error.exit_code)
+        except OutputFailed:
+            raise
+        except TreeFlashError as error:
+            view.failure(error, as_json=False)
+            # Without a terminal nobody reads the error: the exit code reports it.
+            self._exit_code = self._exit_code or (0 if self._terminal else error.exit_code)
 
     def change(self, settings: Settings) -> None:
         self.backend.check(settings)
         self.settings = settings
 
     def load(self, path: Path) -> None:
-        conversation, settings = chat_state.load(path)
+        conversation, settings = saved.load(path)
         self.change(settings)
-        self.conversation, self.path, self._made = conversation, path, None
+        self.conversation, self.path, self._last = conversation, path, None
         self._loaded(path)
 
     def regenerate(self) -> None:
-        """With the same seed where only speculation was changed, so that the two can be compared."""
+        """Answer the last message again, with the same seed if only speculation changed, to compare speed."""
         if not self.conversation.messages:
             raise UsageError("there is no message to answer again")
         before = self.conversation.take_reply()
-        made = self._made if before is not None and self._made and self._made.text == before.content else None
+        made = self._last if before is not None and self._last and self._last.text == before.content else None
         comparable = made is not None and made.draft_budget != self.settings.draft_budget
         seed = made.seed if made is not None and comparable else self._seed()
         try:
@@ -127,13 +157,13 @@ class Chat:
         finally:
             if before is not None and not self.answered:
                 self.conversation.messages.append(before)
-        now = self._made
+        now = self._last
         if made is not None and now is not None and comparable and self.answered:
             same = "the same text" if now.text == made.text else "another text"
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
 
-    def _take(self, line: str) -> None:
-        if chat_commands.run(self, line):
+    def _handle(self, line: str) -> None:
+        if slash_commands.run(self, line):
             return
         message = Message("user", self._with_files(line))
         self.conversation.messages.append(message)
@@ -158,11 +188,10 @@ class Chat:
         return int(self.settings.values.get("seed", secrets.randbits(32)))
 
     def _answer(self, seed: int) -> None:
-        """Adds the reply to the conversation; as far as it came where it was broken off."""
+        """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
         reply: Reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
-        stop = Stop(breakable=self.backend.breakable)
-        text, thought = "", ""
-        ended: Ended | None = None
+        stop = StopRequest(breakable=self.backend.breakable)
+        received = Received()
         failure: TreeFlashError | None = None
         events = self.backend.reply(
             self.conversation.request(), self.settings, seed=seed, cancelled=lambda: stop.requested
@@ -171,43 +200,40 @@ class Chat:
         try:
             with unseen, reply, stop, contextlib.suppress(KeyboardInterrupt), contextlib.closing(events):
                 for event in events:
-                    match event:
-                        case Reading(done, total):
-                            reply.reading(done, total)
-                        case Thought(piece):
-                            thought += piece
-                            reply.thought(piece)
-                        case Piece(piece):
-                            text += piece
-                            reply.write(piece)
-                        case Ended():
-                            ended = event
+                    received.add(event, reply)
         except (OutputFailed, BrokenPipeError):
             raise
         except (TreeFlashError, RuntimeError, MemoryError) as error:
-            failure = _in_words(error)
-        whole = ended is not None and not stop.requested and failure is None
-        if text.strip() or whole:
-            self.conversation.messages.append(Message("assistant", text, thought, stopped=not whole))
-            self.ended = ended or self.ended
-            self._made = Made(text, seed, self.settings.draft_budget, ended.tok_s if ended else 0.0)
-        self._tell(ended, stopped=stop.requested, kept=bool(text.strip()))
+            failure = _as_ours(error)
+        whole = received.end is not None and not stop.requested and failure is None
+        self._keep(received, seed, whole=whole)
+        self._report(received.end, stopped=stop.requested, kept=bool(received.text.strip()))
         if failure is not None:
             raise failure
         if stop.requested and not self._terminal:
             raise KeyboardInterrupt
 
-    def _tell(self, ended: Ended | None, *, stopped: bool, kept: bool) -> None:
+    def _keep(self, received: Received, seed: int, *, whole: bool) -> None:
+        """Append a reply to the conversation unless it is empty and incomplete."""
+        if not whole and not received.text.strip():
+            return
+        message = Message("assistant", received.text, received.reasoning, stopped=not whole)
+        self.conversation.messages.append(message)
+        self.ended = received.end or self.ended
+        speed = received.end.tok_s if received.end else 0.0
+        self._last = LastReply(received.text, seed, self.settings.draft_budget, speed)
+
+    def _report(self, ended: ReplyEnd | None, *, stopped: bool, kept: bool) -> None:
         line = ended.line if ended else "interrupted" if stopped else ""
         if stopped and not kept:
-            line += ": nothing was written, the message is taken back"
+            line += ": nothing was written, the message is removed"
         if line:
             self.screen.note(line)
         for note in ended.notes if ended else ():
             self.screen.notice(note)
 
     def _loaded(self, path: Path) -> None:
-        """Shows the last exchange, so that one sees where the conversation stands."""
+        """Show the last exchange of a loaded conversation."""
         count = len(self.conversation.messages)
         self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
         for message in self.conversation.messages[-2:] if self._terminal else ():
@@ -218,7 +244,8 @@ class Chat:
                     reply.write(message.content)
 
 
-def _in_words(error: Exception) -> TreeFlashError:
+def _as_ours(error: Exception) -> TreeFlashError:
+    """Return an error with a hint that fits a chat."""
     if isinstance(error, PromptTooLong):
         return PromptTooLong(error.tokens, error.limit, "/undo, /clear, or a larger --max-ctx")
     if isinstance(error, TreeFlashError):

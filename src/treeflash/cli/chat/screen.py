@@ -1,7 +1,7 @@
-"""A reply as it appears: on a terminal drawn row by row, elsewhere as plain text. Knows no conversation.
+"""A reply while it is generated: rendered row by row on a terminal, plain text elsewhere.
 
-Rows that are final are written once and never touched again. Only rows that may still change are drawn
-again, and of those only what differs: in the middle of a sentence that is the new word.
+Final rows are written once. Only rows that may still change are rewritten, and of those only what differs:
+in the middle of a sentence that is the new word.
 """
 
 import math
@@ -20,22 +20,22 @@ from rich.segment import Segment
 from rich.text import Text
 
 from treeflash.cli import view
-from treeflash.cli.chat_stream import MarkdownStream, PlainStream, Stream
+from treeflash.cli.chat.stream import MarkdownStream, PlainStream, Stream
 from treeflash.cli.streams import delivered, tolerated
 from treeflash.config import environment
 
-FRAME_S = 0.04  # between two drawings, at least
-SHARE = 8  # and so many times what the last one took, because the model needs the processor too
+FRAME_S = 0.04  # between two frames, at least
+SHARE = 8  # and this many times the last frame's duration: on a CPU the model needs the cores too
 THOUGHT = "bright_black italic"
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-# Together on the screen, where the terminal knows how; elsewhere they mean nothing.
+# Synchronised output: a frame appears at once; terminals without it ignore these.
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
-# A row that is wider than we believe loses its end instead of becoming two rows.
+# A row that is wider than computed is cut instead of becoming two rows.
 UNWRAPPED, WRAPPED = "\x1b[?7l", "\x1b[?7h"
 
 
 class Reply(Protocol):
-    """What shows one reply; to be entered before it begins."""
+    """Shows one reply; entered before it begins."""
 
     def __enter__(self) -> Self: ...
 
@@ -56,17 +56,17 @@ class Painter:
         self._size = size
         self._live: list[str] = []  # as they are on the screen, the cursor at the end of the last one
         self._cells: list[int] = []  # how wide they are
-        self._columns = 0  # of the terminal when they were drawn
+        self._columns = 0  # of the terminal when they were written
         self._console = Console(file=stream, force_terminal=True, no_color=environment().no_color or None)
 
     @property
     def width(self) -> int:
-        # The last column stays free: not every terminal agrees where the cursor is behind it.
+        # The last column stays free: terminals disagree where the cursor is after it.
         return max(10, self._size()[0] - 1)
 
     def paint(self, settled: Sequence[Text], live: Sequence[Text]) -> None:
         columns, height = self._size()
-        # What has scrolled away cannot be changed, so no more is shown than fits.
+        # Rows that scrolled away cannot be changed, so no more live rows are shown than fit.
         live = live[-max(1, height - 1) :]
         done, rows = [self._ansi(row) for row in settled], [self._ansi(row) for row in live]
         if not done and rows == self._live:
@@ -80,7 +80,7 @@ class Painter:
         self._live, self._cells, self._columns = rows, [cell_len(row.plain) for row in live], columns
 
     def _moved(self, new: Sequence[str], columns: int) -> tuple[int, str]:
-        """How many rows are there already, and what brings the cursor to where the next one begins."""
+        """Return how many rows need no change, and the text that moves the cursor to the next one."""
         old, same = self._live, 0
         kept = columns == self._columns
         while kept and same < min(len(old), len(new)) and old[same] == new[same]:
@@ -93,12 +93,12 @@ class Painter:
         return same, self._up(same, columns) + "\r\x1b[J"
 
     def _up(self, row: int, columns: int) -> str:
-        """To the row of the live ones; a terminal that became narrower has broken them."""
+        """Return the sequence that moves up to a live row; a narrower terminal may have wrapped them."""
         rows = sum(max(1, math.ceil(cells / columns)) for cells in self._cells[row:]) - 1
         return f"\x1b[{rows}A" if rows else ""
 
     def _ansi(self, row: Text) -> str:
-        # Rendering alone leaves out the style of the row as a whole.
+        # render() alone leaves out the style of the whole row.
         segments = list(Text().append_text(row).render(self._console, end=""))
         if self._console.no_color:
             segments = list(Segment.remove_color(segments))
@@ -112,7 +112,7 @@ _COLOURS = {"256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
 
 
 def _size() -> tuple[int, int]:
-    """Columns and rows of the terminal itself; variables that name them stay as they were at its start."""
+    """Return columns and rows of the terminal; COLUMNS and LINES may be out of date."""
     try:
         columns, rows = os.get_terminal_size(sys.stdout.fileno())
     except (OSError, ValueError):
@@ -125,7 +125,7 @@ def _unwrapped(text: str) -> str:
 
 
 class TerminalReply:
-    """Drawn by a thread of its own, so that neither a fast model is held up nor a slow one looks stuck."""
+    """Renders in a thread of its own: a fast model is not slowed down, a slow one shows a spinner."""
 
     def __init__(self) -> None:
         self._painter = Painter(sys.stdout, _size)
@@ -136,7 +136,7 @@ class TerminalReply:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._thread = threading.Thread(target=self._render, daemon=True)
         self._held = ""
 
     def __enter__(self) -> Self:
@@ -164,7 +164,7 @@ class TerminalReply:
 
     def _push(self, kind: str, text: str) -> None:
         self._raise()
-        # Lines that end in two characters may come in two pieces.
+        # A line end of two characters may arrive in two pieces.
         text = (self._held + text).replace("\r\n", "\n")
         self._held = "\r" if text.endswith("\r") else ""
         text = view.guarded(text.removesuffix(self._held), sys.stdout)
@@ -179,14 +179,14 @@ class TerminalReply:
             assert self._stream is not None
             self._stream.push(text)
 
-    def _draw(self) -> None:
+    def _render(self) -> None:
         pause = FRAME_S
         while not self._ended.wait(pause):
             before = time.perf_counter()
             try:
                 with self._lock:
                     self._paint()
-            except BaseException as error:  # handed to the thread that writes
+            except BaseException as error:  # raised again in the thread that writes
                 self._failure = error
                 return
             pause = max(FRAME_S, SHARE * (time.perf_counter() - before))
@@ -208,7 +208,7 @@ class TerminalReply:
 
 
 class PlainReply:
-    """The answer on standard output as it is; what the model thinks on standard error."""
+    """Writes the answer to standard output and the reasoning to standard error."""
 
     def __init__(self, *, quiet: bool):
         self._answer = view.Answer(shown=True)
@@ -245,6 +245,6 @@ class PlainReply:
 
 
 def on_terminal() -> bool:
-    """Whether both ends are a terminal that can be drawn on."""
+    """Return whether standard input and output are a terminal that moves the cursor."""
     ends = [stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)]
     return all(ends) and not Console(file=sys.stdout).is_dumb_terminal

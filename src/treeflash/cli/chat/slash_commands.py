@@ -1,4 +1,4 @@
-"""The commands of a chat that begin with a slash. Knows no screen but notes and tables."""
+"""The slash commands of a chat."""
 
 import difflib
 import os
@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treeflash.cli import chat_state, view
-from treeflash.cli.chat_state import NAMES, OPTIONS, STOP
+from treeflash.cli import view
+from treeflash.cli.chat import conversation
+from treeflash.cli.chat.conversation import NAMES, OPTIONS, STOP
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
-    from treeflash.cli.chat_loop import Chat
+    from treeflash.cli.chat.loop import Chat
 
 LARGEST_FILE = 4 << 20  # bytes; a million tokens
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
@@ -29,7 +30,7 @@ class Command:
 
 
 def run(chat: "Chat", line: str) -> bool:
-    """False where the line is not a command but something to say."""
+    """Run a command; return False if the line is a message."""
     match = COMMAND.fullmatch(line.strip())
     if match is None or not line.startswith("/"):
         return False
@@ -42,7 +43,7 @@ def run(chat: "Chat", line: str) -> bool:
 
 
 def complete(text: str) -> Sequence[str] | None:
-    """What the last word may become; None: a path."""
+    """Return completions of the last word; None: a path is expected."""
     if not text.startswith("/"):
         return []
     name, space, rest = text[1:].partition(" ")
@@ -85,10 +86,10 @@ def _regen(chat: "Chat", argument: str) -> None:
 
 
 def _undo(chat: "Chat", argument: str) -> None:
-    question = chat.conversation.undo()
-    if question is None:
-        raise UsageError("there is nothing to take back")
-    chat.screen.note(f"Taken back: {_short(question)}")
+    message = chat.conversation.undo()
+    if message is None:
+        raise UsageError("there is no message to remove")
+    chat.screen.note(f"Removed: {_short(message)}")
 
 
 def _system(chat: "Chat", argument: str) -> None:
@@ -103,8 +104,8 @@ def _system(chat: "Chat", argument: str) -> None:
 def _set(chat: "Chat", argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        known = chat.backend.defaults(chat.settings)
-        rows = [(each, f"{_shown(chat, each, known):<10} {_about(each)}") for each in NAMES]
+        defaults = chat.backend.defaults(chat.settings)
+        rows = [(each, f"{_shown(chat, each, defaults):<10} {_about(each)}") for each in NAMES]
         view.sections(
             chat.backend.name,
             {"Settings": [*rows, ("think", _thinking(chat)), *_draft_row(chat)]},
@@ -116,9 +117,9 @@ def _set(chat: "Chat", argument: str) -> None:
     chat.screen.note(f"{name} is {chat.settings.shown(name.replace('-', '_'))}.")
 
 
-def _shown(chat: "Chat", name: str, known: Mapping[str, float]) -> str:
-    is_known = name in known and name not in chat.settings.values
-    return f"{known[name]:g}" if is_known else chat.settings.shown(name)
+def _shown(chat: "Chat", name: str, defaults: Mapping[str, float]) -> str:
+    is_default = name in defaults and name not in chat.settings.values
+    return f"{defaults[name]:g}" if is_default else chat.settings.shown(name)
 
 
 def _draft_row(chat: "Chat") -> list[tuple[str, str]]:
@@ -168,7 +169,7 @@ def _draft(chat: "Chat", argument: str) -> None:
         case _:
             changed = replace(settings, draft_budget=_count("/draft", argument, 1, 63))
     chat.change(changed)
-    again = "; /regen gives the last reply again, in the same words" if chat.answered else ""
+    again = "; /regen generates the last reply again, with the same text" if chat.answered else ""
     chat.screen.note(f"Speculation is {_draft_state(chat)}{again}.")
 
 
@@ -204,7 +205,7 @@ def _save(chat: "Chat", argument: str) -> None:
     path = _path(argument) if argument else chat.path
     if path is None:
         raise UsageError("/save needs a file name", "/save talk.json")
-    chat_state.save(path, chat.conversation, chat.settings, model=chat.backend.name)
+    conversation.save(path, chat.conversation, chat.settings, model=chat.backend.name)
     chat.path = path
     chat.screen.note(f"{_messages(len(chat.conversation.messages))} saved in {path}.")
 
@@ -217,7 +218,7 @@ def _load(chat: "Chat", argument: str) -> None:
 
 def _stats(chat: "Chat", argument: str) -> None:
     if chat.ended is None:
-        raise UsageError("there was no reply yet")
+        raise UsageError("there is no reply yet")
     rows = [
         (name.replace("_", " "), _value(value))
         for name, value in chat.ended.details.items()
@@ -256,7 +257,7 @@ COMMANDS: Mapping[str, Command] = {
     "help": Command("/help", "this page", _help),
     "clear": Command("/clear", "begin a new conversation", _clear),
     "regen": Command("/regen", "answer the last message again", _regen),
-    "undo": Command("/undo", "take back the last message and its answer", _undo),
+    "undo": Command("/undo", "remove the last message and its answer", _undo),
     "system": Command(
         "/system [TEXT|none]", "show or set the instructions before all messages", _system, ("none",)
     ),
@@ -273,6 +274,6 @@ COMMANDS: Mapping[str, Command] = {
     "file": Command("/file PATH", "send a text file with the next message", _file, path=True),
     "save": Command("/save [PATH]", "write the conversation to a file", _save, path=True),
     "load": Command("/load PATH", "go on with a saved conversation", _load, path=True),
-    "stats": Command("/stats", "what is known about the last reply", _stats),
+    "stats": Command("/stats", "statistics of the last reply", _stats),
     "exit": Command("/exit", "leave, like Ctrl-D", _exit),
 }

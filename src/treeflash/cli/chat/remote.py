@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's chat protocol, as what answers in a chat. Loads no torch; knows no screen."""
+"""A chat backend that talks to an OpenAI-compatible server. Imports no torch."""
 
 import contextlib
 import json
@@ -9,26 +9,26 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from treeflash.cli.chat_backend import Ended, Event, Piece, Thought
-from treeflash.cli.chat_state import Settings
+from treeflash.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
+from treeflash.cli.chat.conversation import Settings
 from treeflash.errors import TreeFlashError, UsageError
 
 CONNECT_S = 5.0
-SILENCE_S = 600.0  # a long prompt is read without a word by servers that send no comments
+SILENCE_S = 600.0  # servers that send no comments are silent while they prefill a long prompt
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OURS = "treeflash"
 
 
 class ServerFailed(TreeFlashError):
-    """The server is not there, is not what it should be, or says no."""
+    """The server cannot be reached, is not compatible, or refuses the request."""
 
 
 class Unreachable(ServerFailed):
-    """Nobody listens there."""
+    """No server listens at the address."""
 
 
 def address(url: str) -> str:
-    """The part before /chat/completions: a bare host gets the usual /v1."""
+    """Return the URL up to /chat/completions; a bare host gets /v1."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -43,14 +43,14 @@ def address(url: str) -> str:
 def client(url: str, key: str | None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
-    # What runs on this machine is not behind anybody's proxy.
+    # A server on this machine needs no proxy.
     trusted = urlsplit(url).hostname not in LOOPBACK
     return httpx.Client(headers=headers, timeout=timeout, trust_env=trusted)
 
 
 @contextlib.contextmanager
 def failures(url: str) -> Generator[None]:
-    """What goes wrong on the way, in our words."""
+    """Raise ServerFailed for errors of the connection."""
     host = urlsplit(url).netloc
     try:
         yield
@@ -70,21 +70,21 @@ class RemoteBackend:
         self, http: httpx.Client, url: str, *, name: str, ours: bool = False, context: int | None = None
     ):
         self.name = name
-        self.ours = ours  # it knows what TreeFlash adds to the protocol
+        self.ours = ours  # a TreeFlash server, with extensions of the protocol
         self.context = context  # tokens, where the server says how many
         self._http = http
         self._url = url
 
     @classmethod
     def connect(cls, url: str, *, key: str | None, model: str | None) -> "RemoteBackend":
-        """Asks for the server's models, which also shows whether it is one."""
+        """Connect and list the models, which checks that the server is compatible."""
         base = address(url)
         http = client(base, key)
         with failures(base):
             answer = http.get(f"{base}/models", timeout=CONNECT_S)
         if answer.status_code == 404 and model is not None:
             return cls(http, base, name=model)
-        _refused(answer, base)
+        _raise_for_status(answer, base)
         models = _models(answer, base)
         if not models and model is None:
             raise ServerFailed(f"{base}/models lists no model", "name one: treeflash chat NAME --url URL")
@@ -95,7 +95,7 @@ class RemoteBackend:
 
     def check(self, settings: Settings) -> None:
         if settings.draft_budget is not None and not self.ours:
-            raise UsageError("/draft is for models of our own; this server decides by itself")
+            raise UsageError("/draft needs a TreeFlash server; this one decides by itself")
 
     def defaults(self, settings: Settings) -> Mapping[str, float]:
         return {}
@@ -116,16 +116,16 @@ class RemoteBackend:
         ):
             if not answer.is_success:
                 answer.read()
-                _refused(answer, self._url)
+                _raise_for_status(answer, self._url)
             for chunk in _chunks(answer, self._url):
                 tally.add(chunk)
                 for delta in (choice.get("delta") or {} for choice in chunk.get("choices") or []):
                     if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-                        tally.came()
-                        yield Thought(thought)
+                        tally.received()
+                        yield ReasoningDelta(thought)
                     if text := delta.get("content"):
-                        tally.came()
-                        yield Piece(text)
+                        tally.received()
+                        yield TextDelta(text)
                 if cancelled():
                     break
         if not tally.over and not cancelled():
@@ -152,7 +152,7 @@ class RemoteBackend:
 
 
 class _Tally:
-    """What can be counted from outside, and what the server itself says."""
+    """Statistics of a reply: measured at the client, and as the server reports them."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -164,10 +164,10 @@ class _Tally:
 
     @property
     def over(self) -> bool:
-        """The server has said why the reply ends."""
+        """Return whether the server has sent a finish reason."""
         return bool(self._reason)
 
-    def came(self) -> None:
+    def received(self) -> None:
         self._last = time.perf_counter()
         self._first = self._last if self._first is None else self._first
 
@@ -177,7 +177,7 @@ class _Tally:
         for choice in chunk.get("choices") or []:
             self._reason = choice.get("finish_reason") or self._reason
 
-    def ended(self, model: str) -> Ended:
+    def ended(self, model: str) -> ReplyEnd:
         reason = self._reason or "cancelled"
         tokens = self._usage.get("completion_tokens")
         prompt = self._usage.get("prompt_tokens")
@@ -196,11 +196,13 @@ class _Tally:
             {"length": "length limit", "cancelled": "interrupted"}.get(reason, ""),
         ]
         details = {"model": model, "finish_reason": reason, "ttft_s": ttft, "tok_s": speed}
-        return Ended(" · ".join(filter(None, parts)), details | dict(self._usage) | dict(self._stats), speed)
+        return ReplyEnd(
+            " · ".join(filter(None, parts)), details | dict(self._usage) | dict(self._stats), speed
+        )
 
 
 def _chunks(answer: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
+    """Yield the JSON objects of a stream of server-sent events."""
     for line in _lines(answer):
         if not line.startswith("data:"):
             continue
@@ -220,7 +222,7 @@ def _chunks(answer: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(answer: httpx.Response) -> Iterator[str]:
-    """As events have them: texts hold other characters that Python takes for the end of a line."""
+    """Yield lines that end in a newline; str.splitlines would split at more characters."""
     held = b""
     for piece in answer.iter_bytes():
         *lines, held = (held + piece).split(b"\n")
@@ -240,7 +242,7 @@ def _models(answer: httpx.Response, url: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def _refused(answer: httpx.Response, url: str) -> None:
+def _raise_for_status(answer: httpx.Response, url: str) -> None:
     if answer.is_success:
         return
     try:
@@ -252,7 +254,7 @@ def _refused(answer: httpx.Response, url: str) -> None:
         401: "--api-key KEY, or TREEFLASH_API_KEY, is sent to it",
         403: "--api-key KEY, or TREEFLASH_API_KEY, is sent to it",
         404: "the address of most servers ends in /v1",
-        429: "it has too much to do: try again in a while",
+        429: "its queue is full: try again in a while",
         503: "it may still be loading its model: try again in a while",
     }
     raise ServerFailed(

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
+from tests.cli.chat.test_markdown import SOURCES
 from tests.cli.terminal import Screen
-from tests.cli.test_chat_markdown import SOURCES
 from treeflash.cli import view
-from treeflash.cli.chat_screen import Painter, PlainReply, TerminalReply
-from treeflash.cli.chat_stream import MarkdownStream
+from treeflash.cli.chat.screen import Painter, PlainReply, TerminalReply
+from treeflash.cli.chat.stream import MarkdownStream
 
 
 class Glass(io.StringIO):

@@ -45,7 +45,7 @@ def environment(tmp_path) -> dict[str, str]:
     }
     return inherited | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
         "TERM": "xterm-256color",
         "XDG_STATE_HOME": str(tmp_path / "state"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -94,8 +94,8 @@ def test_the_model_of_the_package(chat, tmp_path):
     assert again[-1].startswith("the same text · ")
 
     assert said(terminal, "/save talk.json") == ["2 messages saved in talk.json."]
-    assert said(terminal, "/undo") == [f"Taken back: {QUESTION}"]
-    assert said(terminal, "/undo")[0] == "error: there is nothing to take back"
+    assert said(terminal, "/undo") == [f"Removed: {QUESTION}"]
+    assert said(terminal, "/undo")[0] == "error: there is no message to remove"
     loaded = said(terminal, "/load talk.json")
     assert loaded == ["2 messages from talk.json.", f"› {QUESTION}", *code]
     assert said(terminal, "/set max_tokens 3") == ["max_tokens is 3."]
@@ -207,8 +207,8 @@ def test_stopping_before_anything_was_written(chat, server):
     terminal.type("hello\r")
     terminal.wait(lambda text: "Waiting · 1 s" in text, "no sign of life")
     terminal.type("\x03")
-    terminal.wait(lambda text: "nothing was written, the message is taken back" in text, "not told")
-    assert said(terminal, "/undo")[0] == "error: there is nothing to take back"
+    terminal.wait(lambda text: "nothing was written, the message is removed" in text, "no note")
+    assert said(terminal, "/undo")[0] == "error: there is no message to remove"
 
 
 def test_errors_leave_the_chat_open(chat, server):

@@ -1,4 +1,4 @@
-"""What the user types: lines with history, completion and editing on a terminal, plain lines elsewhere."""
+"""User input: a prompt with history, completion and editing on a terminal, plain lines elsewhere."""
 
 import contextlib
 import io
@@ -15,12 +15,12 @@ PROMPT = "› "
 
 class Source(Protocol):
     def ask(self) -> str:
-        """What was typed; EOFError at the end, KeyboardInterrupt where it was thrown away."""
+        """Return a message or command; raise EOFError at the end and KeyboardInterrupt on Ctrl-C."""
         ...
 
 
 class Lines:
-    """Standard input as it comes; a backslash at the end of a line joins the next one to it."""
+    """Lines of standard input; a backslash at the end of a line joins the next one to it."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -39,7 +39,7 @@ class Lines:
 
 
 class Keyboard:
-    """`complete` gives the possible ends of a command, or None where a path is wanted."""
+    """A prompt on the terminal; `complete` returns completions, or None where a path is expected."""
 
     def __init__(self, history: Path | None, complete: Callable[[str], Sequence[str] | None]):
         from prompt_toolkit import PromptSession
@@ -110,12 +110,12 @@ def _completer(complete: Callable[[str], Sequence[str] | None]) -> Any:
 
 
 def history_file() -> Path | None:
-    """Where lines are remembered from chat to chat; None where nothing can be written."""
+    """Return the file of the input history; None where it cannot be written."""
     from platformdirs import user_state_path
 
     path = user_state_path("treeflash") / "chat-history"
     try:
-        # Others on the machine need not know what was asked.
+        # Other users of the machine must not read it.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError:
@@ -125,7 +125,7 @@ def history_file() -> Path | None:
 
 @contextlib.contextmanager
 def unechoed() -> Generator[None]:
-    """Keeps keys that are pressed inside off the screen; they are there for the next prompt."""
+    """Turn off echo while a reply is shown; what is typed goes to the next prompt."""
     try:
         import termios
     except ImportError:  # not on Windows
@@ -135,7 +135,7 @@ def unechoed() -> Generator[None]:
     before = termios.tcgetattr(number)
     quiet = [*before]
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    quiet[3] |= termios.NOFLSH  # else Ctrl-C would throw them away
+    quiet[3] |= termios.NOFLSH  # else Ctrl-C would discard pending input
     termios.tcsetattr(number, termios.TCSANOW, quiet)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Text that is still being written, as rows that are final and rows that may change; knows no terminal."""
+"""Text that is being generated, as final rows and rows that may still change. Does no I/O."""
 
 import re
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from typing import Protocol
 from markdown_it.tree import SyntaxTreeNode
 from rich.text import Text
 
-from treeflash.cli import chat_markdown as markdown
+from treeflash.cli.chat import markdown
 
 CONTEXT = 60  # lines of code that are coloured together with a new one
 LISTS = ("bullet_list", "ordered_list")
-# At the end of what was written so far: marks of which nobody knows yet what they will be.
+# Marks at the end of the text so far whose meaning depends on what follows.
 UNDECIDED = re.compile(r"(?:[*_`~]+|!?\[[^\]\n]{0,80}(?:\](?:\([^)\s]*)?)?)\Z")
 FENCE_BEGUN = re.compile(r"(?:^|\n) {0,3}(?:```|~~~)[^\n]*\Z")
 
@@ -23,12 +23,12 @@ class Stream(Protocol):
     def push(self, text: str) -> None: ...
 
     def take(self, width: int, *, final: bool = False) -> tuple[Rows, Rows]:
-        """Rows that became final since the last call, and those that are not yet."""
+        """Return the rows that became final since the last call, and those that are not."""
         ...
 
 
 class PlainStream:
-    """Words in one style; every row but the last is final."""
+    """Text in one style; every row but the last is final."""
 
     def __init__(self, style: str):
         self._style = style
@@ -49,7 +49,7 @@ class PlainStream:
         if final:
             return settled + live, []
         if len(live) > 1:
-            # A row's text is where its line ends, but for spaces.
+            # The last row's text is the end of the line, except for spaces.
             self._source = last[last.rindex(live[-1].plain.lstrip()) :]
         return settled + live[:-1], live[-1:]
 
@@ -58,7 +58,7 @@ class PlainStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Element:
     """A block, or one item of a list."""
 
     node: SyntaxTreeNode
@@ -72,7 +72,7 @@ class Part:
 
     @property
     def closed(self) -> bool:
-        """A block of code that has its end mark; other blocks are closed by what follows."""
+        """Return whether a block of code has its end mark; other blocks are closed by the next one."""
         if self.node.type != "fence" or self.node.map is None:
             return False
         first, end = self.node.map
@@ -88,9 +88,9 @@ class MarkdownStream:
     """A block is final when the next one has begun; so is an item of a list, and a line of code."""
 
     def __init__(self) -> None:
-        self._source = ""  # from the first part on that is not final
+        self._source = ""  # from the first element that is not final
         self._spaced = False  # an empty row is due before the next block
-        self._items: int | None = None  # the source begins inside a list, behind so many of its items
+        self._items: int | None = None  # the source begins inside a list, after this many of its items
         self._number = 1  # of that list's first item
         self._written = 0  # rows of an open block of code that are final
 
@@ -98,15 +98,17 @@ class MarkdownStream:
         self._source += text if self._source or self._spaced else text.lstrip("\n")
 
     def take(self, width: int, *, final: bool = False) -> tuple[Rows, Rows]:
-        # What a line means may change until it is complete: `#` and `#tag` for one.
+        # The meaning of a line may change until it is complete: `#` and `#tag`, for example.
         end = len(self._source) if final else self._source.rfind("\n") + 1
         lines = re.findall(r"[^\n]*\n|[^\n]+", self._source[:end])
-        parts = self._parts(self._source[:end], lines)
-        final_parts = len(parts) if final or (parts and parts[-1].closed) else max(0, len(parts) - 1)
+        elements = self._elements(self._source[:end], lines)
+        final_count = (
+            len(elements) if final or (elements and elements[-1].closed) else max(0, len(elements) - 1)
+        )
         settled: Rows = []
-        for part in parts[:final_parts]:
-            settled += self._finished(part, width)
-        rest = parts[final_parts] if final_parts < len(parts) else None
+        for element in elements[:final_count]:
+            settled += self._finished(element, width)
+        rest = elements[final_count] if final_count < len(elements) else None
         self._go_on(rest, lines)
         if final:
             return settled, []
@@ -118,21 +120,23 @@ class MarkdownStream:
             return settled, self._open_line(rest.node, width)
         return settled, self._live(width)
 
-    def _parts(self, source: str, lines: Sequence[str]) -> list[Part]:
-        found: list[Part] = []
-        for place, node in enumerate(markdown.parse(source).children):
-            # Each item must be one by itself: what is indented deeper would be taken for code.
+    def _elements(self, source: str, lines: Sequence[str]) -> list[Element]:
+        found: list[Element] = []
+        for index, node in enumerate(markdown.parse(source).children):
+            # Each item is parsed alone later: one that is indented deeper would become code.
             if node.type not in LISTS or any(_indent(lines, child) > 3 for child in node.children):
-                found.append(Part(node))
+                found.append(Element(node))
                 continue
-            before = self._items if place == 0 else None
-            for index, child in enumerate(node.children):
-                number = index if before is None else before + index + self._number - markdown.start(node)
-                found.append(Part(child, markdown.mark(node, number), joined=index > 0 or before is not None))
+            before = self._items if index == 0 else None
+            for item, child in enumerate(node.children):
+                number = item if before is None else before + item + self._number - markdown.start(node)
+                found.append(
+                    Element(child, markdown.mark(node, number), joined=item > 0 or before is not None)
+                )
         return found
 
-    def _go_on(self, rest: Part | None, lines: Sequence[str]) -> None:
-        """Drops the source of what is final; remembers what the remainder is the remainder of."""
+    def _go_on(self, rest: Element | None, lines: Sequence[str]) -> None:
+        """Drop the source of final elements, and record which list the rest belongs to."""
         cut = len(lines) if rest is None else rest.first_line
         self._source = self._source[sum(map(len, lines[:cut])) :]
         if rest is None or not rest.joined:
@@ -145,15 +149,15 @@ class MarkdownStream:
             self._items, self._number = 0, markdown.start(parent)
         self._items += parent.children.index(rest.node)
 
-    def _finished(self, part: Part, width: int) -> Rows:
-        """All rows of a part that is complete, but for those that were final before."""
-        if part.node.type == "fence":
+    def _finished(self, element: Element, width: int) -> Rows:
+        """Return the rows of a complete element that were not final before."""
+        if element.node.type == "fence":
             gap = [] if self._written else self._gap()
-            rows = [*self._code(part.node), Text(part.node.markup, style=markdown.DIM)]
+            rows = [*self._code(element.node), Text(element.node.markup, style=markdown.DIM)]
             rows = gap + rows[self._written :]
             self._written = 0
         else:
-            rows = ([] if part.joined else self._gap()) + part.rows(width)
+            rows = ([] if element.joined else self._gap()) + element.rows(width)
         self._spaced = True
         return rows
 
@@ -161,7 +165,7 @@ class MarkdownStream:
         return [Text()] if self._spaced else []
 
     def _code(self, node: SyntaxTreeNode) -> Rows:
-        """The opening mark and the lines. Unindented and unbroken, so that they can be copied."""
+        """Return the opening mark and the lines, not indented or wrapped, so that they can be copied."""
         lines = node.content.split("\n")[:-1]
         before = min(max(0, self._written - 1 - CONTEXT), len(lines))
         rows = markdown.code("".join(f"{line}\n" for line in lines[before:]), markdown.language(node.info))
@@ -169,7 +173,7 @@ class MarkdownStream:
         return [head, *(Text() for _ in range(before)), *rows]
 
     def _open_line(self, node: SyntaxTreeNode, width: int) -> Rows:
-        """The line of code that is being written, unless it may become the end mark."""
+        """Return the rows of the incomplete line of code, unless it may become the end mark."""
         partial = self._source.rpartition("\n")[2]
         return markdown.fold(Text(partial), width) if partial.strip(f"{node.markup[0]} ") else []
 
@@ -177,10 +181,10 @@ class MarkdownStream:
         source = _completed(self._source)
         rows: Rows = []
         spaced = self._spaced
-        for part in self._parts(source, source.split("\n")):
-            if spaced and not part.joined:
+        for element in self._elements(source, source.split("\n")):
+            if spaced and not element.joined:
                 rows.append(Text())
-            rows += part.rows(width)
+            rows += element.rows(width)
             spaced = True
         # An empty row alone would only make the last line jump.
         return rows if any(row.plain for row in rows) else []
@@ -193,7 +197,7 @@ def _indent(lines: Sequence[str], node: SyntaxTreeNode) -> int:
 
 
 def _completed(source: str) -> str:
-    """The source with the open marks of its last line closed, so that text does not jump when they are."""
+    """Return the source with the open marks of its last line closed, so that the text does not jump."""
     if source.endswith("\n"):
         return source
     if begun := FENCE_BEGUN.search(source):
@@ -210,7 +214,7 @@ def _completed(source: str) -> str:
 
 
 def _open(line: str, mark: str) -> bool:
-    """Whether the last of the marks in a line waits for its partner."""
+    """Return whether the last of the marks in a line is not closed."""
     waiting = False
     for match in re.finditer(re.escape(mark), line):
         before, after = line[: match.start()][-1:], line[match.end() :][:1]

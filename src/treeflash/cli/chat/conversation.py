@@ -1,4 +1,4 @@
-"""A conversation, the settings of its replies, and both as a file. Knows no model and no screen."""
+"""A conversation, the settings of its replies, and the file that holds both."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treeflash.cli.options import unescape
+from treeflash.cli.values import unescape
 from treeflash.errors import UsageError
 
 FORMAT = "treeflash-chat-1"
@@ -29,11 +29,11 @@ class Option:
 
 OPTIONS: Mapping[str, Option] = {
     "temperature": Option(float, 0, 100, "0 takes the likeliest token each time"),
-    "top_p": Option(float, 1e-6, 1, "draw from the likeliest tokens that add up to this"),
-    "top_k": Option(int, 0, 1 << 20, "draw from this many tokens; 0: all"),
+    "top_p": Option(float, 1e-6, 1, "sample from the likeliest tokens that add up to this"),
+    "top_k": Option(int, 0, 1 << 20, "sample from this many tokens; 0: all"),
     "min_p": Option(float, 0, 1, "leave out tokens below this share of the likeliest"),
     "repetition_penalty": Option(float, 0.01, 100, "above 1: tokens that occurred become less likely"),
-    "presence_penalty": Option(float, -100, 100, "off the logits of the answer's tokens"),
+    "presence_penalty": Option(float, -100, 100, "subtracted from the logits of the answer's tokens"),
     "frequency_penalty": Option(float, -100, 100, "the same for each time that they occur in it"),
     "max_tokens": Option(int, 1, 1 << 30, "most tokens of a reply"),
     "seed": Option(int, 0, 2**64 - 1, "same seed, same text"),
@@ -44,7 +44,7 @@ NAMES = (*OPTIONS, STOP)
 
 @dataclass(slots=True)
 class Settings:
-    """What is None, or not among the values, is as the model or the server has it."""
+    """Settings of replies; those that are None or absent are left to the model or the server."""
 
     values: dict[str, float | int] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Settings:
     draft_budget: int | None = None  # 0: plain decoding
 
     def set(self, name: str, text: str) -> None:
-        """`default` takes a setting back."""
+        """Set one setting from text; `default` unsets it."""
         if name not in NAMES:
             raise UsageError(f"there is no setting {name!r}; there are {', '.join(NAMES)}", "/set")
         if text == "default":
@@ -132,12 +132,12 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def request(self) -> list[dict[str, Any]]:
-        """As models and servers take it."""
+        """Return the messages in OpenAI's format."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return system + [{"role": each.role, "content": each.content} for each in self.messages]
 
     def undo(self) -> str | None:
-        """Takes back the last question and what was answered; the question."""
+        """Remove the last user message and its reply; return the message."""
         while self.messages:
             last = self.messages.pop()
             if last.role == "user":
@@ -145,14 +145,14 @@ class Conversation:
         return None
 
     def take_reply(self) -> Message | None:
-        """Takes back the last reply alone."""
+        """Remove and return the last reply."""
         if self.messages and self.messages[-1].role == "assistant":
             return self.messages.pop()
         return None
 
 
 def save(path: Path, conversation: Conversation, settings: Settings, *, model: str) -> None:
-    """Whole or not at all; a file that is not a conversation is left alone."""
+    """Write a conversation atomically; refuse to replace a file that is not one."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder; needs the name of a file")
     if path.exists() and path.stat().st_size and not _is_ours(path):
@@ -191,7 +191,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def load(path: Path) -> tuple[Conversation, Settings]:
-    """A conversation that `save` wrote, or any JSON with a list of user and assistant messages."""
+    """Read a conversation that `save` wrote, or any JSON with a list of user and assistant messages."""
     given = _read(path)
     if isinstance(given, list):
         given = {"messages": given}

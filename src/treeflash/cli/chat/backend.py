@@ -1,11 +1,11 @@
-"""What answers in a chat: a session of our own. The protocol leaves room for others; knows no screen."""
+"""What generates the replies of a chat: the protocol, and a session that is loaded here."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treeflash.cli import report
-from treeflash.cli.chat_state import OPTIONS, Settings
+from treeflash.cli.chat.conversation import OPTIONS, Settings
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,51 +14,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Tokens of the prompt."""
+class PromptProgress:
+    """Tokens of the prompt that have been prefilled."""
 
     done: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ReplyEnd:
     line: str  # of statistics
-    details: Mapping[str, Any]  # the same and more, for those who ask
+    details: Mapping[str, Any]  # for /stats
     tok_s: float = 0.0
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-Event = Reading | Thought | Piece | Ended
+Event = PromptProgress | ReasoningDelta | TextDelta | ReplyEnd
 
 
 class Backend(Protocol):
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Return the model's name."""
         ...
 
     @property
     def breakable(self) -> bool:
-        """Whether it may be left at any moment, without being asked to come to an end."""
+        """Return whether a reply may be abandoned at any moment, without a request to stop."""
         ...
 
     def check(self, settings: Settings) -> None:
-        """Refuses settings that it cannot honour."""
+        """Raise UsageError for settings that cannot be honoured."""
         ...
 
     def defaults(self, settings: Settings) -> Mapping[str, float]:
-        """What it takes for settings that are not set, as far as it is known."""
+        """Return the values of settings that are not set, where the backend has them."""
         ...
 
     def reply(
@@ -75,7 +75,7 @@ class LocalBackend:
     breakable = False
 
     def __init__(self, session: "Session", *, name: str, speculating: bool, drafted: bool):
-        """speculating: tokens are proposed unless a request wants none; drafted: a draft does it."""
+        """Answer with a loaded session. speculating: the engine proposes tokens; drafted: it has a draft."""
         self.name = name
         self._session = session
         self._speculating = speculating
@@ -89,8 +89,8 @@ class LocalBackend:
 
     def defaults(self, settings: Settings) -> Mapping[str, float]:
         sampling = self._session.sampling_for(settings.thinking)
-        known = {name: getattr(sampling, name, None) for name in OPTIONS}
-        return {name: value for name, value in known.items() if value is not None}
+        values = {name: getattr(sampling, name, None) for name in OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
 
     def reply(
         self,
@@ -118,19 +118,19 @@ class LocalBackend:
         for event in self._session.generate(request):
             match event:
                 case Progress():
-                    yield Reading(event.done, event.total)
+                    yield PromptProgress(event.done, event.total)
                 case Reasoning():
-                    yield Thought(event.text)
+                    yield ReasoningDelta(event.text)
                 case Text():
-                    yield Piece(event.text)
+                    yield TextDelta(event.text)
                 case Finished():
                     plain = not self._speculating or settings.draft_budget == 0
                     yield self._ended(event, plain=plain, sampled=sampling.temperature > 0)
 
-    def _ended(self, finished: "Finished", *, plain: bool, sampled: bool) -> Ended:
+    def _ended(self, finished: "Finished", *, plain: bool, sampled: bool) -> ReplyEnd:
         interrupted = finished.reason == "cancelled"
         line = report.line(
             finished, plain=plain, drafted=self._drafted, sampled=sampled, interrupted=interrupted
         )
         details = {"model": self.name, "finish_reason": finished.reason} | report.statistics(finished.stats)
-        return Ended(line, details, finished.stats.decode_tok_s, finished.stats.notes)
+        return ReplyEnd(line, details, finished.stats.decode_tok_s, finished.stats.notes)

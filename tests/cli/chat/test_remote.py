@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from tests.cli.chat_server import ChatServer, echo, thought
-from treeflash.cli.chat_remote import RemoteBackend, ServerFailed, address
+from treeflash.cli.chat.remote import RemoteBackend, ServerFailed, address
 from treeflash.errors import UsageError
 
 
@@ -78,7 +78,7 @@ def test_a_server_of_others_does_not(treeflash):
     with ChatServer(echo) as server:
         result = treeflash("chat", "--url", server.url, stdin="/draft off\n")
         flags = treeflash("chat", "--url", server.url, "--budget", "4", stdin="")
-    assert "/draft is for models of our own" in result.stderr and result.exit_code == 2
+    assert "/draft needs a TreeFlash server" in result.stderr and result.exit_code == 2
     assert "--url and flags of the draft exclude each other" in flags.stderr
 
 

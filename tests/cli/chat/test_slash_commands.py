@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from treeflash.cli import chat_commands, view
-from treeflash.cli.chat_backend import Ended, Event, Piece, Thought
-from treeflash.cli.chat_loop import Chat
-from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.cli import view
+from treeflash.cli.chat import slash_commands
+from treeflash.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
+from treeflash.cli.chat.conversation import Conversation, Message, Settings
+from treeflash.cli.chat.loop import Chat
 from treeflash.errors import TreeFlashError, UsageError
 
 
@@ -42,13 +43,13 @@ class Parrot:
         cancelled: Callable[[], bool],
     ) -> Generator[Event]:
         self.asked.append(([*messages], settings, seed))
-        yield Thought("hmm")
+        yield ReasoningDelta("hmm")
         if self.failure is not None and "late" not in str(self.failure):
             raise self.failure
-        yield Piece(f"{messages[-1]['content']} {seed}")
+        yield TextDelta(f"{messages[-1]['content']} {seed}")
         if self.failure is not None:
             raise self.failure
-        yield Ended(
+        yield ReplyEnd(
             f"line of {seed}",
             {"model": "m", "tokens": 3, "speed": 1.25, "counts": [1, 2]},
             10.0 + len(self.asked),
@@ -104,7 +105,7 @@ def test_undo_clear_and_system(talk, parrot, capsys):
     assert [messages[0]["role"] for messages, _, _ in parrot.asked] == ["user", "system", "system"]
     assert chat.conversation.system is None
     errors = capsys.readouterr().err
-    assert "Taken back: a" in errors and "error: there is nothing to take back" in errors
+    assert "Removed: a" in errors and "error: there is no message to remove" in errors
     assert "A new conversation. The system message stays." in errors and "System message: Be brief." in errors
     assert chat.code == 2
 
@@ -124,7 +125,7 @@ def test_without_speculation_the_same_answer_comes_again(talk, parrot, capsys):
     assert [settings.draft_budget for _, settings, _ in parrot.asked] == [None, 0, 7]
     assert chat.settings.draft_budget is None
     errors = capsys.readouterr().err
-    assert "Speculation is off; /regen gives the last reply again, in the same words." in errors
+    assert "Speculation is off; /regen generates the last reply again, with the same text." in errors
     assert "the same text · 12.0 tok/s now, 11.0 tok/s before" in errors
     assert "Speculation is on, 7 tokens in a tree at most." in errors
     assert "/draft is '64'; needs on, off, or a number from 1 to 63" in errors and "63 is too much" in errors
@@ -216,9 +217,9 @@ def test_a_broken_file_changes_nothing(talk, tmp_path, monkeypatch, capsys):
 def test_statistics_and_help(talk, capsys):
     talk("/stats", "a", "/stats", "/help")
     output, errors = capsys.readouterr()
-    assert "there was no reply yet" in errors
+    assert "there is no reply yet" in errors
     assert "tokens" in output and "1.25" in output and "1 2" in output
-    assert all(f"/{name}" in output for name in chat_commands.COMMANDS)
+    assert all(f"/{name}" in output for name in slash_commands.COMMANDS)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -267,4 +268,4 @@ def test_commands_that_do_not_exist(talk, parrot, capsys):
     ],
 )
 def test_completion(text, found):
-    assert chat_commands.complete(text) == found
+    assert slash_commands.complete(text) == found

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli import chat_state
-from treeflash.cli.chat_state import Conversation, Message, Settings
+from treeflash.cli.chat import conversation as saved
+from treeflash.cli.chat.conversation import Conversation, Message, Settings
 from treeflash.errors import UsageError
 
 TURNS = st.builds(
@@ -28,28 +28,28 @@ TURNS = st.builds(
 def test_what_is_saved_is_loaded(tmp_path_factory, conversation, temperature, seed, budget):
     path = tmp_path_factory.mktemp("chat") / "talk.json"
     settings = Settings({"temperature": temperature, "seed": seed}, ["\n\n"], True, 100, budget)
-    chat_state.save(path, conversation, settings, model="a model")
-    assert chat_state.load(path) == (conversation, settings)
-    chat_state.save(path, Conversation(), Settings(), model="a model")
-    assert chat_state.load(path) == (Conversation(), Settings())
+    saved.save(path, conversation, settings, model="a model")
+    assert saved.load(path) == (conversation, settings)
+    saved.save(path, Conversation(), Settings(), model="a model")
+    assert saved.load(path) == (Conversation(), Settings())
 
 
 def test_files_of_others_are_not_written_over(tmp_path):
     path = tmp_path / "notes.json"
     path.write_text('{"notes": 1}')
     with pytest.raises(UsageError, match="is not a saved conversation"):
-        chat_state.save(path, Conversation(), Settings(), model="")
+        saved.save(path, Conversation(), Settings(), model="")
     assert path.read_text() == '{"notes": 1}'
     with pytest.raises(UsageError, match="is a folder"):
-        chat_state.save(tmp_path, Conversation(), Settings(), model="")
+        saved.save(tmp_path, Conversation(), Settings(), model="")
     with pytest.raises(UsageError, match="cannot be written: No such file"):
-        chat_state.save(tmp_path / "none" / "x.json", Conversation(), Settings(), model="")
+        saved.save(tmp_path / "none" / "x.json", Conversation(), Settings(), model="")
     assert [each.name for each in tmp_path.iterdir()] == ["notes.json"]
 
 
 def test_a_saved_file_is_its_owners(tmp_path):
     path = tmp_path / "talk.json"
-    chat_state.save(path, Conversation(), Settings(), model="")
+    saved.save(path, Conversation(), Settings(), model="")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -75,7 +75,7 @@ def test_broken_files_say_what_is_wrong(tmp_path, content, message):
     path = tmp_path / "talk.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UsageError, match=message):
-        chat_state.load(path)
+        saved.load(path)
 
 
 def test_messages_of_other_programs(tmp_path):
@@ -83,9 +83,9 @@ def test_messages_of_other_programs(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q", "name": "x"}]
     for content in (turns, {"messages": turns, "temperature": 1}):
         path.write_text(json.dumps(content))
-        assert chat_state.load(path) == (Conversation("s", [Message("user", "q")]), Settings())
+        assert saved.load(path) == (Conversation("s", [Message("user", "q")]), Settings())
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        chat_state.load(tmp_path / "none.json")
+        saved.load(tmp_path / "none.json")
 
 
 def test_settings():

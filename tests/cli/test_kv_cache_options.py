@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.cli.cache_flags import ALIASES
+from treeflash.cli.options import KV_ALIASES
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from treeflash.cli.cache_flags import ALIASES
         (["--kv", "q8_0", "--kv-v", "q5_0"], "q8_0", "q5_0"),
         (["--kv-k", "bf16"], "bf16", "auto"),
         (["--kv", "Q8_0", "--kv-v", "TQ3_0"], "q8_0", "tq3_0"),
-        *(([flag], name, name) for flag, name in ALIASES.items()),
+        *(([flag], name, name) for flag, name in KV_ALIASES.items()),
         (["--kv-tq3", "--kv-k", "q8_0"], "q8_0", "tq3_0"),
     ],
 )
@@ -31,7 +31,7 @@ def test_every_command_that_answers_has_them(treeflash, command: str) -> None:
     shown = treeflash(command, "--help").stdout
     for flag in ("--kv ", "--kv-k", "--kv-v", "--window"):
         assert flag in shown
-    assert not any(flag in shown for flag in ALIASES)
+    assert not any(flag in shown for flag in KV_ALIASES)
     refused = treeflash(command, "--kv", "q3")
     assert refused.exit_code == 2 and "Invalid value for '--kv': 'q3' is not one of" in refused.stderr
 
