@@ -11,8 +11,8 @@ from treeflash.bench.step_profile import PARTS, SHOWN, Span, alone, by_kernel, s
 
 # Of prompts, or a step's rows and places, which are no part of their own.
 ELSEWHERE = {
-    *("_chunk_attention_kernel", "_chunk_conv_kernel", "_prepare_kernel", "_walk_kernel", "_expand_kernel"),
-    *("_embed_kernel", "_pad_kernel", "_places_kernel", "expand"),
+    *("_chunk_attention_kernel", "_chunk_conv_kernel", "_prepare_kernel", "_scan_kernel", "_expand_kernel"),
+    *("_embed_kernel", "_pad_kernel", "_slot_mapping_kernel", "expand"),
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.attention import triton_kernels as attention_kernel
-from treeflash.kernels.kv_cache import triton_kernels as kernel
+from treeflash.kernels.kv_cache import triton_kernels
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode, unpack
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
@@ -164,7 +164,7 @@ def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) 
     v[0, 0, :, :3] *= 2.0**22
     v[1, 0] = torch.tensor([1.0, -1.0]).repeat(dim // 2)
     options = {"positions": torch.zeros(2, 3, dtype=torch.int64), "interleaved": False}
-    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (kernel, norm))
+    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (triton_kernels, norm))
     for one, other in zip(found, wanted, strict=True):
         if name == "tq3_0":
             # A group's length is a sum of many squares: its last bit depends on their order.
@@ -190,7 +190,7 @@ def test_heads_are_normed_rotated_and_written(pair: tuple[str, str], dim: int, i
     q, (k, v) = torch.randn(2, 3, 5, 2 * dim)[..., dim:], torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
     options = {"positions": torch.randint(0, 900, (2, 3)), "interleaved": interleaved}
     for factor in (None, torch.randn(dim)):
-        results = [write(one, pair, q, k, v, factor, **options) for one in (kernel, norm)]
+        results = [write(one, pair, q, k, v, factor, **options) for one in (triton_kernels, norm)]
         (found, turned), (wanted, expected) = results
         close(turned, expected)
         for one, other in zip(found, wanted, strict=True):
@@ -210,6 +210,6 @@ def test_rows_expand_to_what_they_were(name: str, dim: int) -> None:
     pool = filled(name, (6, 2, 16), dim, torch.isin(torch.arange(6), table))
     rows = rotate_back(decode(pool.codes, pool.scales, pool.format, dim))[table].transpose(1, 2).flatten(0, 1)
     for first, count in ((0, 1), (5, 33), (16, 32)):
-        found = kernel.expand(pool, table, first, count)
+        found = triton_kernels.expand(pool, table, first, count)
         assert found.dtype == torch.float16
         close(found.float(), rows[first : first + count], TOLERANCE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from treeflash.kernels.commit import keep_path, move_rows
+from treeflash.kernels.commit import commit_path, move_rows
 
 
 def test_the_kernels_are_their_references_in_the_interpreter() -> None:
@@ -25,7 +25,7 @@ def test_a_path_is_brought_together_behind_the_committed_tokens() -> None:
         "count": torch.tensor([5]),
         "lengths": torch.tensor([3]),
     }
-    kept = keep_path(ancestors, torch.tensor([3]), torch.tensor([0]), **state)
+    kept = commit_path(ancestors, torch.tensor([3]), torch.tensor([0]), **state)
     assert kept.counts.tolist() == [3] and kept.starts.tolist() == [3]
     assert kept.source.tolist() == [[0, 2, 3, 3]]
     assert state["path"].tolist() == [[0, 2, 3, 1, 9, 9]]

@@ -18,7 +18,7 @@ from treeflash.kernels.norm_rope import cuda as rows_cuda
 from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.norm_rope import triton_kernels as norm
 from treeflash.kernels.runtime.nvrtc import compile_cubin
-from treeflash.kernels.slot_mapping import triton_kernels as places
+from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
 
 # Shared memory of one program, bytes.
 TARGETS = {
@@ -84,9 +84,9 @@ SIMPLE = {
         f"embedding {bits}": (embedding._embed_kernel, {"WIDTH": 5120, "BITS": bits, "COLUMNS": 256})
         for bits in embedding.TYPES.values()
     },
-    "tree": (places._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
-    "places": (places._places_kernel, {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256}),
-    "path": (commit._keep_kernel, {"ROWS": 64, "BLOCK": 64}),
+    "tree": (slot_mapping._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
+    "slot mapping": (slot_mapping._slot_mapping_kernel, {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256}),
+    "path": (commit._commit_kernel, {"ROWS": 64, "BLOCK": 64}),
     "move": (
         commit._move_kernel,
         {"ROWS": 64, "BLOCK": 64, "HEADS": 4, "PAGE": 64, "WIDTH": 128, "BLOCK_WIDTH": 128},
@@ -96,7 +96,7 @@ SIMPLE = {
         conv._conv_kernel,
         {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128, "WIDTH": 4, "ROWS": 16, "WINDOW": 4},
     ),
-    "merge": (attention._merge_kernel, {**SPLIT, "TURN": 128, "PARTS": 128, "STEP": 32, "GATE": True}),
+    "merge": (attention._merge_kernel, {**SPLIT, "ROTATION": 128, "PARTS": 128, "STEP": 32, "GATE": True}),
 }
 
 
@@ -200,7 +200,7 @@ def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None
     row_bytes = 512 if types["key_codes"] != "*u8" or types["value_codes"] != "*u8" else 256
     constants |= {**SPLIT, "PRECISION": "ieee", "PAGE": 64, "WINDOW": window}
     constants |= {"KEY_TYPE": products[0], "VALUE_TYPE": products[1]}
-    constants["TURN"] = 128 if types["key_codes"] == "*u8" else 0
+    constants["ROTATION"] = 128 if types["key_codes"] == "*u8" else 0
     chosen = attention.tiles(256, row_bytes, capability(target))
     types["window"] = "i32"
     assert compiled(attention._paged_kernel, card, constants, chosen, scalars=types) <= limit

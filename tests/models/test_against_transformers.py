@@ -49,7 +49,7 @@ def stage(pair: Pair, states: SequenceStates, slots: list[int], tokens: torch.Te
     index = torch.tensor(slots, device=pair.device)
     lengths = states.buffers.lengths[index]
     step = Step.tree(index, tokens.to(pair.device), parents.to(pair.device), lengths)
-    return step, pair.ours.look(step, states.buffers)[1]
+    return step, pair.ours.verify(step, states.buffers)[1]
 
 
 def random_parents(rows: int, seed: int) -> list[int]:

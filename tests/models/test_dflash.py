@@ -235,7 +235,7 @@ def test_what_is_not_committed_is_not_appended(target: ModelSpec, tmp_path: Path
     for number, count in enumerate((5, 9, 0, 4, 1, 9)):
         features = random_rows(1, 9, size, seed=number)
         draft.append(features[:, :count], slot, one)
-        draft.keep(features, slot, other, torch.tensor([count]))
+        draft.commit(features, slot, other, torch.tensor([count]))
         assert torch.equal(one.lengths, other.lengths)
         for a, b in zip(one.keys + one.values, other.keys + other.values, strict=True):
             assert torch.allclose(a, b, atol=1e-6, equal_nan=True)

@@ -202,7 +202,7 @@ class BlockDraft:
         assert not self._waiting
         # No path of a tree below the anchor is longer than the block.
         rows = features[None, : self.spec.block_size]
-        self._draft.keep(rows, self._slots, self._buffers, count)
+        self._draft.commit(rows, self._slots, self._buffers, count)
 
     def trim(self, count: int) -> None:
         self._buffers.lengths[0] -= count

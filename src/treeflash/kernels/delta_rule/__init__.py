@@ -12,13 +12,12 @@ def tree_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
 ) -> Tensor:
     if q.is_cuda:
-        from treeflash.kernels.delta_rule import cuda
-        from treeflash.kernels.delta_rule import triton_kernels as kernel
+        from treeflash.kernels.delta_rule import cuda, triton_kernels
 
         if cuda.takes(state, q.shape[1]):
             return cuda.tree_delta(q, k, v, g, beta, state, **rows)
-        if kernel.takes(state):
-            return kernel.tree_delta(q, k, v, g, beta, state, **rows)
+        if triton_kernels.takes(state):
+            return triton_kernels.tree_delta(q, k, v, g, beta, state, **rows)
     return reference.tree_delta(q, k, v, g, beta, state, **rows)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from treeflash.kernels.tree import reference
 from treeflash.kernels.tree.reference import Correction
 
-__all__ = ["Correction", "TreeRows", "Walked", "build_tree", "walk_tree"]
+__all__ = ["MAX_ROWS", "Correction", "TreeRows", "Walked", "build_tree", "walk_tree"]
 
-ROWS = 64
+MAX_ROWS = 64  # of a tree: the ancestors of a row are the bits of one 64-bit word
+ROWS = MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True)
