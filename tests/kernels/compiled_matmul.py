@@ -1,4 +1,4 @@
-"""Compiles the Triton products for GPUs that are not here; run in a process of its own, as a GPU's code."""
+"""Cross-compiles the Triton matmuls; run in a process of its own, without the interpreter."""
 
 import sys
 
@@ -23,8 +23,8 @@ def compile_kernel(function, constants: dict, target: GPUTarget, warps: int = 4,
     types = {**POINTERS, **dict.fromkeys(FLOATS, "*fp32"), **pointers}
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, places)
+    positions = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, positions)
     compiled = triton.compile(source, target=target, options={"num_warps": warps})
     binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
     assert binary, (function.__name__, target)

@@ -1,4 +1,4 @@
-"""The kernels of places and commits against their references, in Triton's interpreter; run by test_commit."""
+"""The kernels of slot mappings and commits against their references, in the interpreter; see test_commit."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash.kernels.commit import reference, triton_kernels
-from treeflash.kernels.slot_mapping import reference as places
-from treeflash.kernels.slot_mapping import triton_kernels as places_kernel
+from treeflash.kernels.slot_mapping import reference as slot_mapping
+from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping_kernel
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)
@@ -62,8 +62,8 @@ def test_rows_move_across_pages(width: int, dtype: torch.dtype) -> None:
 def test_trees_filled_up(count: int, size: int) -> None:
     tree, lengths = torch.randint(-(2**40), 2**40, (4, 64)), torch.tensor([5, 2**33])
     arguments = (tree, torch.tensor([count]), torch.tensor([1]), lengths)
-    found = places_kernel.padded_tree(*arguments, size=size)
-    assert torch.equal(found, places.padded_tree(*arguments, size=size))
+    found = slot_mapping_kernel.padded_tree(*arguments, size=size)
+    assert torch.equal(found, slot_mapping.padded_tree(*arguments, size=size))
 
 
 @pytest.mark.parametrize("rows", [1, 9, 300])
@@ -71,7 +71,7 @@ def test_where_rows_stand(rows: int) -> None:
     slots, lengths, count = torch.tensor([2, 0]), torch.tensor([5, 0, 37]), torch.tensor([3, 0, 7])
     table, path = torch.randperm(1200).view(3, 400), torch.randint(0, 64, (3, 64))
     options = {"rows": rows, "page": 4}
-    found = places_kernel.slot_mapping(slots, lengths, table, path, count, **options)
-    wanted = places.slot_mapping(slots, lengths, table, path, count, **options)
+    found = slot_mapping_kernel.slot_mapping(slots, lengths, table, path, count, **options)
+    wanted = slot_mapping.slot_mapping(slots, lengths, table, path, count, **options)
     for name in ("lengths", "page_table", "pages", "offsets", "path", "count"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name

@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: the Triton products against the expanded weights; fails on a difference."""
+"""Run with TRITON_INTERPRET=1: the Triton matmuls against the expanded weights; fails on a difference."""
 
 import torch
 

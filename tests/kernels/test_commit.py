@@ -18,7 +18,7 @@ def test_the_kernels_are_their_references_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_a_path_is_brought_together_behind_the_committed_tokens() -> None:
+def test_a_path_is_moved_after_the_committed_tokens() -> None:
     ancestors = torch.tensor([[0b1, 0b11, 0b101, 0b1101]])
     state = {
         "path": torch.full((1, 6), 9),

@@ -85,7 +85,10 @@ SIMPLE = {
         for bits in embedding.TYPES.values()
     },
     "tree": (slot_mapping._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
-    "slot mapping": (slot_mapping._slot_mapping_kernel, {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256}),
+    "slot mapping": (
+        slot_mapping._slot_mapping_kernel,
+        {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256},
+    ),
     "path": (commit._commit_kernel, {"ROWS": 64, "BLOCK": 64}),
     "move": (
         commit._move_kernel,
@@ -104,8 +107,8 @@ def built(
     kernel, target: GPUTarget, constants: dict, *, scalars: dict | None = None, **options
 ) -> CompiledKernel:
     if "OVERLAP" in kernel.arg_names:
-        early = capability(target) is not None and capability(target) >= (9, 0)
-        constants = {**constants, "OVERLAP": early}
+        has_pdl = capability(target) is not None and capability(target) >= (9, 0)
+        constants = {**constants, "OVERLAP": has_pdl}
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -173,13 +176,13 @@ def sides(keys: str, values: str) -> tuple[dict, dict]:
 )
 def test_cache(card: str, pair: tuple[str, str]) -> None:
     constants, types = sides(*pair)
-    places = {"KV": 4, "PAGE": 64, "SIZE": 128}
+    pages = {"KV": 4, "PAGE": 64, "SIZE": 128}
     chosen = {"num_warps": 1, "enable_fp_fusion": False}
     heads = {**HEAD, "HEADS": 24, "STRETCH": 1.0}
-    compiled(cache._cache_kernel, card, {**heads, **places, **constants}, chosen, scalars=types)
+    compiled(cache._cache_kernel, card, {**heads, **pages, **constants}, chosen, scalars=types)
     if pair[0] != "float":
         types = {"codes": "*u8", "scales": "*fp16", "out": "*fp16", "first": "i32", "count": "i32"}
-        constants = {**places, "D": 256, "FORMAT": pair[0], "BLOCK_N": 32}
+        constants = {**pages, "D": 256, "FORMAT": pair[0], "BLOCK_N": 32}
         assert compiled(cache._expand_kernel, card, constants, {}, scalars=types) <= TARGETS[card][1]
 
 
@@ -196,10 +199,10 @@ def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None
     """Of the target, with heads of 256."""
     target, limit = TARGETS[card]
     constants, types = sides(*pair)
-    products = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
+    operands = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
     row_bytes = 512 if types["key_codes"] != "*u8" or types["value_codes"] != "*u8" else 256
     constants |= {**SPLIT, "PRECISION": "ieee", "PAGE": 64, "WINDOW": window}
-    constants |= {"KEY_TYPE": products[0], "VALUE_TYPE": products[1]}
+    constants |= {"KEY_TYPE": operands[0], "VALUE_TYPE": operands[1]}
     constants["ROTATION"] = 128 if types["key_codes"] == "*u8" else 0
     chosen = attention.tiles(256, row_bytes, capability(target))
     types["window"] = "i32"

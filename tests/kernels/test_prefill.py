@@ -44,7 +44,7 @@ def test_the_delta_rule_compiles(card: str) -> None:
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])
 def test_the_delta_rule_reads_nothing_that_was_never_written(dim: int, tmp_path: Path) -> None:
-    """As heads of 16 dims did in four warps: such a register said where a product's operand lies."""
+    """As heads of 16 dims did in four warps: such a register held the address of an mma operand."""
     heads, path = {"KEY_HEADS": 2, "VALUE_HEADS": 6, "D": dim, "C": 64}, tmp_path / "kernel.cubin"
     tiles = (choose(dim, (9, 0)) for choose in (delta.prepare_tiles, delta.scan_tiles))
     for kernel, chosen in zip((delta._prepare_kernel, delta._scan_kernel), tiles, strict=True):

@@ -17,7 +17,7 @@ def test_any_number_of_rows(shape: tuple[int, int]) -> None:
     assert torch.allclose(dense_matmul(x, weight), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_product_is_the_expanded_product() -> None:
+def test_packed_matmul_equals_the_expanded_one() -> None:
     rows = SLICE // 512 + 3  # one full slice and a rest
     packed = quantise(torch.randn(rows, 512), QuantType.Q8_0)
     x = torch.randn(2, 3, 512)

@@ -1,4 +1,4 @@
-"""The products of a model's layers, from its header alone."""
+"""The matmuls of a model's layers, from its header alone."""
 
 from collections.abc import Callable
 from pathlib import Path

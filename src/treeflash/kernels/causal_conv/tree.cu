@@ -15,7 +15,7 @@ constexpr int D = 128;
 constexpr int TAPS = 4;
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
-constexpr int MAX_ROWS = 64;
+constexpr int MOST_ROWS = 64;
 
 DEVICE u32 to_half2(float low, float high) {
   u32 y;
@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
   find_inputs(taps_at, index, first, warp, before, before + rows, length);
   wait_for_inputs();
 
-  Saved fresh[MAX_ROWS / WARPS];  // inputs that go to the stash
-  UNROLL for (int n = 0; n < MAX_ROWS / WARPS; n++) {
+  Saved fresh[MOST_ROWS / WARPS];  // inputs that go to the stash
+  UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
     const int row = n * WARPS + warp;
     if (row < rows) fresh[n] = save(__ldcg((const float4*)(inputs + (item * rows + row) * input_stride + channel)));
   }
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
   __syncthreads();  // all reads of old rows are done
 
   if (warp < TAPS - 1) *(Saved*)(old + warp * channels) = moved;
-  UNROLL for (int n = 0; n < MAX_ROWS / WARPS; n++) {
+  UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
     const int row = n * WARPS + warp;
     if (row < rows) *(Saved*)(left + row * (long long)channels) = fresh[n];
   }

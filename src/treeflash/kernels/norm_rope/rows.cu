@@ -73,7 +73,7 @@ DEVICE const float* part(const Operand& from, int row, int k, int cta, int segme
 DEVICE float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 // Four columns of a row: the first AHEAD partial sums in flight at once; `sum` adds them and the remaining ones, in order.
 template <int AHEAD>
-struct Fetched {
+struct Coming {
   static constexpr int COUNT = AHEAD > 1 ? AHEAD : 1;
   Owners of;
   float4 v[COUNT];
@@ -174,8 +174,8 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
 #elif KIND == 2
   const float4 factor = __ldg((const float4*)weight + threadIdx.x % (HEAD / 4));
 #endif
-  Fetched<X_AHEAD> of_x[ITEMS];
-  Fetched<Y_AHEAD> of_y[ITEMS];
+  Coming<X_AHEAD> of_x[ITEMS];
+  Coming<Y_AHEAD> of_y[ITEMS];
   UNROLL for (int i = 0; i < ITEMS; i++) of_x[i].find(x, column(i)), of_y[i].find(y, column(i));
 #if OVERLAP
   asm volatile("griddepcontrol.wait;" ::: "memory");
