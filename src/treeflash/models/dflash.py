@@ -13,12 +13,12 @@ from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import block_attention
 from treeflash.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms_norm, rope_angles
 from treeflash.kernels.quant_matmul import PackedRows
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.layers import FeedForward, PackedInput, by_sequence
 from treeflash.models.measure import tile_space
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
-from treeflash.models.step import MAX_ROWS
 from treeflash.models.weights import Progress, TensorSource, WeightLoader, project_all
 
 PIECE = 2048  # rows of `append` at a time: fused features are wide

@@ -22,6 +22,7 @@ def paged_attention(
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
+    """See reference.paged_attention."""
     if q.is_cuda and ancestors is not None:
         from treeflash.kernels.attention import cuda, triton_kernels
 
@@ -45,6 +46,7 @@ def chunk_attention(
     span: int,
     gate: Tensor | None = None,
 ) -> Tensor:
+    """See reference.paged_attention without ancestors; span: of the longest sequence, rows included."""
     if q.is_cuda:
         from treeflash.kernels.attention import prefill
 
@@ -67,6 +69,7 @@ def block_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
+    """See reference.block_attention."""
     if q.is_cuda and q.shape[-1] >= MIN_DIM:
         from treeflash.kernels.attention import triton_kernels as chosen
     else:

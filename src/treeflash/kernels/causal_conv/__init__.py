@@ -9,6 +9,7 @@ __all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "split_head
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
+    """See reference.conv_index."""
     if not parents.is_cuda:
         return reference.conv_index(parents, width, count, path)
     from treeflash.kernels.causal_conv import triton_kernels
@@ -19,6 +20,7 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
 def chunk_heads(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See reference.chunk_heads."""
     if inputs.is_cuda:
         from treeflash.kernels.causal_conv import chunk, triton_kernels
 
@@ -30,6 +32,7 @@ def chunk_heads(
 def tree_conv(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See reference.tree_conv."""
     if inputs.is_cuda:
         from treeflash.kernels.causal_conv import cuda, triton_kernels
 

@@ -22,8 +22,10 @@ def _of(x: Tensor):
 def commit_path(
     ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
 ) -> AcceptedPath:
+    """See reference.commit_path."""
     return _of(last).commit_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
 
 
 def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:
+    """See reference.move_rows."""
     _of(slots).move_rows(planes, accepted, slots, page_table)

@@ -11,6 +11,7 @@ __all__ = ["advance", "chunk_delta", "fold_path", "slot_delta", "tree_delta"]
 def tree_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
 ) -> Tensor:
+    """See reference.tree_delta."""
     if q.is_cuda:
         from treeflash.kernels.delta_rule import cuda, triton_kernels
 
@@ -24,6 +25,7 @@ def tree_delta(
 def slot_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, slots: Tensor
 ) -> Tensor:
+    """See reference.slot_delta."""
     if q.is_cuda:
         from treeflash.kernels.delta_rule import chunk
 
@@ -33,6 +35,7 @@ def slot_delta(
 
 
 def fold_path(state: Tensor, weight: Tensor, **rest) -> None:
+    """See reference.fold_path."""
     if state.is_cuda:
         from treeflash.kernels.delta_rule import chunk
 

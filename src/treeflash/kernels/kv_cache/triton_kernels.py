@@ -84,7 +84,7 @@ def _scaled(rows, scales, row, present, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _beside(first, second):
+def _concat(first, second):
     """Two tiles [N, W] as one [N, 2 * W]."""
     N: tl.constexpr = first.shape[0]
     W: tl.constexpr = first.shape[1]
@@ -130,9 +130,9 @@ def load_rows(
         low = tl.load(source + strip, mask=there, other=0)
         # A byte of the top bits serves both halves of a strip.
         top = tl.load(source + W + strip % (W // 2), mask=there, other=0) >> (strip // (W // 2)).to(tl.uint8)
-        left = _beside(_tq3_strip(low, top, 0), _tq3_strip(low, top, 1))
-        right = _beside(_tq3_strip(low, top, 2), _tq3_strip(low, top, 3))
-        rows = _scaled(_beside(left, right), scales + first * (D // GROUP), row, present, GROUP)
+        left = _concat(_tq3_strip(low, top, 0), _tq3_strip(low, top, 1))
+        right = _concat(_tq3_strip(low, top, 2), _tq3_strip(low, top, 3))
+        rows = _scaled(_concat(left, right), scales + first * (D // GROUP), row, present, GROUP)
     else:
         H: tl.constexpr = D // 2
         half = tl.arange(0, H)[None, :]
@@ -150,7 +150,7 @@ def load_rows(
             fifth >>= (half // (D // 8)).to(tl.uint8)
             left = _half((code & 15) | ((fifth & 1) << 4), 16.0)
             right = _half((code >> 4) | (fifth & 16), 16.0)
-        rows = _scaled(_beside(left, right), scales + first * (D // 32), row, present, 32)
+        rows = _scaled(_concat(left, right), scales + first * (D // 32), row, present, 32)
     return rows
 
 

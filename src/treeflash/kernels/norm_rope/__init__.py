@@ -38,6 +38,7 @@ def _of(x: Tensor):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See reference.rms_norm."""
     return _of(x).rms_norm(x, weight, eps)
 
 
@@ -52,6 +53,7 @@ def add_rms_norm(
 def add_rms_norm(
     x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
+    """See reference.add_rms_norm."""
     if pack:
         from treeflash.kernels.norm_rope import cuda, triton_kernels
 
@@ -65,6 +67,7 @@ def add_rms_norm(
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
 ) -> Tensor | PackedRows:
+    """See reference.gated_rms_norm."""
     if pack:
         from treeflash.kernels.norm_rope import cuda, triton_kernels
 
@@ -77,6 +80,7 @@ def gated_rms_norm(
 def silu_mul(
     gate: Tensor | PartialSums, up: Tensor | PartialSums, *, pack: bool = False
 ) -> Tensor | PackedRows:
+    """See reference.silu_mul."""
     if isinstance(gate, PartialSums) or isinstance(up, PartialSums):
         from treeflash.kernels.norm_rope import cuda
 
@@ -94,6 +98,7 @@ def silu_mul(
 def head_rope(
     x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> Tensor:
+    """See reference.head_rope."""
     return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
 
 
@@ -107,6 +112,7 @@ def cache_heads(
     sin: Tensor,
     **cache,
 ) -> Tensor:
+    """See reference.cache_heads."""
     if k.is_cuda:
         from treeflash.kernels.kv_cache import triton_kernels
 
@@ -118,6 +124,7 @@ def cache_heads(
 def ring_heads(
     k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **ring_state: Tensor
 ) -> None:
+    """See reference.ring_heads."""
     if k.is_cuda:
         from treeflash.kernels.norm_rope import ring
 

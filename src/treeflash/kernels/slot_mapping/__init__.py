@@ -18,10 +18,12 @@ def _of(x: Tensor):
 
 
 def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
+    """See reference.padded_tree."""
     return _of(tree).padded_tree(tree, count, slots, lengths, size=size)
 
 
 def slot_mapping(
     slots: Tensor, lengths: Tensor, page_table: Tensor, path: Tensor, count: Tensor, *, rows: int, page: int
 ) -> SlotMapping:
+    """See reference.slot_mapping."""
     return _of(slots).slot_mapping(slots, lengths, page_table, path, count, rows=rows, page=page)
