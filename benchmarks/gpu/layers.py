@@ -139,12 +139,12 @@ def time_norms() -> None:
             plain = milliseconds(lambda f=work: [f(False) for _ in range(50)])
             packed = milliseconds(lambda f=work: [f(True) for _ in range(50)])
             twice = milliseconds(lambda f=work: [pack_rows(f(False).flatten(0, 1)) for _ in range(50)])
-            chosen = norm_kernel.overlap
+            chosen = norm_kernel.launch_options
             try:
-                norm_kernel.overlap = lambda device: {"OVERLAP": False}
+                norm_kernel.launch_options = lambda device: {"OVERLAP": False}
                 apart = milliseconds(lambda f=work: [f(True) for _ in range(50)])
             finally:
-                norm_kernel.overlap = chosen
+                norm_kernel.launch_options = chosen
             others = {"floats": plain, "then_packed": twice, "without_overlap": apart}
             report(name, rows, packed * 20, **{key: round(ms * 20, 2) for key, ms in others.items()})
 
@@ -248,7 +248,7 @@ def check_model() -> None:
                         found.append(model.logits(model.forward(step, states.buffers).hidden).cpu())
                         states.advance(step)
                     else:
-                        found.append(model.look(step, states.buffers)[1].cpu())
+                        found.append(model.verify(step, states.buffers)[1].cpu())
                         states.commit(step, last)
             results.append(torch.cat(found))
         check("tiny model, GPU against CPU", results[1], results[0], 2e-3)

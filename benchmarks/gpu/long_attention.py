@@ -39,6 +39,7 @@ from treeflash.kernels.attention.triton_kernels import paged_attention as triton
 from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import reference as norm
+from treeflash.kernels.runtime.device import card_of
 
 SECONDS = 80  # behind which no further part begins
 WORKERS = 14
@@ -113,7 +114,7 @@ def attention_time(case: Case, pools: list, repeats: int = 15, attend: Attend = 
 
 def describe(device: str) -> None:
     """Tiles of the CUDA kernel, and what the driver says of them."""
-    card = cuda.card_of(torch.device("cuda", 0))
+    card = card_of(torch.device("cuda", 0))
     for name, rows in itertools.product(TIMED, (1, 8, 16, 24, 32, 64)):
         tile = cuda.tile_of(card, name, name, rows * HEADS // KV_HEADS)
         if tile is None:

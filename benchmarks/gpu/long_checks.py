@@ -9,9 +9,8 @@ import torch
 from layer_checks import EPS, HEAD, HEADS, KV_HEADS, LINES, PAGE, ROTATED, Poison, check, say
 from torch import Tensor
 
-from treeflash.kernels.attention import cuda, paged_attention
+from treeflash.kernels.attention import cuda, paged_attention, triton_kernels
 from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.attention import triton_kernels as kernel
 from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode, unpack
@@ -129,11 +128,11 @@ def check_pair(pair: tuple[str, str], device: str) -> None:
         name = f"{'/'.join(pair)}, heads {heads}, {rows} rows, context {lengths}, window {window}"
         wanted = case.wanted()
         with Poison():
-            found = case.found() if device == "cuda" else case.found(attend=kernel.paged_attention)
+            found = case.found() if device == "cuda" else case.found(attend=triton_kernels.paged_attention)
         check(f"{case.kernel()}, {name}", found, wanted, tolerance)
         if case.kernel() == "cuda" and rows == 24 and window is None and pair[0] == pair[1]:
             with Poison():
-                found = case.found(attend=kernel.paged_attention)
+                found = case.found(attend=triton_kernels.paged_attention)
             check(f"triton, {name}", found, wanted, tolerance)
 
 
@@ -155,14 +154,14 @@ class Variant:
         self._chosen = dict(VARIANTS[number])
 
     def __enter__(self) -> None:
-        self._plain = cuda.tile_of, kernel.SPLITS
-        kernel.SPLITS = cuda.SPLITS = self._chosen.pop("SPLITS", kernel.SPLITS)
+        self._plain = cuda.tile_of, triton_kernels.SPLITS
+        triton_kernels.SPLITS = cuda.SPLITS = self._chosen.pop("SPLITS", triton_kernels.SPLITS)
         cuda.tile_of = lambda *shape, **more: replace(self._plain[0](*shape, **more), **self._chosen)
         cuda._kernel.cache_clear()
 
     def __exit__(self, *failure: object) -> None:
-        cuda.tile_of, kernel.SPLITS = self._plain
-        cuda.SPLITS = kernel.SPLITS
+        cuda.tile_of, triton_kernels.SPLITS = self._plain
+        cuda.SPLITS = triton_kernels.SPLITS
         cuda._kernel.cache_clear()
 
 

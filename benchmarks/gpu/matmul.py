@@ -29,13 +29,14 @@ from treeflash.kernels.quant_matmul import (
     backend,
     cuda,
     expand_weight,
-    kernel,
     pack,
     pack_rows,
     packed_matmul,
-    packed_products,
+    packed_matmuls,
+    triton_kernels,
     unpack,
 )
+from treeflash.kernels.runtime.device import card_of
 
 ROWS = (1, 8, 16, 24, 32, 48, 64)
 SHAPES = ((17408, 5120), (5120, 17408), (14336, 5120), (10240, 5120), (5120, 6144))
@@ -117,7 +118,7 @@ def products_together(steps: list[Step], count: int) -> Callable[[], None]:
     def together() -> None:
         for weights, columns in steps:
             sizes = [weight.rows for weight in weights]
-            cuda.products(packed[columns], weights, out[:, : sum(sizes)].split(sizes, 1))
+            cuda.matmuls(packed[columns], weights, out[:, : sum(sizes)].split(sizes, 1))
 
     return together
 
@@ -138,7 +139,7 @@ def time_model(log: Log) -> None:
 
         def with_packing() -> None:
             for weights, columns in steps:
-                packed_products(inputs[columns], weights)  # noqa: B023
+                packed_matmuls(inputs[columns], weights)  # noqa: B023
 
         launched = (products, products_together(steps, count), with_packing)
         bare, joined, whole = (timed(each, repeats=3) for each in launched)
@@ -186,23 +187,23 @@ def check_triton(log: Log) -> None:
         for count in (1, 24, 64) if type in TUNED else (13, 64):
             x = all_rows[:count]
             out = torch.full((count, 300), float("nan"), device=DEVICE)
-            kernel.matmul(kernel.pack_rows(x), weight, out)
+            triton_kernels.matmul(triton_kernels.pack_rows(x), weight, out)
             found = error(out, x.double() @ values.T)
             good = found < bound(type)
             log.check(f"triton {type.name} {count} rows", good, "" if good else f"{found:.1e}")
             first = out[0].clone() if first is None else first
             log.check(f"triton {type.name} {count} rows, row 0 equal", torch.equal(first, out[0]))
         space = torch.full((384, 512), float("nan"), dtype=torch.float16, device=DEVICE)
-        kernel.expand(weight, 0, space)
+        triton_kernels.expand(weight, 0, space)
         found = error(space[:300].double() * weight.expand_scale.double(), values)
         log.check(f"triton expand {type.name}", found < 1e-3, "" if found < 1e-3 else f"{found:.1e}")
     for type, rows, columns in ((Q.Q4_K, 17408, 5120), (Q.Q4_K, 5120, 6144), (Q.Q6_K, 5120, 17408)):
         weight = pack(random_rows(type, rows, columns, generator), type)
         weights, found = copies(weight), []
         for count in (1, 24, 64):
-            x = kernel.pack_rows(torch.randn(count, columns, device=DEVICE))
+            x = triton_kernels.pack_rows(torch.randn(count, columns, device=DEVICE))
             out = torch.empty(count, rows, device=DEVICE)
-            seconds = timed(lambda: [kernel.matmul(x, w, out) for w in weights]) / len(weights)  # noqa: B023
+            seconds = timed(lambda: [triton_kernels.matmul(x, w, out) for w in weights]) / len(weights)  # noqa: B023
             found.append(f"{count}: {weight.nbytes / seconds / 1e9:.0f}")
         log.say(f"GB/s Triton {type.name} {rows}x{columns}  {'  '.join(found)}")
         log.record(time="triton", type=type.name, n=rows, k=columns, gbps=found)
@@ -211,14 +212,14 @@ def check_triton(log: Log) -> None:
 def tune(log: Log) -> None:
     """The best tiling for each number of rows, as `treeflash tune` finds it; all must give equal sums."""
     stack = Stack(LAYERS_27B, DEVICE)
-    for found in tune_card(cuda.card_of(DEVICE), stack.layouts, stack.measure):
+    for found in tune_card(card_of(DEVICE), stack.layouts, stack.measure):
         log.check(f"{found.rows} rows: all tilings give equal sums", not found.differing)
         for tiling in found.differing:
-            log.say(f"{found.rows} rows: other sums with {tiling.beside(found.built_in)}")
+            log.say(f"{found.rows} rows: other sums with {tiling.compare(found.built_in)}")
         built_in, best, setting = (
             found.built_in_s * 1e3,
             found.best_s * 1e3,
-            found.best.beside(found.built_in),
+            found.best.compare(found.built_in),
         )
         log.say(f"best for {found.rows:2d} rows: {setting:30s} {best:.4f} ms, as built in {built_in:.4f}")
         log.record(tune=found.rows, setting=setting, ms=best, built_in_ms=built_in)

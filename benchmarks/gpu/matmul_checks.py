@@ -17,11 +17,12 @@ from treeflash.kernels.quant_matmul import (
     layout_of,
     pack,
     packed_matmul,
-    packed_products,
+    packed_matmuls,
     prepare,
     unpack,
 )
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from treeflash.kernels.runtime.device import card_of
 
 DEVICE = torch.device("cuda", 0)
 Q = QuantType
@@ -75,12 +76,12 @@ def check(log: Log) -> None:
     start = time.time()
     prepare([*LAYOUTS.values(), DENSE], DEVICE)
     log.say(f"{len(BUCKETS) * (len(LAYOUTS) + 1)} variants ready in {time.time() - start:.1f} s")
-    card = cuda.card_of(DEVICE)
+    card, tilings = card_of(DEVICE), cuda.tilings_of(DEVICE)
     for type in (*TUNED, Q.F16):
         found = []
         for bucket in BUCKETS:
-            matmul = cuda.variant(card, layout_of(type), bucket, DEVICE).matmul
-            depth = cuda.stages(card, layout_of(type), bucket)
+            matmul = cuda.variant(layout_of(type), bucket, tilings[bucket], DEVICE).matmul
+            depth = cuda.stages(card, layout_of(type), bucket, tilings[bucket])
             found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")
             log.record(
                 variant=type.name, bucket=bucket, registers=matmul.registers, spilled=matmul.spilled,
@@ -143,7 +144,7 @@ def check_together(log: Log, generator: torch.Generator) -> None:
         worst = []
 
         def step(hidden=hidden, mixer=mixer) -> Tensor:
-            return packed_products(hidden @ mixer + 0 * hidden, weights) * 1.0
+            return packed_matmuls(hidden @ mixer + 0 * hidden, weights) * 1.0
 
         stream = torch.cuda.Stream()
         torch.cuda.synchronize()
@@ -162,7 +163,7 @@ def check_together(log: Log, generator: torch.Generator) -> None:
             graph.replay()
             torch.cuda.synchronize()
             worst.append(all(torch.equal(part, alone) for part in out))
-        eager = all(torch.equal(packed_products(x, weights), alone) for _ in range(10))
+        eager = all(torch.equal(packed_matmuls(x, weights), alone) for _ in range(10))
         log.check(
             f"launches together, {count} rows", all(worst) and eager, f"graph {sum(worst)}/10, eager {eager}"
         )
@@ -174,7 +175,7 @@ def graph_check(log: Log, weights: list[PackedWeight], x: Tensor) -> None:
 
     def step() -> Tensor:
         other = torch.zeros(1 << 20, device=DEVICE)
-        value = packed_products(hidden, weights)
+        value = packed_matmuls(hidden, weights)
         return packed_matmul(
             value[:, :96].repeat(1, 11)[:, :1024].contiguous().tanh() + other[:1024], weights[1]
         )

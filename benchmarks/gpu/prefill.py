@@ -44,7 +44,7 @@ WALKS = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
 TILES = ((128, 32, 3, 8), (128, 32, 2, 8), (64, 64, 2, 8), (128, 64, 2, 8), (64, 32, 3, 4))
 GROUPS = {
     "delta: inverse": ("_prepare_kernel",),
-    "delta: walk": ("_walk_kernel", "_fold_kernel"),
+    "delta: walk": ("_scan_kernel", "_fold_kernel"),
     "convolution": ("_chunk_conv_kernel",),
     "attention": ("_chunk_attention_kernel", "_expand_kernel"),
     "weights expanded": ("expand",),
@@ -101,19 +101,19 @@ def deltas(works: list[DeltaWork], ready: list[tuple[Tensor, ...]]) -> None:
 
 
 def tune_delta(report: Report, run: Callable[[], None]) -> None:
-    walk, prepare = delta.walk_tiles, delta.prepare_tiles
+    walk, prepare = delta.scan_tiles, delta.prepare_tiles
     try:
         for columns, stages, warps in WALKS:
             chosen = {"COLUMNS": columns, "num_stages": stages, "num_warps": warps}
-            delta.walk_tiles = lambda *_, chosen=chosen: chosen
+            delta.scan_tiles = lambda *_, chosen=chosen: chosen
             tried(report, "walk tiles", run, **chosen)
-        delta.walk_tiles = walk
+        delta.scan_tiles = walk
         for exact, warps in (("tf32x3", 8), ("tf32", 4), ("tf32x3", 4)):
             chosen = {"LEVELS": 6, "EXACT": exact, "num_stages": 1, "num_warps": warps}
             delta.prepare_tiles = lambda *_, chosen=chosen: chosen
             tried(report, "inverse tiles", run, exact=exact, warps=warps)
     finally:
-        delta.walk_tiles, delta.prepare_tiles = walk, prepare
+        delta.scan_tiles, delta.prepare_tiles = walk, prepare
 
 
 def tried(report: Report, name: str, run: Callable[[], None], **chosen: Any) -> None:

@@ -12,7 +12,7 @@ from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.embedding import triton_kernels as embedding_kernel
 from treeflash.kernels.norm_rope import cuda as norm_cuda
-from treeflash.kernels.quant_matmul import OpenSums, cuda, pack
+from treeflash.kernels.quant_matmul import PartialSums, cuda, pack
 from treeflash.kernels.slot_mapping import reference as places
 from treeflash.kernels.slot_mapping import triton_kernels as places_kernel
 from treeflash.models.weights import Embedding
@@ -90,8 +90,8 @@ def check_places(device: str) -> None:
         lengths = torch.tensor([0, 7, most], device=device)
         given = (torch.tensor([2, 0], device=device), lengths, table, numbers(64, 3, 64), numbers(9, 3))
         with Poison():
-            found = places_kernel.row_places(*given, rows=rows, page=64)
-        wanted = places.row_places(*given, rows=rows, page=64)
+            found = places_kernel.slot_mapping(*given, rows=rows, page=64)
+        wanted = places.slot_mapping(*given, rows=rows, page=64)
         for name in ("lengths", "page_table", "pages", "offsets", "path", "count"):
             equal(f"{name} of {rows} rows, {pages} pages", getattr(found, name), getattr(wanted, name))
 
@@ -126,24 +126,24 @@ class Chain:
             between()
             sizes = [weight.rows for weight in several]
             wide = torch.empty(h.rows, sum(sizes), device="cuda")
-            cuda.products(h, several, wide.split(sizes, 1))
+            cuda.matmuls(h, several, wide.split(sizes, 1))
             between()
             gate, up, _ = wide[None].split(sizes, -1)
             h = norm_cuda.gated_rms_norm(
                 gate.contiguous().unflatten(-1, (-1, 128)), up, self.weight[:128], EPS
             )
             between()
-            add = cuda.open_product(h, first)
+            add = cuda.partial_matmul(h, first)
             between()
             x, h = norm_cuda.add_rms_norm(x, add, self.weight, EPS)
             between()
-            sums = cuda.open_product(h, second)
+            sums = cuda.partial_matmul(h, second)
             between()
             h = norm_cuda.silu_mul(*sums.split([self.inner, self.inner]))
             between()
-            add = cuda.open_product(h, third)
+            add = cuda.partial_matmul(h, third)
             between()
-        assert isinstance(add, OpenSums)
+        assert isinstance(add, PartialSums)
         return norm_cuda.add_rms_norm(x, add, self.weight, EPS)[0]
 
 

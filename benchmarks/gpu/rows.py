@@ -46,14 +46,15 @@ from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
 from treeflash.kernels.quant_matmul import (
-    OpenSums,
     PackedRows,
+    PartialSums,
     cuda,
-    open_product,
     pack,
     pack_rows,
     packed_matmul,
+    partial_matmul,
 )
+from treeflash.kernels.runtime.device import card_of
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 SECONDS = 75  # behind which no further part begins
@@ -97,7 +98,7 @@ def check_rows() -> None:
 
 def compile_rows(widths: set[int]) -> None:
     """What `_check_rows` needs, several at a time: one block a row, as on other cards, takes seconds each."""
-    card = cuda.card_of(torch.device("cuda", torch.cuda.current_device()))
+    card = card_of(torch.device("cuda", torch.cuda.current_device()))
     shapes = {
         shape
         for width in widths
@@ -111,7 +112,7 @@ def compile_rows(widths: set[int]) -> None:
     }
 
     def build(shape: norm_cuda.Shape) -> bytes:
-        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.bulk), arch=card.arch)
+        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.pdl), arch=card.arch)
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(build, shapes))
@@ -158,8 +159,8 @@ def check_open() -> None:
                 x = pack_rows(torch.randn(rows, k, device="cuda"))
                 with Poison():
                     wanted = packed_matmul(x, weight)
-                    sums = open_product(x, weight)
-                closed = sums.closed()
+                    sums = partial_matmul(x, weight)
+                closed = sums.reduced()
                 equal(f"open {name}", closed, wanted)
                 if n == WIDTH:
                     stream, factor = torch.randn(1, rows, n, device="cuda"), torch.randn(n, device="cuda")
@@ -192,7 +193,7 @@ def check_commit(device: str) -> None:
             results = []
             for implementation in (commit_kernel, commit):
                 path, count, lengths = (part.clone() for part in state)
-                kept = implementation.keep_path(
+                kept = implementation.commit_path(
                     step.ancestors, torch.tensor(last, device=device), slots, path=path, count=count,
                     lengths=lengths,
                 )  # fmt: skip
@@ -301,11 +302,11 @@ class Steps:
             sizes = [weight.rows for weight in weights]
             kind = makers[columns]
             x = getattr(self.work, kind)(i, by) if kind in kinds else self.packed[columns]
-            cuda.products(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
+            cuda.matmuls(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
 
     def run_open(self) -> None:
         """As the step does it: sums before a norm or silu stay open."""
-        left: OpenSums | None = None
+        left: PartialSums | None = None
         for i, (weights, columns) in enumerate(self.steps):
             if columns == 6144:
                 x = self.work.gated(i, norm_cuda)
@@ -318,10 +319,10 @@ class Steps:
                 x = norm_cuda.add_rms_norm(stream, add if left is None else left, self.work.weight, EPS)[1]
             following = self.steps[i + 1][1] if i + 1 < len(self.steps) else 6144
             if len(weights) == 1 and following != 6144:
-                left = cuda.open_product(x, weights[0])
+                left = cuda.partial_matmul(x, weights[0])
             else:
                 left, sizes = None, [weight.rows for weight in weights]
-                cuda.products(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
+                cuda.matmuls(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
 
 
 def time_between() -> None:

@@ -19,28 +19,28 @@ from treeflash.bench.tuning import (
 )
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import cuda, empty_packed, unpack
-from treeflash.kernels.quant_matmul.cuda import Card
 from treeflash.kernels.quant_matmul.layout import LAYOUTS
 from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import Tiling
+from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
+from treeflash.kernels.runtime.device import card_of
 
 MIX = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 H200 = CARDS["H200"]
+BUILT_IN = built_in_tilings(H200.arch)
 
 
 def clock(
     seconds: Callable[[Tiling, int], float], sums: Callable[[Tiling, int], float] = lambda *_: 1.0
-) -> Callable[[Sequence[Card], int], Iterator[Measured]]:
-    def measure(cards: Sequence[Card], bucket: int) -> Iterator[Measured]:
-        for card in cards:
-            tiling = card.tiling(bucket)
+) -> Callable[[Sequence[Tiling], int], Iterator[Measured]]:
+    def measure(tilings: Sequence[Tiling], bucket: int) -> Iterator[Measured]:
+        for tiling in tilings:
             yield Measured(seconds(tiling, bucket), torch.tensor([sums(tiling, bucket)]))
 
     return measure
 
 
 def other_warps(tiling: Tiling, rows: int) -> bool:
-    return tiling.wide != H200.tiling(rows).wide
+    return tiling.wide != BUILT_IN[rows].wide
 
 
 def test_the_fastest_is_taken_for_each_number_of_rows() -> None:
@@ -50,7 +50,7 @@ def test_the_fastest_is_taken_for_each_number_of_rows() -> None:
     found = tune(H200, MIX, clock(seconds))
     assert [each.rows for each in found] == list(BUCKETS)
     for each in found:
-        built_in = H200.tiling(each.rows)
+        built_in = BUILT_IN[each.rows]
         changed = {"stages": 3} if each.rows < 32 else {"wide": not built_in.wide}
         assert each == Found(each.rows, built_in, replace(built_in, **changed), 1.0, 0.9, ())
 
@@ -68,7 +68,7 @@ def test_other_sums_are_never_taken() -> None:
         sums=lambda tiling, rows: 2.0 if other_warps(tiling, rows) else 1.0,
     )
     for each in tune(H200, MIX, measure):
-        assert each.differing == (replace(H200.tiling(each.rows), wide=each.rows < 32),)
+        assert each.differing == (replace(BUILT_IN[each.rows], wide=each.rows < 32),)
         assert each.best_s == 0.8 and not each.best.halfway
 
 
@@ -79,25 +79,26 @@ def test_sums_that_are_not_numbers_are_other_sums() -> None:
 
 
 def test_a_clock_that_rises_favours_nobody() -> None:
-    def measure(cards: Sequence[Card], _: int) -> Iterator[Measured]:
-        assert cards[0] == cards[-1]
-        for index in range(len(cards)):
+    def measure(tilings: Sequence[Tiling], _: int) -> Iterator[Measured]:
+        assert tilings[0] == tilings[-1]
+        for index in range(len(tilings)):
             yield Measured(1.0 if index else 2.0, torch.zeros(1))
 
     assert all(each.best == each.built_in and each.built_in_s == 1.0 for each in tune(H200, MIX, measure))
 
 
-def test_what_was_tuned_before_does_not_count() -> None:
-    before = replace(H200, tuned=tuple((bucket, Tiling(2, wide=False, halfway=False)) for bucket in BUCKETS))
-    measure = clock(lambda tiling, rows: 1.0 - 0.1 * (tiling == H200.tiling(rows)))
-    assert all(each.best == each.built_in and each.best_s == 0.9 for each in tune(before, MIX, measure))
+def test_tuning_starts_from_the_built_in_tilings() -> None:
+    """Not from what was tuned before."""
+    measure = clock(lambda tiling, rows: 1.0 - 0.1 * (tiling == BUILT_IN[rows]))
+    for each in tune(H200, MIX, measure):
+        assert each.best == each.built_in == BUILT_IN[each.rows] and each.best_s == 0.9
 
 
 def test_progress_ends_where_it_said() -> None:
-    told: list[tuple[int, int]] = []
-    tune(H200, MIX, clock(lambda *_: 1.0), progress=lambda done, total: told.append((done, total)))
-    assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
-    assert len(told) == sum(len(candidates(H200, bucket, MIX)) + 1 for bucket in BUCKETS)
+    seen: list[tuple[int, int]] = []
+    tune(H200, MIX, clock(lambda *_: 1.0), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
+    assert len(seen) == sum(len(candidates(H200, bucket, MIX)) + 1 for bucket in BUCKETS)
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -105,17 +106,14 @@ def test_only_variants_that_differ_are_tried(name: str) -> None:
     card = CARDS[name]
     for bucket in BUCKETS:
         found = candidates(card, bucket, MIX)
-        assert found[0] == card.tiling(bucket)
+        assert found[0] == built_in_tilings(card.arch)[bucket]
         variants = [
-            tuple(
-                tuple(sorted(cuda.defines(replace(card, tuned=((bucket, tiling),)), layout, bucket).items()))
-                for layout in MIX
-            )
+            tuple(tuple(sorted(cuda.defines(card, layout, bucket, tiling).items())) for layout in MIX)
             for tiling in found
         ]
         assert len(set(variants)) == len(variants)
         assert any(tiling.wide != found[0].wide for tiling in found) == (name == "H200")
-        if not card.bulk:
+        if not card.bulk_copies:
             assert {tiling.halfway for tiling in found} == {True}
 
 
@@ -143,5 +141,5 @@ def test_random_weights_are_numbers_of_every_type() -> None:
 def test_a_gpu_is_tuned() -> None:
     device = torch.device("cuda", 0)
     stack = Stack([(((QuantType.Q4_K, 1000), (QuantType.Q6_K, 300)), 1024)], device)
-    found = tune(cuda.card_of(device), stack.layouts, stack.measure)
+    found = tune(card_of(device), stack.layouts, stack.measure)
     assert found and all(not each.differing and 0 < each.best_s <= each.built_in_s for each in found)

@@ -37,7 +37,7 @@ def test_without_a_gpu_there_is_one_clear_error(treeflash, monkeypatch):
 
 
 def test_reset_removes_what_was_kept(treeflash, tmp_path):
-    file = TunedFile.usual()
+    file = TunedFile.default()
     assert file.path.is_relative_to(tmp_path)
     file.save(KIND, {16: BETTER})
     result = treeflash("tune", "--reset")
@@ -53,7 +53,7 @@ def test_reset_takes_no_model(treeflash):
 
 
 def test_what_is_better_is_shown_and_kept(capsys):
-    file = TunedFile.usual()
+    file = TunedFile.default()
     show(FOUND, file, KIND, view.Screen())
     shown = capsys.readouterr()
     eight, sixteen = (line.split() for line in shown.out.splitlines() if line.startswith(("  8 ", "  16 ")))
@@ -70,14 +70,14 @@ def test_what_is_better_is_shown_and_kept(capsys):
 
 
 def test_where_nothing_is_better_what_was_kept_goes(capsys):
-    file = TunedFile.usual()
+    file = TunedFile.default()
     file.save(KIND, {16: BETTER})
     show(FOUND[:1], file, KIND, view.Screen())
     assert "nothing was saved" in capsys.readouterr().out and not file.path.exists()
 
 
 def test_other_sums_are_said(capsys):
-    show([Found(8, BUILT_IN, BUILT_IN, 1.0, 1.0, (BETTER,))], TunedFile.usual(), KIND, view.Screen())
+    show([Found(8, BUILT_IN, BUILT_IN, 1.0, 1.0, (BETTER,))], TunedFile.default(), KIND, view.Screen())
     assert "8 rows, 5 stages, filled at the start: different sums, not used" in capsys.readouterr().err
 
 

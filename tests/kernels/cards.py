@@ -1,4 +1,4 @@
-"""Cards that are not here, and the tools that look at machine code for them."""
+"""Cards for cross-compilation, and tools that inspect their machine code."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import triton
 
-from treeflash.kernels.quant_matmul.cuda import Card
+from treeflash.kernels.runtime.device import Card
 
 CARDS = {
     "A100": Card("sm_80", 108, 164 << 10, 163 << 10),
@@ -17,17 +17,17 @@ CARDS = {
 }
 
 
-def told(tool: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
+def tool_output(tool: str, *arguments: str) -> str:
+    """Return what one of the tools that come with Triton prints."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def unwritten_reads(code: str) -> list[str]:
-    """Instructions of sm_90, as nvdisasm lists them, that read a register before any has written to it.
+    """Return the instructions of sm_90, as nvdisasm lists them, that read an uninitialised register.
 
     A register of predicates is filled bit by bit, one of 16-bit numbers half by half, and either may be
-    spilled before: what does that may read anything.
+    spilled before that: such instructions are allowed.
     """
     written, found = {1}, []
     for line in re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?) ;", code, re.MULTILINE):
@@ -49,10 +49,10 @@ def unwritten_reads(code: str) -> list[str]:
 
 
 def _results(name: str) -> int:
-    """Registers that an instruction writes, at most."""
-    product = re.match(r"HGMMA\.64x(\d+)x", name)
-    if product:
-        return int(product[1]) // 2
+    """Return the most registers that an instruction writes."""
+    mma = re.match(r"HGMMA\.64x(\d+)x", name)
+    if mma:
+        return int(mma[1]) // 2
     if name.startswith("HMMA") or ".128" in name or ".M88.4" in name:
         return 4
     return 2 if re.search(r"\.64|WIDE|CS2R|M88\.2", name) else 1

@@ -1,4 +1,4 @@
-"""Compiles the Triton products for GPUs that are not here; run in a process of its own, as a GPU's code."""
+"""Cross-compiles the Triton matmuls; run in a process of its own, without the interpreter."""
 
 import sys
 
@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import triton_kernels as kernel
+from treeflash.kernels.quant_matmul import triton_kernels
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
 
 TARGETS = {
@@ -23,8 +23,8 @@ def compile_kernel(function, constants: dict, target: GPUTarget, warps: int = 4,
     types = {**POINTERS, **dict.fromkeys(FLOATS, "*fp32"), **pointers}
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, places)
+    positions = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, positions)
     compiled = triton.compile(source, target=target, options={"num_warps": warps})
     binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
     assert binary, (function.__name__, target)
@@ -32,12 +32,16 @@ def compile_kernel(function, constants: dict, target: GPUTarget, warps: int = 4,
 
 def main() -> None:
     target = TARGETS[sys.argv[1]]
-    compile_kernel(kernel._expand_kernel, kernel.constants(LAYOUTS[QuantType.IQ4_XS]) | {"ROWS": 64}, target)
+    compile_kernel(
+        triton_kernels._expand_kernel,
+        triton_kernels.constants(LAYOUTS[QuantType.IQ4_XS]) | {"ROWS": 64},
+        target,
+    )
     for layout in (LAYOUTS[QuantType.Q4_K], DENSE):
-        constants = kernel.constants(layout) | {"ROWS": 64, "BUCKET": 24, "COLUMNS": 32}
-        compile_kernel(kernel._matmul_kernel, constants, target, warps=kernel._WARPS)
-    compile_kernel(kernel._add_kernel, {"WIDTH": 1024}, target, parts="*fp32")
-    compile_kernel(kernel._pack_rows_kernel, {"WIDTH": 1024}, target, x="*fp32")
+        constants = triton_kernels.constants(layout) | {"ROWS": 64, "BUCKET": 24, "COLUMNS": 32}
+        compile_kernel(triton_kernels._matmul_kernel, constants, target, warps=triton_kernels._WARPS)
+    compile_kernel(triton_kernels._add_kernel, {"WIDTH": 1024}, target, parts="*fp32")
+    compile_kernel(triton_kernels._pack_rows_kernel, {"WIDTH": 1024}, target, x="*fp32")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.attention import triton_kernels as attention_kernel
-from treeflash.kernels.kv_cache import triton_kernels as kernel
+from treeflash.kernels.kv_cache import triton_kernels
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, encode, unpack
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
@@ -19,7 +19,7 @@ __all__ = ["poisoned"]
 
 CPU = torch.device("cpu")
 QUANTISED = [name for name, format in FORMATS.items() if format.quantised]
-# Relative, of products in float16.
+# Relative, of matmuls in float16.
 TOLERANCE = 8e-4
 
 
@@ -52,12 +52,12 @@ def check_attention(
         used[table[item, : -(-(length + rows) // page)]] = True
     pools = [filled(name, (pages, heads, page), dim, used) for name in formats]
     step = tree_of(rows, len(lengths))
-    behind = torch.tensor(lengths)
-    places = (*pools, table, behind, step.ancestors, behind[:, None] + step.positions)
+    committed = torch.tensor(lengths)
+    cache = (*pools, table, committed, step.ancestors, committed[:, None] + step.positions)
     q = torch.randn(len(lengths), rows, heads * group, dim)
     gate = torch.randn(len(lengths), rows, heads * group, 2 * dim)[..., dim:]
-    found = attention_kernel.paged_attention(q, *places, window=window, gate=gate)
-    close(found, attention.paged_attention(q, *places, window=window, gate=gate), tolerance)
+    found = attention_kernel.paged_attention(q, *cache, window=window, gate=gate)
+    close(found, attention.paged_attention(q, *cache, window=window, gate=gate), tolerance)
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="/".join)
@@ -112,15 +112,15 @@ def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -
     dim, page, length, window = 16, 64, 600, 100
     table = torch.randperm(10)[None]
     keys, values = torch.randn(2, 10, 1, page, dim)
-    # Row 0 sees positions 501 and on; behind the first page, pages 1 to 6 end at 447.
+    # Row 0 sees positions 501 and on; after the first page, pages 1 to 6 end at 447.
     keys[table[0, 1:7]] = values[table[0, 1:7]] = torch.nan
     pools = [HeadPool(FORMATS["f32"], dim, pool, None) for pool in (keys, values)]
-    step, behind = tree_of(4, 1), torch.tensor([length])
+    step, committed = tree_of(4, 1), torch.tensor([length])
     q = torch.randn(1, 4, 1, dim)
-    places = (table, behind, step.ancestors, behind[:, None] + step.positions)
-    found = attention_kernel.paged_attention(q, *pools, *places, window=window)
+    cache = (table, committed, step.ancestors, committed[:, None] + step.positions)
+    found = attention_kernel.paged_attention(q, *pools, *cache, window=window)
     cleaned = [HeadPool(FORMATS["f32"], dim, pool.nan_to_num(), None) for pool in (keys, values)]
-    close(found, attention.paged_attention(q, *cleaned, *places, window=window))
+    close(found, attention.paged_attention(q, *cleaned, *cache, window=window))
 
 
 @pytest.mark.parametrize("pair", [("f16", "f16"), ("q8_0", "q4_0")])
@@ -132,24 +132,24 @@ def test_a_row_comes_out_the_same_among_others(
     pools = [filled(name, (4, 1, 64), dim, torch.ones(4, dtype=torch.bool)) for name in pair]
     q, step = torch.randn(1, rows, group, dim), tree_of(rows, 1)
     assert step.ancestors is not None
-    places = (*pools, torch.randperm(4)[None], torch.tensor([length]))
-    alone = attention_kernel.paged_attention(q[:, :1], *places, step.ancestors[:, :1])
-    among = attention_kernel.paged_attention(q, *places, step.ancestors)
+    cache = (*pools, torch.randperm(4)[None], torch.tensor([length]))
+    alone = attention_kernel.paged_attention(q[:, :1], *cache, step.ancestors[:, :1])
+    among = attention_kernel.paged_attention(q, *cache, step.ancestors)
     assert torch.equal(alone, among[:, :1])
 
 
 def write(
     implementation, pair: tuple[str, str], q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, **options
 ):
-    """Both pools, after heads k, v [2, 3, 2, D] went to places of their own, and what became of q."""
+    """Both pools, after heads k, v [2, 3, 2, D] were written to distinct slots, and the returned q."""
     angles = norm.rope_angles(
         options.pop("positions"), torch.rand(4, generator=torch.Generator().manual_seed(3))
     )
     pools = [HeadPool.empty(FORMATS[name], (4, 2, 8), k.shape[-1], CPU) for name in pair]
-    places = {"pages": torch.tensor([3, 0, 3, 1, 1, 1]), "offsets": torch.tensor([7, 0, 2, 5, 4, 3])}
+    mapping = {"pages": torch.tensor([3, 0, 3, 1, 1, 1]), "offsets": torch.tensor([7, 0, 2, 5, 4, 3])}
     factors = (None if factor is None else 1 - factor, factor)
     turned = implementation.cache_heads(
-        q, k, v, factors, 1e-6, *angles, keys=pools[0], values=pools[1], **places, **options
+        q, k, v, factors, 1e-6, *angles, keys=pools[0], values=pools[1], **mapping, **options
     )
     return pools, turned
 
@@ -164,7 +164,7 @@ def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) 
     v[0, 0, :, :3] *= 2.0**22
     v[1, 0] = torch.tensor([1.0, -1.0]).repeat(dim // 2)
     options = {"positions": torch.zeros(2, 3, dtype=torch.int64), "interleaved": False}
-    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (kernel, norm))
+    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (triton_kernels, norm))
     for one, other in zip(found, wanted, strict=True):
         if name == "tq3_0":
             # A group's length is a sum of many squares: its last bit depends on their order.
@@ -190,7 +190,7 @@ def test_heads_are_normed_rotated_and_written(pair: tuple[str, str], dim: int, i
     q, (k, v) = torch.randn(2, 3, 5, 2 * dim)[..., dim:], torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
     options = {"positions": torch.randint(0, 900, (2, 3)), "interleaved": interleaved}
     for factor in (None, torch.randn(dim)):
-        results = [write(one, pair, q, k, v, factor, **options) for one in (kernel, norm)]
+        results = [write(one, pair, q, k, v, factor, **options) for one in (triton_kernels, norm)]
         (found, turned), (wanted, expected) = results
         close(turned, expected)
         for one, other in zip(found, wanted, strict=True):
@@ -210,6 +210,6 @@ def test_rows_expand_to_what_they_were(name: str, dim: int) -> None:
     pool = filled(name, (6, 2, 16), dim, torch.isin(torch.arange(6), table))
     rows = rotate_back(decode(pool.codes, pool.scales, pool.format, dim))[table].transpose(1, 2).flatten(0, 1)
     for first, count in ((0, 1), (5, 33), (16, 32)):
-        found = kernel.expand(pool, table, first, count)
+        found = triton_kernels.expand(pool, table, first, count)
         assert found.dtype == torch.float16
         close(found.float(), rows[first : first + count], TOLERANCE)

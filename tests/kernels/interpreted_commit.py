@@ -1,14 +1,13 @@
-"""The kernels of places and commits against their references, in Triton's interpreter; run by test_commit."""
+"""The kernels of slot mappings and commits against their references, in the interpreter; see test_commit."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.commit import reference
-from treeflash.kernels.commit import triton_kernels as kernel
-from treeflash.kernels.slot_mapping import reference as places
-from treeflash.kernels.slot_mapping import triton_kernels as places_kernel
+from treeflash.kernels.commit import reference, triton_kernels
+from treeflash.kernels.slot_mapping import reference as slot_mapping
+from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping_kernel
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)
@@ -30,9 +29,11 @@ def test_the_path_that_stays(data: st.DataObject) -> None:
         torch.randint(0, 99, (SLOTS,)),
     )
     results = []
-    for implementation in (kernel, reference):
+    for implementation in (triton_kernels, reference):
         path, count, lengths = (part.clone() for part in before)
-        kept = implementation.keep_path(step.ancestors, last, slots, path=path, count=count, lengths=lengths)
+        kept = implementation.commit_path(
+            step.ancestors, last, slots, path=path, count=count, lengths=lengths
+        )
         results.append((kept.counts, kept.starts, kept.source, path, count, lengths))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found, wanted)
@@ -49,9 +50,9 @@ def test_rows_move_across_pages(width: int, dtype: torch.dtype) -> None:
     slots = torch.tensor([1, 2])
     source = torch.arange(9).repeat(2, 1)
     source[0, :4], source[1, :6] = torch.tensor([0, 2, 5, 8]), torch.tensor([0, 1, 3, 4, 6, 7])
-    kept = reference.Kept(torch.tensor([4, 6]), torch.tensor([7, 2]), source)
+    kept = reference.AcceptedPath(torch.tensor([4, 6]), torch.tensor([7, 2]), source)
     planes = plane.clone(), plane.clone()
-    kernel.move_rows([planes[0]], kept, slots, table)
+    triton_kernels.move_rows([planes[0]], kept, slots, table)
     reference.move_rows([planes[1]], kept, slots, table)
     assert torch.equal(*planes)
     assert not torch.equal(planes[0], plane)
@@ -61,8 +62,8 @@ def test_rows_move_across_pages(width: int, dtype: torch.dtype) -> None:
 def test_trees_filled_up(count: int, size: int) -> None:
     tree, lengths = torch.randint(-(2**40), 2**40, (4, 64)), torch.tensor([5, 2**33])
     arguments = (tree, torch.tensor([count]), torch.tensor([1]), lengths)
-    found = places_kernel.padded_tree(*arguments, size=size)
-    assert torch.equal(found, places.padded_tree(*arguments, size=size))
+    found = slot_mapping_kernel.padded_tree(*arguments, size=size)
+    assert torch.equal(found, slot_mapping.padded_tree(*arguments, size=size))
 
 
 @pytest.mark.parametrize("rows", [1, 9, 300])
@@ -70,7 +71,7 @@ def test_where_rows_stand(rows: int) -> None:
     slots, lengths, count = torch.tensor([2, 0]), torch.tensor([5, 0, 37]), torch.tensor([3, 0, 7])
     table, path = torch.randperm(1200).view(3, 400), torch.randint(0, 64, (3, 64))
     options = {"rows": rows, "page": 4}
-    found = places_kernel.row_places(slots, lengths, table, path, count, **options)
-    wanted = places.row_places(slots, lengths, table, path, count, **options)
+    found = slot_mapping_kernel.slot_mapping(slots, lengths, table, path, count, **options)
+    wanted = slot_mapping.slot_mapping(slots, lengths, table, path, count, **options)
     for name in ("lengths", "page_table", "pages", "offsets", "path", "count"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name

@@ -6,16 +6,16 @@ import torch
 from tests.kernels.test_quant_matmul_layout import random_blocks
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.embedding import triton_kernels as kernel
+from treeflash.kernels.embedding import triton_kernels
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("type", kernel.TYPES, ids=lambda type: type.name)
+@pytest.mark.parametrize("type", triton_kernels.TYPES, ids=lambda type: type.name)
 @pytest.mark.parametrize("columns", [256, 768, 96])
 def test_rows_are_what_their_blocks_say(type: QuantType, columns: int) -> None:
     if columns % type.block_elements:
         columns = 512
     data = random_blocks(type, 9, columns)
     tokens = torch.tensor([[8, 0, 3], [3, 1, 7]])
-    assert torch.equal(kernel.embed(data, type, tokens), dequantise(data[tokens], type))
+    assert torch.equal(triton_kernels.embed(data, type, tokens), dequantise(data[tokens], type))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treeflash.kernels.gather_rows import triton_kernels as kernel
+from treeflash.kernels.gather_rows import triton_kernels
 
 
 @pytest.mark.parametrize("width", [1, 34, 36, 144, 2880, 4104])
@@ -12,5 +12,5 @@ def test_rows_are_the_tables(width: int, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(width)
     table = torch.randint(0, 256, (11, width), dtype=torch.uint8, generator=generator)
     rows = torch.randint(0, 11, shape, generator=generator)
-    found = kernel.gather_rows(table, rows)
+    found = triton_kernels.gather_rows(table, rows)
     assert found.dtype == torch.uint8 and torch.equal(found, table[rows])

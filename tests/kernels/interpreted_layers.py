@@ -56,7 +56,7 @@ def tree_of(rows: int, batch: int) -> Step:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 40), (2, 96)])
-def test_norms_and_products(rows: int, width: int) -> None:
+def test_norms_and_gates(rows: int, width: int) -> None:
     wide = torch.randn(2, rows, 2 * width + 3)
     x, add = wide[..., :width], wide[..., width : 2 * width]
     weight = torch.randn(width)
@@ -82,7 +82,7 @@ def floats(packed: PackedRows) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 300), (33, 24)])
 def test_packed_rows(rows: int, width: int) -> None:
-    """What a norm or an activation writes for a product is what packing its floats would give."""
+    """A norm or an activation with `pack` writes what packing its floats would give."""
     wide = torch.randn(2, rows, 2 * width + 3) * 10.0 ** torch.randint(-9, 9, (2, rows, 1))
     x, add, weight = wide[..., :width], wide[..., width : 2 * width], torch.randn(width)
     heads, factor = torch.randn(2, rows, width, 8), torch.randn(8)
@@ -123,7 +123,7 @@ def test_heads_into_rings(counts: tuple[int, int]) -> None:
     cos, sin = norm.rope_angles(torch.randint(0, 90, (batch, rows)), torch.rand(12))
     k, v = torch.randn(2, batch, rows, heads, dim + 4)[..., :dim]
     rings = torch.randn(2, 3, size, heads, dim).half()
-    places = {
+    tables = {
         "slots": torch.tensor([2, 0]),
         "lengths": torch.tensor([5, 99, 30]),
         "count": torch.tensor(counts),
@@ -132,7 +132,7 @@ def test_heads_into_rings(counts: tuple[int, int]) -> None:
     for implementation in (ring, norm):
         keys, values = (part.clone() for part in rings)
         implementation.ring_heads(
-            k, v, torch.ones(dim) / 3, 1e-6, cos, sin, keys=keys, values=values, **places
+            k, v, torch.ones(dim) / 3, 1e-6, cos, sin, keys=keys, values=values, **tables
         )
         results.append(torch.stack([keys, values]))
     close(*results, 1e-3)
@@ -160,8 +160,8 @@ def test_conv(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
     for implementation in (conv_kernel, conv):
         window, stash, gates = (part.clone() for part in state)
         rest = {"window": window, "tree_inputs": stash, "tree_gates": gates}
-        places = {"slots": slots, "path": path, "count": count, "index": index, "key_heads": key_heads}
-        out = implementation.tree_conv(inputs, alpha, beta, *weights, **rest, **places)
+        tables = {"slots": slots, "path": path, "count": count, "index": index, "key_heads": key_heads}
+        out = implementation.tree_conv(inputs, alpha, beta, *weights, **rest, **tables)
         results.append((out, window, stash, gates))
     (found, *left), (wanted, *expected) = results
     used = torch.arange(length + rows) - count[:, None]
@@ -188,9 +188,9 @@ def test_delta(rows: int, counts: tuple[int, int]) -> None:
     k[unused] = torch.nan  # nobody has written there
     states = [torch.randn(3, value_heads, dim, dim)] * 2
     states[1] = states[0].clone()
-    places = {"slots": torch.tensor([2, 0]), "count": count, "ancestors": step.ancestors}
+    tables = {"slots": torch.tensor([2, 0]), "count": count, "ancestors": step.ancestors}
     found, wanted = (
-        implementation.tree_delta(q, k, v, g, beta, state, **places)
+        implementation.tree_delta(q, k, v, g, beta, state, **tables)
         for implementation, state in zip((delta_kernel, delta), states, strict=True)
     )
     close(found, wanted)
@@ -207,9 +207,9 @@ def test_block_attention(length: int, start: int, window: int | None, causal: bo
     keys, values = torch.randn(2, 3, ring, kv_heads, dim)
     slots, lengths, starts = torch.tensor([1, 2]), torch.tensor([9, length, 7]), torch.tensor([0, start, 0])
     positions = lengths[slots][:, None] + torch.arange(rows)
-    places = (positions, keys, values, slots, lengths, starts)
+    tables = (positions, keys, values, slots, lengths, starts)
     found, wanted = (
-        implementation.block_attention(q, k, v, *places, window=window, causal=causal)
+        implementation.block_attention(q, k, v, *tables, window=window, causal=causal)
         for implementation in (attention_kernel, attention)
     )
     close(found, wanted)

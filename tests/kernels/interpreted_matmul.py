@@ -1,10 +1,10 @@
-"""Run with TRITON_INTERPRET=1: the Triton products against the expanded weights; fails on a difference."""
+"""Run with TRITON_INTERPRET=1: the Triton matmuls against the expanded weights; fails on a difference."""
 
 import torch
 
 from tests.kernels.test_quant_matmul_layout import random_blocks
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import triton_kernels as kernel
+from treeflash.kernels.quant_matmul import triton_kernels
 from treeflash.kernels.quant_matmul.layout import LAYOUTS, pack, unpack
 from treeflash.models.weights import Matrix, Projections
 
@@ -22,20 +22,20 @@ def main() -> None:
         values = unpack(weight).double()
         rows = (1, 9, 23)[number % 3]
         x = torch.randn(rows, weight.columns) * torch.logspace(-6, 6, rows)[:, None]
-        packed = kernel.pack_rows(x)
+        packed = triton_kernels.pack_rows(x)
         packed.data.transpose(0, 1)[rows:] = float("nan")
         out = torch.full((rows, 40), float("nan"))
-        kernel.matmul(packed, weight, out[:, :37])
+        triton_kernels.matmul(packed, weight, out[:, :37])
         assert bool(out[:, 37:].isnan().all()), type.name
         for row, expected in zip(out[:, :37], x.double() @ values.T, strict=True):
             assert error(row, expected) < 1e-3, (type.name, error(row, expected))
         space = torch.full((128, weight.padded_columns), float("nan"), dtype=torch.float16)
-        kernel.expand(weight, 0, space)
+        triton_kernels.expand(weight, 0, space)
         expanded = space[:37, : weight.columns].double() * weight.expand_scale.double()
         assert error(expanded, values) < 3e-4, (type.name, error(expanded, values))
         assert not bool(space[37:].any()) and not bool(space[:, weight.columns :].any()), type.name
     x = torch.randn(65, 40) * 1e9
-    many = kernel.pack_rows(x)
+    many = triton_kernels.pack_rows(x)
     packed_rows_in_the_place_of_x()
     assert many.data.shape == (65, 256) and not bool(many.data[:, 40:].any())
     assert error(many.data[:, :40].double() * many.scale[:, None].double(), x.double()) < 3e-4
@@ -44,7 +44,7 @@ def main() -> None:
 def packed_rows_in_the_place_of_x() -> None:
     x = torch.randn(5, 512) * 1e4
     tiles = [pack(random_blocks(type, 130, 512), type) for type in (QuantType.Q4_K, QuantType.Q8_0)]
-    matrices, packed = tuple(Matrix(tile, None) for tile in tiles), kernel.pack_rows(x)
+    matrices, packed = tuple(Matrix(tile, None) for tile in tiles), triton_kernels.pack_rows(x)
     assert packed.padded_columns == 512
     parts = Projections(matrices, (130, 130), None)(packed)
     for matrix, tile, part in zip(matrices, tiles, parts, strict=True):

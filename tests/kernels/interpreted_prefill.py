@@ -17,19 +17,19 @@ from treeflash.kernels.kv_cache.rotation import rotate
 from treeflash.kernels.norm_rope.reference import l2_norm
 
 torch.set_num_threads(1)
-HALF = 4e-4  # what rounding queries, keys and their products to float16 leaves
+HALF = 4e-4  # error of rounding queries, keys and their dot products to float16
 KEY_HEADS, VALUE_HEADS, DIM, WIDTH, SAVED = 1, 3, 16, 4, 9
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM
 
 
-def left_behind(dtype: torch.dtype) -> dict[str, Tensor]:
+def saved_rows(dtype: torch.dtype) -> dict[str, Tensor]:
     """What slots hold of the text and of their last trees."""
     window, stash = (torch.randn(3, size, CHANNELS).to(dtype) for size in (WIDTH - 1, SAVED))
     gates = torch.stack([-torch.rand(3, SAVED, VALUE_HEADS), torch.rand(3, SAVED, VALUE_HEADS)], 2)
     return {"window": window, "tree_inputs": stash, "tree_gates": gates}
 
 
-def places(counts: tuple[int, int]) -> dict:
+def tables(counts: tuple[int, int]) -> dict:
     path = torch.stack([torch.randperm(SAVED)[:6].sort().values for _ in range(2)])
     return {
         "slots": torch.tensor([2, 0]),
@@ -45,7 +45,7 @@ def places(counts: tuple[int, int]) -> dict:
      (37, (1, 0), torch.float16)],
 )  # fmt: skip
 def test_chunk_heads(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
-    kept, where = left_behind(dtype), places(counts)
+    kept, where = saved_rows(dtype), tables(counts)
     del kept["tree_gates"]
     inputs, alpha, beta = torch.randn(2, rows, CHANNELS + 6).split([CHANNELS, 3, 3], -1)
     weights = torch.randn(CHANNELS, WIDTH), -torch.rand(VALUE_HEADS), 30 * torch.randn(VALUE_HEADS)
@@ -59,7 +59,7 @@ def test_chunk_heads(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (3, 6)])
 def test_fold_path(counts: tuple[int, int]) -> None:
-    kept, where, weight = left_behind(torch.float32), places(counts), torch.randn(CHANNELS, WIDTH)
+    kept, where, weight = saved_rows(torch.float32), tables(counts), torch.randn(CHANNELS, WIDTH)
     states = [torch.randn(3, VALUE_HEADS, DIM, DIM)] * 2
     states[1] = states[0].clone()
     for implementation, state in zip((delta_chunk, delta), states, strict=True):
@@ -152,8 +152,8 @@ def test_chunk_attention(
     keys, values = (pool_of(format, kv_heads, dim, used) for format in formats)
     q = torch.randn(2, rows, kv_heads * group, dim)
     gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:] if gated else None
-    places = (keys, values, table, torch.tensor(lengths))
-    found = prefill.chunk_attention(q, *places, span=max(lengths) + rows, gate=gate)
+    cache = (keys, values, table, torch.tensor(lengths))
+    found = prefill.chunk_attention(q, *cache, span=max(lengths) + rows, gate=gate)
     for one in range(2):
         lone = slice(one, one + 1)
         alone = (keys, values, table[lone], torch.tensor(lengths[lone]))

@@ -50,8 +50,8 @@ def test_rows_see_the_committed_text_and_their_ancestors(rows: int, tree: bool, 
     visible = visibility(parents) if tree else None
     ancestors = Step.tree(lengths, parents, parents, lengths).ancestors if tree else None
     gate = torch.randn(q.shape, generator=generator)
-    places = (floats(keys), floats(values), table, lengths, ancestors)
-    out, gated = paged_attention(q, *places), paged_attention(q, *places, gate=gate)
+    cache = (floats(keys), floats(values), table, lengths, ancestors)
+    out, gated = paged_attention(q, *cache), paged_attention(q, *cache, gate=gate)
     assert torch.allclose(gated, out * gate.sigmoid())
     for item, length in enumerate(lengths.tolist()):
         k, v = (pool[table[item]].transpose(1, 2).flatten(0, 1) for pool in (keys, values))
@@ -76,8 +76,8 @@ def test_a_window_hides_what_is_far_but_not_the_beginning(window: int, length: i
     q = torch.randn(1, rows, 4, 8, generator=generator)
     parents = torch.tensor([[-1, 0, 0, 1, 3, 4, 2, 5, 7]])
     step = Step.tree(torch.tensor([0]), parents, parents, lengths)
-    places = (floats(keys), floats(values), table, lengths, step.ancestors, step.positions)
-    out = paged_attention(q, *places, window=window)
+    cache = (floats(keys), floats(values), table, lengths, step.ancestors, step.positions)
+    out = paged_attention(q, *cache, window=window)
     k, v = (pool[table[0]].transpose(1, 2).flatten(0, 1) for pool in (keys, values))
     at = torch.cat([torch.arange(length), step.positions[0]])
     for row in range(rows):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from treeflash.kernels.commit import keep_path, move_rows
+from treeflash.kernels.commit import commit_path, move_rows
 
 
 def test_the_kernels_are_their_references_in_the_interpreter() -> None:
@@ -18,14 +18,14 @@ def test_the_kernels_are_their_references_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_a_path_is_brought_together_behind_the_committed_tokens() -> None:
+def test_a_path_is_moved_after_the_committed_tokens() -> None:
     ancestors = torch.tensor([[0b1, 0b11, 0b101, 0b1101]])
     state = {
         "path": torch.full((1, 6), 9),
         "count": torch.tensor([5]),
         "lengths": torch.tensor([3]),
     }
-    kept = keep_path(ancestors, torch.tensor([3]), torch.tensor([0]), **state)
+    kept = commit_path(ancestors, torch.tensor([3]), torch.tensor([0]), **state)
     assert kept.counts.tolist() == [3] and kept.starts.tolist() == [3]
     assert kept.source.tolist() == [[0, 2, 3, 3]]
     assert state["path"].tolist() == [[0, 2, 3, 1, 9, 9]]

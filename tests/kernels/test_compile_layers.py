@@ -18,7 +18,7 @@ from treeflash.kernels.norm_rope import cuda as rows_cuda
 from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.norm_rope import triton_kernels as norm
 from treeflash.kernels.runtime.nvrtc import compile_cubin
-from treeflash.kernels.slot_mapping import triton_kernels as places
+from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
 
 # Shared memory of one program, bytes.
 TARGETS = {
@@ -84,9 +84,12 @@ SIMPLE = {
         f"embedding {bits}": (embedding._embed_kernel, {"WIDTH": 5120, "BITS": bits, "COLUMNS": 256})
         for bits in embedding.TYPES.values()
     },
-    "tree": (places._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
-    "places": (places._places_kernel, {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256}),
-    "path": (commit._keep_kernel, {"ROWS": 64, "BLOCK": 64}),
+    "tree": (slot_mapping._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
+    "slot mapping": (
+        slot_mapping._slot_mapping_kernel,
+        {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256},
+    ),
+    "path": (commit._commit_kernel, {"ROWS": 64, "BLOCK": 64}),
     "move": (
         commit._move_kernel,
         {"ROWS": 64, "BLOCK": 64, "HEADS": 4, "PAGE": 64, "WIDTH": 128, "BLOCK_WIDTH": 128},
@@ -96,7 +99,7 @@ SIMPLE = {
         conv._conv_kernel,
         {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128, "WIDTH": 4, "ROWS": 16, "WINDOW": 4},
     ),
-    "merge": (attention._merge_kernel, {**SPLIT, "TURN": 128, "PARTS": 128, "STEP": 32, "GATE": True}),
+    "merge": (attention._merge_kernel, {**SPLIT, "ROTATION": 128, "PARTS": 128, "STEP": 32, "GATE": True}),
 }
 
 
@@ -104,8 +107,8 @@ def built(
     kernel, target: GPUTarget, constants: dict, *, scalars: dict | None = None, **options
 ) -> CompiledKernel:
     if "OVERLAP" in kernel.arg_names:
-        early = capability(target) is not None and capability(target) >= (9, 0)
-        constants = {**constants, "OVERLAP": early}
+        has_pdl = capability(target) is not None and capability(target) >= (9, 0)
+        constants = {**constants, "OVERLAP": has_pdl}
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -173,13 +176,13 @@ def sides(keys: str, values: str) -> tuple[dict, dict]:
 )
 def test_cache(card: str, pair: tuple[str, str]) -> None:
     constants, types = sides(*pair)
-    places = {"KV": 4, "PAGE": 64, "SIZE": 128}
+    pages = {"KV": 4, "PAGE": 64, "SIZE": 128}
     chosen = {"num_warps": 1, "enable_fp_fusion": False}
     heads = {**HEAD, "HEADS": 24, "STRETCH": 1.0}
-    compiled(cache._cache_kernel, card, {**heads, **places, **constants}, chosen, scalars=types)
+    compiled(cache._cache_kernel, card, {**heads, **pages, **constants}, chosen, scalars=types)
     if pair[0] != "float":
         types = {"codes": "*u8", "scales": "*fp16", "out": "*fp16", "first": "i32", "count": "i32"}
-        constants = {**places, "D": 256, "FORMAT": pair[0], "BLOCK_N": 32}
+        constants = {**pages, "D": 256, "FORMAT": pair[0], "BLOCK_N": 32}
         assert compiled(cache._expand_kernel, card, constants, {}, scalars=types) <= TARGETS[card][1]
 
 
@@ -196,11 +199,11 @@ def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None
     """Of the target, with heads of 256."""
     target, limit = TARGETS[card]
     constants, types = sides(*pair)
-    products = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
+    operands = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
     row_bytes = 512 if types["key_codes"] != "*u8" or types["value_codes"] != "*u8" else 256
     constants |= {**SPLIT, "PRECISION": "ieee", "PAGE": 64, "WINDOW": window}
-    constants |= {"KEY_TYPE": products[0], "VALUE_TYPE": products[1]}
-    constants["TURN"] = 128 if types["key_codes"] == "*u8" else 0
+    constants |= {"KEY_TYPE": operands[0], "VALUE_TYPE": operands[1]}
+    constants["ROTATION"] = 128 if types["key_codes"] == "*u8" else 0
     chosen = attention.tiles(256, row_bytes, capability(target))
     types["window"] = "i32"
     assert compiled(attention._paged_kernel, card, constants, chosen, scalars=types) <= limit

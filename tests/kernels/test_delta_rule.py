@@ -33,7 +33,7 @@ def make(
 
 
 def recurrence(x: dict, path: list[int], item: int) -> tuple[Tensor, Tensor]:
-    """Output of the path's last row and the state behind it, token by token."""
+    """Output of the path's last row and the state after it, token by token."""
     state, heads = x["state"][item].clone(), torch.arange(x["v"].shape[2]) % x["k"].shape[2]
     out = state[:, 0]
     for row in path:
@@ -85,7 +85,7 @@ def test_a_path_and_the_tree_below_it_are_the_recurrence(rows: int, path: int) -
 def test_a_commit_is_the_recurrence_and_empty_rows_change_nothing(rows: int) -> None:
     x = make(2, rows, seed=rows)
     before = x["state"].clone()
-    kept = max(0, rows - 3)  # of the second sequence: the rows behind its path are empty
+    kept = max(0, rows - 3)  # of the second sequence: the rows after its path are empty
     x["g"][1, kept:], x["beta"][1, kept:] = 0, 0
     advance(x["state"], x["k"], x["v"], x["g"], x["beta"])
     for item, count in enumerate((rows, kept)):

@@ -13,8 +13,7 @@ from triton.compiler import ASTSource
 from tests.kernels.test_sampling_compile import TARGETS
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.gather_rows import gather_rows
-from treeflash.kernels.gather_rows import triton_kernels as kernel
+from treeflash.kernels.gather_rows import gather_rows, triton_kernels
 from treeflash.models.weights import Embedding
 
 
@@ -36,7 +35,7 @@ def test_it_compiles_for_every_card(target: str, words: str) -> None:
         "width": "i32",
         "BLOCK": "constexpr",
     }
-    source = ASTSource(kernel.gather_kernel, signature=signature, constexprs={"BLOCK": 512})
+    source = ASTSource(triton_kernels.gather_kernel, signature=signature, constexprs={"BLOCK": 512})
     assert triton.compile(source, target=TARGETS[target]).asm
 
 

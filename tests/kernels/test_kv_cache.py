@@ -21,7 +21,7 @@ DIM = 256
 
 
 def blocks_q8_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [n, 32] to ggml's bytes [n, 34] and the numbers that these stand for."""
+    """x [n, 32] to ggml's bytes [n, 34] and their values."""
     d = np.abs(x).max(1) / np.float32(127)
     inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d > 0)
     scaled = (x * inverse[:, None]).astype(np.float64)
@@ -199,8 +199,8 @@ def test_rotation_is_the_matrix(dim: int) -> None:
     hadamard = np.ones((1, 1))
     while len(hadamard) < size:
         hadamard = np.kron([[1, 1], [1, -1]], hadamard)
-    draws = np.random.default_rng(42).integers(0, 2, 256) * 2.0 - 1
-    first, second = draws[:size], draws[128 : 128 + size]
+    flips = np.random.default_rng(42).integers(0, 2, 256) * 2.0 - 1
+    first, second = flips[:size], flips[128 : 128 + size]
     matrix = second[:, None] * hadamard / size**0.5 * first
     assert np.allclose(matrix @ matrix.T, np.eye(size))
     x = torch.randn(5, 3, dim)

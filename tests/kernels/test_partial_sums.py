@@ -1,10 +1,10 @@
-"""Sums that a product leaves open mean what its units add up to, however they were dealt out."""
+"""Split-K partial sums add up to the sum of their units, for any partition."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.kernels.quant_matmul.partial_sums import BLOCK, OpenSums
+from treeflash.kernels.quant_matmul.partial_sums import BLOCK, PartialSums
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.data())
@@ -28,9 +28,9 @@ def test_parts_of_a_block_are_added(blocks: int, depth: int, data: st.DataObject
             else:
                 parts[cta, int(step == 0), 0] = total
             unit = stop
-    sums = OpenSums(out, parts, depth, share, extra)
+    sums = PartialSums(out, parts, depth, share, extra)
     wanted = values.sum(1).flatten()[:columns]
-    assert torch.equal(sums.closed()[0], wanted)
+    assert torch.equal(sums.reduced()[0], wanted)
     first, rest = sums.split([4, columns - 4]) if columns > 4 else (sums, sums)
-    assert torch.equal(first.closed()[0], wanted[:4])
-    assert torch.equal(rest.closed()[0], wanted[4 if columns > 4 else 0 :])
+    assert torch.equal(first.reduced()[0], wanted[:4])
+    assert torch.equal(rest.reduced()[0], wanted[4 if columns > 4 else 0 :])

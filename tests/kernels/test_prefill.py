@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cards import told, unwritten_reads
+from tests.kernels.cards import tool_output, unwritten_reads
 from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory, tiled
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.causal_conv import chunk as conv
@@ -33,8 +33,8 @@ TYPES = dict.fromkeys(("q", "k", "erase", "attention"), "*fp16") | {
 @pytest.mark.parametrize("card", [card for card in TARGETS if card[:2] == "sm" and card != "sm_75"])
 def test_the_delta_rule_compiles(card: str) -> None:
     target, limit = TARGETS[card]
-    tiles = (choose(128, capability(target)) for choose in (delta.prepare_tiles, delta.walk_tiles))
-    for kernel, chosen in zip((delta._prepare_kernel, delta._walk_kernel), tiles, strict=True):
+    tiles = (choose(128, capability(target)) for choose in (delta.prepare_tiles, delta.scan_tiles))
+    for kernel, chosen in zip((delta._prepare_kernel, delta._scan_kernel), tiles, strict=True):
         assert compiled(kernel, card, {**HEADS, "C": 64}, chosen, scalars=TYPES) <= limit
     width = {**HEADS, "WIDTH": 4}
     assert shared_memory(delta._fold_kernel, target, {**width, "COLUMNS": 32}) <= limit
@@ -44,12 +44,12 @@ def test_the_delta_rule_compiles(card: str) -> None:
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])
 def test_the_delta_rule_reads_nothing_that_was_never_written(dim: int, tmp_path: Path) -> None:
-    """As heads of 16 dims did in four warps: such a register said where a product's operand lies."""
+    """As heads of 16 dims did in four warps: such a register held the address of an mma operand."""
     heads, path = {"KEY_HEADS": 2, "VALUE_HEADS": 6, "D": dim, "C": 64}, tmp_path / "kernel.cubin"
-    tiles = (choose(dim, (9, 0)) for choose in (delta.prepare_tiles, delta.walk_tiles))
-    for kernel, chosen in zip((delta._prepare_kernel, delta._walk_kernel), tiles, strict=True):
+    tiles = (choose(dim, (9, 0)) for choose in (delta.prepare_tiles, delta.scan_tiles))
+    for kernel, chosen in zip((delta._prepare_kernel, delta._scan_kernel), tiles, strict=True):
         path.write_bytes(tiled(kernel, "sm_90", heads, chosen, scalars=TYPES).asm["cubin"])
-        code = told("nvdisasm", "-c", str(path))
+        code = tool_output("nvdisasm", "-c", str(path))
         assert "HGMMA" in code
         assert not unwritten_reads(code)
 

@@ -6,7 +6,7 @@ import torch
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import dense_matmul, pack, packed_matmul, packed_products, quant_matmul
+from treeflash.kernels.quant_matmul import dense_matmul, pack, packed_matmul, packed_matmuls, quant_matmul
 from treeflash.kernels.quant_matmul.reference import SLICE
 from treeflash.models.weights import Matrix, Projections
 
@@ -17,7 +17,7 @@ def test_any_number_of_rows(shape: tuple[int, int]) -> None:
     assert torch.allclose(dense_matmul(x, weight), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_product_is_the_expanded_product() -> None:
+def test_packed_matmul_equals_the_expanded_one() -> None:
     rows = SLICE // 512 + 3  # one full slice and a rest
     packed = quantise(torch.randn(rows, 512), QuantType.Q8_0)
     x = torch.randn(2, 3, 512)
@@ -44,5 +44,5 @@ def test_matrices_side_by_side_in_tiles() -> None:
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
     out = torch.full((5, 70), float("nan"))
     packed_matmul(x[0], tiles[0], out[:, 10:50])
-    assert torch.equal(out[:, 10:50], packed_products(x[0], tiles)[:, :40])
+    assert torch.equal(out[:, 10:50], packed_matmuls(x[0], tiles)[:, :40])
     assert bool(out[:, :10].isnan().all()) and bool(out[:, 50:].isnan().all())

@@ -1,16 +1,18 @@
-"""Which variants of the products a card gets: by architecture, by what was measured, within its limits."""
+"""The matmul variants of a card: by architecture, by what was measured, within its limits."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.kernels.cards import CARDS
 from treeflash.gguf.types import QuantType
+from treeflash.kernels.quant_matmul import cuda
 from treeflash.kernels.quant_matmul.cuda import defines, partition, stage_bytes, stages
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, empty_packed
 from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import MOST_STAGES, Tiling
+from treeflash.kernels.quant_matmul.tiling import MAX_STAGES, Tiling, built_in_tilings
+from treeflash.kernels.quant_matmul.tuned import TunedFile
 
 EVERY = {**{type.name: layout for type, layout in LAYOUTS.items()}, "F16": DENSE}
 # By type, for 8, 16, 24, 32, 48 and 64 rows: on an A100, on an H200, on cards with 100 KiB of shared memory.
@@ -33,7 +35,7 @@ SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_the_variants_that_are_built_where_nothing_was_measured(name: str) -> None:
+def test_the_variants_of_a_card_that_was_not_tuned(name: str) -> None:
     bulk, column = name in ("H200", "RTX 5090"), {"A100": 0, "H200": 1}.get(name, 2)
     for type, layout in EVERY.items():
         for bucket, depth in zip(BUCKETS, map(int, STAGES[type][column]), strict=True):
@@ -50,40 +52,57 @@ def test_the_variants_that_are_built_where_nothing_was_measured(name: str) -> No
                 "HALFWAY": int(depth >= 3),
                 "TABLE": int(bool(layout.table)),
             }
-            found = defines(CARDS[name], layout, bucket)
+            found = defines(CARDS[name], layout, bucket, built_in_tilings(CARDS[name].arch)[bucket])
             assert {key: found[key] for key in expected} == expected, (type, bucket)
             assert len(found) == len(expected) + (4 if layout.table else 0)
 
 
 def test_a_table_is_four_words() -> None:
-    found = defines(CARDS["H200"], LAYOUTS[QuantType.IQ4_NL], 8)
+    found = defines(CARDS["H200"], LAYOUTS[QuantType.IQ4_NL], 8, built_in_tilings("sm_90")[8])
     words = b"".join(found[f"TABLE{index}"].to_bytes(4, "little") for index in range(4))
     assert tuple(words) == LAYOUTS[QuantType.IQ4_NL].table
 
 
-def test_what_was_measured_decides_for_its_rows_alone() -> None:
+def test_a_tiling_decides_over_stages_row_tiles_and_refills_alone() -> None:
     card, layout = CARDS["H200"], LAYOUTS[QuantType.Q4_K]
-    tuned = replace(card, tuned=((8, Tiling(3, wide=True, halfway=False)),))
+    built_in, tuned = built_in_tilings(card.arch)[8], Tiling(3, wide=True, halfway=False)
     changed = {"STAGES": 3, "ROW_TILES": 2, "HALFWAY": 0}
-    assert defines(tuned, layout, 8) == defines(card, layout, 8) | changed
-    assert all(defines(tuned, layout, bucket) == defines(card, layout, bucket) for bucket in BUCKETS[1:])
+    assert defines(card, layout, 8, tuned) == defines(card, layout, 8, built_in) | changed
+
+
+def test_a_tuned_tiling_replaces_the_built_in_one_of_its_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, tuned = torch.device("cuda", 0), Tiling(3, wide=True, halfway=False)
+    monkeypatch.setattr(cuda, "card_of", lambda _: CARDS["H200"])
+    monkeypatch.setattr(cuda, "kind_of", lambda _: "H200")
+    monkeypatch.setattr(TunedFile, "default", lambda: TunedFile(tmp_path / "tilings.json"))
+    TunedFile.default().save("H200", {8: tuned})
+    assert cuda.tilings_of.__wrapped__(device) == {**built_in_tilings("sm_90"), 8: tuned}
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_no_tiling_goes_beyond_the_card_or_changes_who_adds_what(name: str) -> None:
-    card, weight = CARDS[name], empty_packed(QuantType.Q4_K, 5120, 1536, torch.device("meta"))
+def test_no_tiling_exceeds_the_card(name: str) -> None:
+    card, deep = CARDS[name], Tiling(MAX_STAGES, wide=True, halfway=True)
     for layout in EVERY.values():
         for bucket in BUCKETS:
-            deep = replace(card, tuned=((bucket, Tiling(MOST_STAGES, wide=True, halfway=True)),))
-            assert bool(stages(deep, layout, bucket)) == bool(stages(card, layout, bucket))
-            ring = stages(deep, layout, bucket) * stage_bytes(layout, bucket)
+            built_in = built_in_tilings(card.arch)[bucket]
+            assert bool(stages(card, layout, bucket, deep)) == bool(stages(card, layout, bucket, built_in))
+            ring = stages(card, layout, bucket, deep) * stage_bytes(layout, bucket)
             assert ring <= card.shared_per_block
-            assert defines(deep, layout, bucket)["ROW_TILES"] == (2 if name == "H200" else 1)
-            assert partition(deep, weight) == partition(card, weight)
+            assert defines(card, layout, bucket, deep)["ROW_TILES"] == (2 if name == "H200" else 1)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_partition_depends_on_the_card_and_the_matrix_alone(name: str) -> None:
+    weight = empty_packed(QuantType.Q4_K, 5120, 1536, torch.device("meta"))
+    grid, share, extra = partition(CARDS[name], weight)
+    assert grid * share + extra == weight.padded_rows // 128 * weight.data.shape[0]
+    assert grid <= 2 * CARDS[name].processors and extra < grid
 
 
 def test_a_tiling_in_words() -> None:
     tiling = Tiling(4, wide=False, halfway=True)
-    assert tiling.beside(tiling) == "as built in"
-    assert Tiling(3, wide=False, halfway=False).beside(tiling) == "3 stages, filled at the start"
-    assert Tiling(4, wide=True, halfway=True).beside(tiling) == "wide warps"
+    assert tiling.compare(tiling) == "as built in"
+    assert Tiling(3, wide=False, halfway=False).compare(tiling) == "3 stages, filled at the start"
+    assert Tiling(4, wide=True, halfway=True).compare(tiling) == "wide warps"

@@ -1,4 +1,4 @@
-"""The CUDA kernel of a tree's attention: its tiles; that it compiles and fits on cards that are not here."""
+"""The CUDA kernel of tree attention: its tiles; that it compiles for and fits on every supported card."""
 
 import re
 from pathlib import Path
@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.cards import CARDS, told
+from tests.kernels.cards import CARDS, tool_output
 from treeflash.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
-from treeflash.kernels.quant_matmul.cuda import Card
+from treeflash.kernels.runtime.device import Card
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
 
 
 def resources(card: Card, tile: Tile, folder: Path) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, from the machine code."""
+    """Return a thread's registers and bytes of stack, from the machine code."""
     path = folder / "tile.cubin"
-    macros = tile.defines(card.bulk)
+    macros = tile.defines(card.pdl)
     path.write_bytes(compile_cubin(tile.source(), defines=macros, arch=tile.arch(card), cached=False))
-    text = told("cuobjdump", "--dump-resource-usage", str(path))
+    text = tool_output("cuobjdump", "--dump-resource-usage", str(path))
     found = re.search(r"Function tree_attention:\s+REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
@@ -35,13 +35,13 @@ def test_a_tree_of_24_rows_keeps_its_sums_in_registers(pair: tuple[str, str], tm
     assert stack <= 64 and registers * tile.threads <= 65536
 
 
-def test_products_of_warp_groups_run_while_the_next_keys_are_decoded(tmp_path: Path) -> None:
-    """The assembler waits for each of them at once when it has not enough registers."""
+def test_warp_group_mma_overlaps_with_decoding_the_next_keys(tmp_path: Path) -> None:
+    """The assembler serialises them when it runs out of registers."""
     card = CARDS["H200"]
     tile = tile_of(card, "q8_0", "q8_0", 144)
     assert tile is not None
     resources(card, tile, tmp_path)
-    code = told("nvdisasm", str(tmp_path / "tile.cubin"))
+    code = tool_output("nvdisasm", str(tmp_path / "tile.cubin"))
     assert 0 < code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
 
 
@@ -68,11 +68,11 @@ def test_every_card_has_tiles_for_small_codes(card: Card, tmp_path: Path) -> Non
     rows=st.integers(1, 64),
     group=st.integers(1, 16),
 )
-def test_tiles_fit_and_do_not_depend_on_what_else_is_asked(
+def test_tiles_fit_and_their_existence_does_not_depend_on_the_rows(
     card: Card, pair: tuple[str, str], rows: int, group: int
 ) -> None:
     tile = tile_of(card, *pair, rows * group)
-    # Another kernel for other rows would be another result.
+    # Another kernel for other rows would give another result.
     assert (tile is None) == (tile_of(card, *pair, 1) is None)
     if tile is not None:
         assert tile.queries in (*NARROW, *WIDE) and tile.stages >= 2

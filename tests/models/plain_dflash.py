@@ -13,7 +13,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 class PlainDraft:
-    """`causal` overrides the config; `context` is how far back full layers may look, None: all the way."""
+    """`causal` overrides the config; `context`: positions that full layers attend to, None: all."""
 
     def __init__(
         self,

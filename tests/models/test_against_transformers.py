@@ -49,7 +49,7 @@ def stage(pair: Pair, states: SequenceStates, slots: list[int], tokens: torch.Te
     index = torch.tensor(slots, device=pair.device)
     lengths = states.buffers.lengths[index]
     step = Step.tree(index, tokens.to(pair.device), parents.to(pair.device), lengths)
-    return step, pair.ours.look(step, states.buffers)[1]
+    return step, pair.ours.verify(step, states.buffers)[1]
 
 
 def random_parents(rows: int, seed: int) -> list[int]:
@@ -76,9 +76,9 @@ def test_whole_prompt_and_hidden_states(pair: Pair) -> None:
     with torch.no_grad():
         hidden = pair.hf(ids[None], output_hidden_states=True, use_cache=False).hidden_states
     width = pair.ours.spec.width
-    for place, tap in enumerate(taps):
+    for item, tap in enumerate(taps):
         # transformers counts the embeddings as entry 0: entry i + 1 is the output of layer i.
-        ours = output.features[0, :, place * width : (place + 1) * width]
+        ours = output.features[0, :, item * width : (item + 1) * width]
         assert error(ours, hidden[tap + 1][0]) <= TOLERANCE
 
 
@@ -103,7 +103,7 @@ def test_token_by_token(pair: Pair) -> None:
 
 @pytest.mark.parametrize("rows", [2, 23, 64])
 def test_every_row_of_a_tree_is_a_plain_forward_of_its_path(pair: Pair, rows: int) -> None:
-    """Two trees in a row, so that the second one starts from a commit, and prompt text behind it."""
+    """Two trees in a row, so that the second one starts from a commit, and prompt text after it."""
     states, choose = states_of(pair, max_rows=64), random.Random(rows)
     slot, text = states.open(), ids_of(pair, 61, seed=3)
     feed(pair, states, slot, text)
@@ -148,12 +148,12 @@ def test_many_sequences_in_one_step(pair: Pair) -> None:
         tokens = torch.stack([ids_of(pair, 12, seed=60 + turn * 4 + slot) for slot in order])
         step, logits = stage(pair, states, order, tokens, torch.tensor(parents))
         last = [11, -1 if turn == 1 else 4, 7]
-        for place, slot in enumerate(order):
+        for item, slot in enumerate(order):
             for row in (0, 5, 11):
-                path = torch.cat([texts[slot], tokens[place, path_to(parents[place], row)]])
-                assert error(logits[place, row], pair.logits(path)[-1]) <= TOLERANCE, (turn, slot, row)
-            if last[place] >= 0:
-                texts[slot] = torch.cat([texts[slot], tokens[place, path_to(parents[place], last[place])]])
+                path = torch.cat([texts[slot], tokens[item, path_to(parents[item], row)]])
+                assert error(logits[item, row], pair.logits(path)[-1]) <= TOLERANCE, (turn, slot, row)
+            if last[item] >= 0:
+                texts[slot] = torch.cat([texts[slot], tokens[item, path_to(parents[item], last[item])]])
         states.commit(step, torch.tensor(last, device=pair.device))
     assert [states.lengths[slot] for slot in slots] == [len(text) for text in texts]
 

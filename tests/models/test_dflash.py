@@ -196,8 +196,8 @@ def test_any_schedule_of_chunks(
     assert compare(draft, plain, rounds=tuple(rounds), context=context) <= TOLERANCE
 
 
-class UniquePlaces(TorchFunctionMode):
-    """Every assignment to places of a tensor names each of them once: on a GPU the winner would be chance."""
+class UniqueIndices(TorchFunctionMode):
+    """Every indexed assignment has unique indices: on a GPU the winner would be random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,8 +205,8 @@ class UniquePlaces(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__setitem__ and isinstance(args[1], tuple):
-            places = torch.stack(torch.broadcast_tensors(*args[1])).flatten(1)
-            assert places.unique(dim=1).shape == places.shape
+            indices = torch.stack(torch.broadcast_tensors(*args[1])).flatten(1)
+            assert indices.unique(dim=1).shape == indices.shape
             self.seen += 1
         return func(*args, **(kwargs or {}))
 
@@ -216,7 +216,7 @@ def test_no_place_of_a_ring_is_written_twice(target: ModelSpec, tmp_path: Path) 
     draft = DFlashDraft.load(tmp_path, target)
     buffers = poisoned(draft, context=20, slots=2)
     lengths = torch.zeros(2, dtype=torch.int64)
-    with UniquePlaces() as mode:
+    with UniqueIndices() as mode:
         for count, slots in ((50, [0, 1]), (13, [1]), (14, [0]), (20, [0, 1]), (21, [1])):
             draft.append(random_rows(len(slots), count, 3 * target.width), torch.tensor(slots), buffers)
             lengths[slots] += count
@@ -235,7 +235,7 @@ def test_what_is_not_committed_is_not_appended(target: ModelSpec, tmp_path: Path
     for number, count in enumerate((5, 9, 0, 4, 1, 9)):
         features = random_rows(1, 9, size, seed=number)
         draft.append(features[:, :count], slot, one)
-        draft.keep(features, slot, other, torch.tensor([count]))
+        draft.commit(features, slot, other, torch.tensor([count]))
         assert torch.equal(one.lengths, other.lengths)
         for a, b in zip(one.keys + one.values, other.keys + other.values, strict=True):
             assert torch.allclose(a, b, atol=1e-6, equal_nan=True)
@@ -279,12 +279,12 @@ def test_slots_do_not_mix(target: ModelSpec, tmp_path: Path) -> None:
         asked = [3, 0, 1, 2] if number % 2 else [2, 1]
         embeddings = random_rows(len(asked), 16, target.width, seed=50 + number)
         found = draft.block(embeddings, torch.tensor(asked), buffers)
-        for place, slot in enumerate(asked):
-            assert error(found[place], plain[slot].block(embeddings[place].numpy())) <= TOLERANCE
+        for item, slot in enumerate(asked):
+            assert error(found[item], plain[slot].block(embeddings[item].numpy())) <= TOLERANCE
     assert buffers.lengths.tolist() == [34, 26, 75, 50]
 
 
-def test_a_block_leaves_nothing_behind(target: ModelSpec, tmp_path: Path) -> None:
+def test_a_block_changes_no_state(target: ModelSpec, tmp_path: Path) -> None:
     save_draft(tmp_path, draft_config(target, layer_types=SLIDING, sliding_window=13))
     draft = DFlashDraft.load(tmp_path, target)
     slot = torch.zeros(1, dtype=torch.int64)

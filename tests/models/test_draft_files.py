@@ -144,7 +144,7 @@ def test_damaged_checkpoints(target: ModelSpec, tmp_path: Path) -> None:
     load(tmp_path, target, "config.json is missing", ModelNotFound)
     config.write_text(text)
     (tmp_path / "mask_embedding.pt").touch()
-    load(tmp_path, target, "brings mask_embedding.pt, needed one whose mask is a token", UnsupportedModel)
+    load(tmp_path, target, "has mask_embedding.pt, needed one whose mask is a token", UnsupportedModel)
 
 
 def test_missing_files(target: ModelSpec, tmp_path: Path) -> None:

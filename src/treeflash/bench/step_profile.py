@@ -16,7 +16,7 @@ GROUPS = {
     ),
     "sampling": (
         *("adjust_kernel", "histogram_kernel", "gather_kernel", "rank_kernel", "noise_kernel", "walk_kernel"),
-        *("_keep_kernel", "_move_kernel"),
+        *("_commit_kernel", "_move_kernel"),
     ),
     "draft": ("_ring_kernel", "build_kernel", "shortlist_kernel"),
 }

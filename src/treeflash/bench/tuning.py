@@ -1,4 +1,4 @@
-"""Finds a GPU's fastest tilings by timing a stack of products; knows no model files and saves nothing."""
+"""Finds a GPU's fastest tilings by timing a stack of matmuls. Saves nothing."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import cuda
-from treeflash.kernels.quant_matmul.cuda import Card
 from treeflash.kernels.quant_matmul.layout import Layout, PackedWeight, pack
 from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import Tiling
+from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
+from treeflash.kernels.runtime.device import Card
 
 Q = QuantType
 # Matrices (type, rows) that read the same x, and its columns.
@@ -36,8 +36,8 @@ HALVES = {
     Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,), Q.Q3_K: (108,), Q.Q4_K: (0, 2),
     Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.IQ4_NL: (0,), Q.IQ4_XS: (0,), Q.MXFP4: (),
 }  # fmt: skip
-_MARGIN = 0.01  # by which a tiling must be faster than the one that is built in
-_CACHES = 3  # a stack is at least so many times as large as the L2 cache
+_MARGIN = 0.01  # by which a tiling must be faster than the built-in one
+_CACHES = 3  # a stack is at least this many times as large as the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best tiling for so many rows, and what the one that is built in takes."""
+    """The best tiling for a number of rows, and the time of the built-in one."""
 
     rows: int
     built_in: Tiling
-    best: Tiling  # the one that is built in where none is faster
+    best: Tiling  # the built-in one if none is faster
     built_in_s: float
     best_s: float
-    differing: tuple[Tiling, ...]  # whose sums were not the same: never used
+    differing: tuple[Tiling, ...]  # with other sums: never used
 
 
 def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tiling]:
-    """The tiling that is built in, and all that differ from it in one thing or two; each variant once."""
-    built_in, layouts = card.tiling(bucket), list(layouts)
+    """Return the built-in tiling, and those that differ in one or two settings; each variant once."""
+    built_in, layouts = built_in_tilings(card.arch)[bucket], list(layouts)
     other = not built_in.halfway
     tried = [
         built_in,
@@ -71,8 +71,7 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
     ]
     distinct: dict[object, Tiling] = {}
     for tiling in tried:
-        tuned = replace(card, tuned=((bucket, tiling),))
-        macros = [cuda.defines(tuned, layout, bucket) for layout in layouts]
+        macros = [cuda.defines(card, layout, bucket, tiling) for layout in layouts]
         # Without bulk copies a stage is always filled at the start.
         made = [(each["STAGES"], each["ROW_TILES"], each["BULK"] and each["HALFWAY"]) for each in macros]
         distinct.setdefault(tuple(made), tiling)
@@ -82,27 +81,27 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
 def tune(
     card: Card,
     layouts: Iterable[Layout],
-    measure: Callable[[Sequence[Card], int], Iterable[Measured]],
+    measure: Callable[[Sequence[Tiling], int], Iterable[Measured]],
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Found]:
-    """The best tiling for each number of rows that fits on the card.
+    """Return the best tiling for each bucket that fits on the card.
 
-    `measure` times the card as it is tuned each time, for so many rows.
+    `measure` times each of the given tilings for a bucket.
     """
-    card, layouts, done = replace(card, tuned=()), list(layouts), 0
+    layouts, done, built_in_of = list(layouts), 0, built_in_tilings(card.arch)
     plan = {
         bucket: candidates(card, bucket, layouts)
         for bucket in BUCKETS
-        if all(cuda.stages(card, layout, bucket) for layout in layouts)
+        if all(cuda.stages(card, layout, bucket, built_in_of[bucket]) for layout in layouts)
     }
     total = sum(len(tilings) + 1 for tilings in plan.values())
     found = []
     for bucket, (built_in, *others) in plan.items():
-        # The one that is built in once more at the end: a GPU's clock may rise meanwhile.
+        # The built-in one again at the end: a GPU's clock may rise meanwhile.
         tried = [built_in, *others, built_in]
         measured = []
-        for each in measure([replace(card, tuned=((bucket, tiling),)) for tiling in tried], bucket):
+        for each in measure(tried, bucket):
             measured.append(each)
             done += 1
             if progress is not None:
@@ -124,7 +123,7 @@ def _best(bucket: int, tried: Sequence[Tiling], measured: Sequence[Measured]) ->
 
 
 class Stack:
-    """Random weights on a GPU in the shapes of a model's layers, repeated beyond what its cache holds."""
+    """Random weights on a GPU in the shapes of a model's layers, repeated until they exceed its L2 cache."""
 
     def __init__(self, shapes: Sequence[Shapes], device: torch.device):
         self._device, self._steps = device, random_steps(shapes, device)
@@ -135,14 +134,14 @@ class Stack:
         for _ in range(-(-wanted // sum(weight.nbytes for weight in weights)) - 1):
             self._copies.append([([_copy(weight) for weight in step], k) for step, k in self._steps])
 
-    def measure(self, cards: Sequence[Card], bucket: int) -> Iterator[Measured]:
-        """All are compiled first, so that the GPU does not rest between them."""
-        for card in cards:
-            cuda.prepare(self.layouts, [bucket], self._device, card)
-        for card in cards:
-            yield self._measure(card, bucket)
+    def measure(self, tilings: Sequence[Tiling], bucket: int) -> Iterator[Measured]:
+        """Time each tiling; all are compiled first, so that the GPU is not idle between them."""
+        for tiling in tilings:
+            cuda.prepare(self.layouts, {bucket: tiling}, self._device)
+        for tiling in tilings:
+            yield self._measure(tiling, bucket)
 
-    def _measure(self, card: Card, bucket: int) -> Measured:
+    def _measure(self, tiling: Tiling, bucket: int) -> Measured:
         generator = torch.Generator(self._device).manual_seed(bucket)
         packed = {}
         for columns in sorted({columns for _, columns in self._steps}):
@@ -155,16 +154,16 @@ class Stack:
             for steps in self._copies:
                 for (weights, columns), out in zip(steps, sums.split(sizes, 1), strict=True):
                     outs = out.split([weight.rows for weight in weights], 1)
-                    cuda.products(packed[columns], weights, outs, card)
+                    cuda.matmuls(packed[columns], weights, outs, tiling)
 
         seconds = timed(launch, groups=9, repeats=10)
         return Measured(seconds / len(self._copies), sums)
 
 
 def timed(launch: Callable[[], object], *, groups: int = 5, repeats: int = 2) -> float:
-    """Median seconds of what `launch` does, in a CUDA graph."""
+    """Return the median seconds of `launch`, replayed as a CUDA graph."""
     stream = torch.cuda.Stream()
-    torch.cuda.synchronize()  # products follow one another in one stream
+    torch.cuda.synchronize()  # matmuls on one device run in one stream
     with torch.cuda.stream(stream):
         launch()
         torch.cuda.synchronize()
@@ -185,7 +184,7 @@ def timed(launch: Callable[[], object], *, groups: int = 5, repeats: int = 2) ->
 
 
 def random_steps(shapes: Iterable[Shapes], device: torch.device) -> list[Step]:
-    """Random weights of these shapes; those of equal shape and type are copies of each other."""
+    """Return random weights of these shapes; those of equal shape and type are copies of each other."""
     generator = torch.Generator(device).manual_seed(2)
     made: dict[tuple[QuantType, int, int], PackedWeight] = {}
     steps = []
@@ -207,7 +206,7 @@ def _copy(weight: PackedWeight) -> PackedWeight:
 
 
 def random_rows(type: QuantType, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Random packed rows, uint8 [rows, row bytes], with scales that a trained matrix could have."""
+    """Return random packed rows, uint8 [rows, row bytes], with scales that a trained matrix could have."""
     count, device = rows * columns // type.block_elements, generator.device
     if type in (Q.F16, Q.BF16, Q.F32):
         dtype = {Q.F16: torch.float16, Q.BF16: torch.bfloat16, Q.F32: torch.float32}[type]

@@ -44,9 +44,9 @@ def tune(
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.bench.tuning import LAYERS_27B, Stack
         from treeflash.bench.tuning import tune as find
-        from treeflash.kernels.quant_matmul import cuda
         from treeflash.kernels.quant_matmul.tuned import TunedFile
-    file = TunedFile.usual()
+        from treeflash.kernels.runtime.device import card_of, kind_of
+    file = TunedFile.default()
     if reset:
         view.plain(f"{file.path} is removed." if file.remove() else f"Nothing was saved: no {file.path}.")
         return
@@ -54,15 +54,15 @@ def tune(
     shapes = LAYERS_27B if model is None else _shapes(model)
     with screen.counting("Timing matmuls") as bar:
         stack = Stack(shapes, device)
-        found = find(cuda.card_of(device), stack.layouts, stack.measure, progress=bar.update)
-    show(found, file, cuda.kind_of(device), screen)
+        found = find(card_of(device), stack.layouts, stack.measure, progress=bar.update)
+    show(found, file, kind_of(device), screen)
 
 
 def _gpu() -> "torch.device":
     import torch
 
-    from treeflash.kernels.quant_matmul import cuda
     from treeflash.kernels.runtime import nvrtc
+    from treeflash.kernels.runtime.device import usable
 
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise ResourceError(
@@ -74,7 +74,7 @@ def _gpu() -> "torch.device":
             "tuning needs NVRTC, which was not found",
             "it comes with PyTorch's wheels: reinstall torch, https://pytorch.org",
         )
-    if not cuda.usable(device):
+    if not usable(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise ResourceError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, tuning needs 8.0",
@@ -85,10 +85,10 @@ def _gpu() -> "torch.device":
 
 def _shapes(model: str) -> "Sequence[Shapes]":
     from treeflash.gguf.reader import GGUFFile
-    from treeflash.models.matmuls import layer_products
+    from treeflash.models.matmuls import layer_matmuls
 
     with GGUFFile.open(resolve(meaning(model), offline=True)) as file:
-        return layer_products(file)
+        return layer_matmuls(file)
 
 
 def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Screen) -> None:
@@ -96,7 +96,7 @@ def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Sc
     for each in found:
         for tiling in each.differing:
             screen.warning(
-                f"{each.rows} rows, {tiling.beside(each.built_in)}: different sums, not used",
+                f"{each.rows} rows, {tiling.compare(each.built_in)}: different sums, not used",
                 "please report it with what `treeflash doctor` says",
             )
     cells = [
@@ -104,7 +104,7 @@ def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Sc
             str(each.rows),
             f"{each.built_in_s * 1e3:.4f}",
             f"{each.best_s * 1e3:.4f}",
-            each.best.beside(each.built_in),
+            each.best.compare(each.built_in),
         )
         for each in found
     ]

@@ -206,7 +206,7 @@ class StepRunner:
         rows = padded_tree(self._tree, self._limits[:1], self._slots, lengths, size=size)
         tokens, parents, ancestors, positions = rows.unsqueeze(1).unbind()
         step = Step(self._slots, tokens, positions, parents, ancestors)
-        features, logits = self._target.look(step, self._states.buffers, taps=self._drafter.taps)
+        features, logits = self._target.verify(step, self._states.buffers, taps=self._drafter.taps)
         return Forward(step, features[0], logits[0])
 
     def _accept(self, forward: Forward) -> Acceptance:

@@ -1,6 +1,6 @@
-"""The target model, built from a GGUF file's metadata. Owns weights; knows no sampling."""
+"""The target model, built from a GGUF file's metadata. Owns the weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,18 @@ from treeflash.errors import UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
-from treeflash.kernels.quant_matmul import OpenSums, PackedRows
-from treeflash.kernels.slot_mapping import Places, row_places
-from treeflash.models.layers import Attention, Experts, FeedForward, Frame, GatedDelta, PackedInput, by_item
+from treeflash.kernels.quant_matmul import PackedRows, PartialSums
+from treeflash.kernels.slot_mapping import SlotMapping, slot_mapping
+from treeflash.models.layers import (
+    Attention,
+    Experts,
+    FeedForward,
+    ForwardContext,
+    GatedDelta,
+    Mixer,
+    PackedInput,
+    by_sequence,
+)
 from treeflash.models.measure import tile_space
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
@@ -22,64 +31,69 @@ from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 @dataclass(frozen=True, slots=True)
 class Output:
     hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
-    features: Tensor  # [B, n, taps * width]: the last rows' residual stream behind the tapped layers
+    features: Tensor  # [B, n, taps * width]: the residual stream after the tapped layers, of the last rows
 
 
 class Block:
+    """A transformer block: a token mixer (attention or Gated DeltaNet) and a feed-forward layer."""
+
     def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
         block = f"blk.{index}"
         self._eps = spec.eps
         self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
-        mixer = (Attention if spec.layers[index] == "attention" else GatedDelta)(spec, loader, block)
-        self._mixer: Callable[..., Tensor | OpenSums] = mixer
+        kind = Attention if spec.layers[index] == "attention" else GatedDelta
+        self._mixer: Mixer = kind(spec, loader, block)
         self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
+        self._ffn: FeedForward | Experts
         if spec.experts is not None:
-            ffn = Experts(spec, loader, block)
+            self._ffn = Experts(spec, loader, block)
         else:
-            ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
-        self._ffn: Callable[..., Tensor] = ffn
-        self._open_ffn = ffn.left_open if isinstance(ffn, FeedForward) else None
-        self.packs, self._packs_ffn = mixer.packs, ffn.packs  # whether these rows come packed
+            self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
+
+    def takes_packed(self, rows: int) -> bool:
+        """Return whether the first norm packs its rows, and so can reduce partial sums."""
+        return self._mixer.takes_packed(rows)
 
     def __call__(
         self,
         x: Tensor,
-        add: Tensor | OpenSums | None,
-        frame: Frame,
+        add: Tensor | PartialSums | None,
+        context: ForwardContext,
         buffers: AttentionBuffers | DeltaBuffers,
         *,
-        leave_open: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | OpenSums]:
-        """The residual stream x and what is yet to be added to it, in and out; first, what came in as one.
+        partial_sums: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | PartialSums]:
+        """Return the residual stream before and within the block, and the block's output, to be added to it.
 
-        `leave_open`: the next block, which packs its rows, adds up open sums.
+        x [B, T, width] and `add`, the previous block's output, are the residual stream before this block.
+        Additions are fused with the following norm. `partial_sums`: the next norm can reduce partial sums.
         """
         rows = x.shape[0] * x.shape[1]
-        pack_ffn = self._packs_ffn(rows)
-        entered, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=self.packs(rows))
-        mixed = self._mixer(h, frame, buffers, leave_open=pack_ffn)
-        x, h = add_rms_norm(entered, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
-        if leave_open and self._open_ffn is not None and isinstance(h, PackedRows):
-            added = self._open_ffn(h)
+        pack, pack_ffn = self.takes_packed(rows), self._ffn.takes_packed(rows)
+        residual, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=pack)
+        mixed = self._mixer(h, context, buffers, partial_sums=pack_ffn)
+        x, h = add_rms_norm(residual, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
+        if partial_sums and isinstance(self._ffn, FeedForward) and isinstance(h, PackedRows):
+            out = self._ffn.partial_sums(h)
         else:
-            added = self._ffn(h)
-        return entered, x, added if isinstance(added, OpenSums) else added.view_as(x)
+            out = self._ffn(h)
+        return residual, x, out if isinstance(out, PartialSums) else out.view_as(x)
 
 
 class Decoder:
-    """Any of the supported families; what differs is in its spec."""
+    """A model of any supported family; its spec holds the differences."""
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, device: torch.device):
         self.spec = spec
         self.device = device
-        self.dtype = loader.dtype  # what matrix products are computed in
-        self.layouts = loader.layouts  # of matrices in tiles, whose kernels can be made ready
+        self.dtype = loader.dtype  # of matmuls
+        self.layouts = loader.layouts  # of matrices in tiles, whose kernels can be compiled ahead
         self.embed: Embedding = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
         self._blocks = [Block(spec, loader, i) for i in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
-        self._packs_head = PackedInput(self._head)
+        self._head_takes_packed = PackedInput(self._head)
         pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
         self._frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
         if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
@@ -96,9 +110,9 @@ class Decoder:
         host_embedding: bool = False,
         progress: Progress | None = None,
     ) -> "Decoder":
-        """Reads all weights and holds them as `dtype`; without `expand` they stay packed.
+        """Read all weights and hold them as `dtype`; without `expand` they stay quantised.
 
-        `host_embedding`: but for the embedding's rows, which stay in the host's memory, pinned.
+        `host_embedding`: the embedding table stays in the host's pinned memory.
         """
         device = torch.device(device)
         spec, space = ModelSpec.from_gguf(file), None
@@ -114,90 +128,90 @@ class Decoder:
             progress=progress,
         )
         decoder = cls(spec, loader, device)
-        _refuse_unknown(file, spec, loader.unread())
+        _check_all_read(file, spec, loader.unread())
         return decoder
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output:
-        """One pass over a step's rows; a chunk advances the recurrent states, a tree only leaves its rows
-        behind.
+        """Run one forward pass over a step's rows.
 
-        Lengths and pages are the caller's to advance. A tap is the residual stream behind that layer,
-        of the last `tapped` rows only; None: of all.
+        A chunk advances the recurrent states; a tree only saves its rows for the commit. The caller advances
+        lengths and pages. A tap is the residual stream after a layer, of the last `tapped` rows; None: all.
         """
         hidden, features = self._forward(step, buffers, taps, tapped, pack=False)
         assert isinstance(hidden, Tensor)
         return Output(hidden, features)
 
-    def look(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """The same over a tree, all of whose rows go to the head: features and logits [B, T, vocabulary]."""
-        pack = self._packs_head(step.tokens.numel())
+    def verify(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Run the forward pass over a tree; return features and the logits [B, T, vocabulary] of all rows."""
+        pack = self._head_takes_packed(step.tokens.numel())
         hidden, features = self._forward(step, buffers, taps, None, pack=pack)
-        return features, by_item((self._head(hidden, exact=True),), len(step.slots))[0]
+        return features, by_sequence((self._head(hidden, exact=True),), len(step.slots))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., width] to [..., vocabulary]."""
+        """Return the logits [..., vocabulary] of hidden [..., width]."""
         return self._head(hidden, exact=True)
 
     def _forward(
         self, step: Step, buffers: Buffers, taps: Sequence[int], tapped: int | None, *, pack: bool
     ) -> tuple[Tensor | PackedRows, Tensor]:
-        """What `forward` gives; the hidden states as the head reads them in tiles with `pack`."""
+        """Return hidden states, packed for the head with `pack`, and features."""
         check_taps(self.spec, taps)
-        frame = self._frame(step, buffers)
+        context = self._context(step, buffers)
         x, add = self.embed(step.tokens), None
         skipped = 0 if tapped is None else max(0, step.rows - tapped)
         features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
         parts = features.split(self.spec.width, -1) if taps else ()
-        rows, waiting = step.tokens.numel(), []
+        rows, copies = step.tokens.numel(), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
             last = index + 1 == len(self._blocks)
-            leave_open = pack if last else self._blocks[index + 1].packs(rows)
-            entered, x, add = block(x, add, frame, layer, leave_open=leave_open)
-            waiting += [(part, entered) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
-            if step.is_chunk:  # large; of a tree copies wait for the end, where they hold nothing up
-                _take(waiting, skipped)
-        buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has advanced by it
+            partial_sums = pack if last else self._blocks[index + 1].takes_packed(rows)
+            residual, x, add = block(x, add, context, layer, partial_sums=partial_sums)
+            copies += [(part, residual) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
+            # A chunk's streams are large; a tree's are copied at the end, off the critical path.
+            if step.is_chunk:
+                _copy_taps(copies, skipped)
+        buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has committed its path
         total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps, pack=pack)
         end = len(self._blocks) - 1
-        waiting += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == end]
-        _take(waiting, skipped)
+        copies += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == end]
+        _copy_taps(copies, skipped)
         return hidden, features
 
-    def _frame(self, step: Step, buffers: Buffers) -> Frame:
+    def _context(self, step: Step, buffers: Buffers) -> ForwardContext:
         cos, sin = rope_angles(step.positions, self._frequencies)
         page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
-        places = row_places(step.slots, *tables, rows=step.rows, page=page)
-        pending, index = _pending(places), None
+        mapping = slot_mapping(step.slots, *tables, rows=step.rows, page=page)
+        pending, index = _pending(mapping), None
         if step.parents is not None and self.spec.delta is not None:
             width = self.spec.delta.conv_width
             index = conv_index(step.parents, width, pending.count, pending.path.shape[1])
-        return Frame(
+        return ForwardContext(
             slots=step.slots,
             cos=cos,
             sin=sin,
             ancestors=step.ancestors,
             conv_index=index,
-            page_table=places.page_table,
-            lengths=places.lengths,
-            pages=places.pages,
-            offsets=places.offsets,
+            page_table=mapping.page_table,
+            lengths=mapping.lengths,
+            pages=mapping.pages,
+            offsets=mapping.offsets,
             positions=step.positions,
             window=None if step.is_chunk else buffers.window,
-            span=int(places.lengths.max()) + step.rows if step.is_chunk else 0,
+            span=int(mapping.lengths.max()) + step.rows if step.is_chunk else 0,
             pending=pending,
         )
 
 
-def _refuse_unknown(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
-    """A tensor that nothing uses means another function than ours; prediction blocks are left out."""
+def _check_all_read(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
+    """Raise if a tensor is not used: the model would compute something else. MTP blocks may be unused."""
     prediction = {f"blk.{len(spec.layers) + i}" for i in range(spec.mtp_layers)}
     for name in unread:
         if ".".join(name.split(".")[:2]) not in prediction:
             raise UnsupportedModel(
-                f"{file.path}: tensor {name} is not part of a {spec.architecture} model as it is known here"
+                f"{file.path}: tensor {name} is not part of a supported {spec.architecture} model"
             )
 
 
@@ -209,16 +223,16 @@ def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
         )
 
 
-def _take(waiting: list[tuple[Tensor, Tensor]], skipped: int) -> None:
-    """Copies the residual streams that wait, but for their first rows, to where they are wanted."""
-    while waiting:
-        part, stream = waiting.pop()
+def _copy_taps(copies: list[tuple[Tensor, Tensor]], skipped: int) -> None:
+    """Copy residual streams, without their first `skipped` rows, to the features; empty the list."""
+    while copies:
+        part, stream = copies.pop()
         part.copy_(stream[:, skipped:])
 
 
-def _pending(places: Places) -> Pending:
-    """By what the delta layers of these slots have to advance first."""
-    if places.count.is_cuda:
-        # No look at the device: its kernels read the counts themselves.
-        return Pending(places.path, places.count)
-    return Pending(places.path[:, : int(places.count.max())], places.count)
+def _pending(mapping: SlotMapping) -> Pending:
+    """Return the paths that the delta layers of these slots have to commit first."""
+    if mapping.count.is_cuda:
+        # No host/device synchronisation: kernels read the counts themselves.
+        return Pending(mapping.path, mapping.count)
+    return Pending(mapping.path[:, : int(mapping.count.max())], mapping.count)

@@ -1,4 +1,4 @@
-"""The DFlash draft: fills a block of masked tokens from the target's hidden states. Owns no state."""
+"""The DFlash draft: predicts a block of masked tokens from the target's hidden states. Owns no state."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,25 +13,25 @@ from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import block_attention
 from treeflash.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms_norm, rope_angles
 from treeflash.kernels.quant_matmul import PackedRows
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.layers import FeedForward, PackedInput, by_item
+from treeflash.models.layers import FeedForward, PackedInput, by_sequence
 from treeflash.models.measure import tile_space
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
-from treeflash.models.step import MAX_ROWS
-from treeflash.models.weights import Progress, TensorSource, WeightLoader, side_by_side
+from treeflash.models.weights import Progress, TensorSource, WeightLoader, project_all
 
-PIECE = 2048  # rows that `append` takes at a time: fused features are wide
+PIECE = 2048  # rows of `append` at a time: fused features are wide
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBuffers:
-    """Keys and values of the context features: position p of a layer lies at p modulo the layer's ring."""
+    """The draft's KV rings, computed from context features: position p is at p modulo the layer's ring."""
 
     keys: tuple[Tensor, ...]  # a layer: [slots, ring, KV, D], after norm and rope
     values: tuple[Tensor, ...]
-    lengths: Tensor  # [slots] int64: positions below it have been appended
-    starts: Tensor  # [slots] int64: positions below it never were
+    lengths: Tensor  # [slots] int64: number of committed positions
+    starts: Tensor  # [slots] int64: positions below it were skipped
 
 
 class DraftLayer:
@@ -47,19 +47,19 @@ class DraftLayer:
         self._norm = loader.vector(f"{block}.attn_norm.weight", width)
         self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
-        self._packs = PackedInput(self._query, self.to_key_value)
-        self.key_value_packs = PackedInput(self.to_key_value)
+        self._takes_packed = PackedInput(self._query, self.to_key_value)
+        self.key_value_takes_packed = PackedInput(self.to_key_value)
 
     def key_value(self, x: Tensor | PackedRows, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """x [B, T, width], context features or normed block rows, to keys and values [B, T, KV, D]."""
+        """Return k and v [B, T, KV, D] of x [B, T, width]: context features or normed block rows."""
         k, v = self._heads(self.to_key_value(x), len(angles[0]))
         return head_rope(k, self._key_norm, self._spec.eps, *angles, interleaved=False), v
 
     def _heads(self, rows: tuple[Tensor, ...], batch: int) -> tuple[Tensor, Tensor]:
-        k, v = by_item(rows, batch)
+        k, v = by_sequence(rows, batch)
         return k.unflatten(-1, (self._spec.kv_heads, -1)), v.unflatten(-1, (self._spec.kv_heads, -1))
 
-    def keep(
+    def commit(
         self,
         rows: tuple[Tensor, ...],
         angles: tuple[Tensor, Tensor],
@@ -67,11 +67,11 @@ class DraftLayer:
         buffers: DraftBuffers,
         count: Tensor,
     ) -> None:
-        """The first `count` [B] of what `to_key_value` made of context features into the layer's ring."""
+        """Write the first `count` [B] rows of `to_key_value`'s output to the layer's ring."""
         k, v = self._heads(rows, len(slots))
         pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
-        places = {"slots": slots, "lengths": buffers.lengths, "count": count}
-        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, **places)
+        tables = {"slots": slots, "lengths": buffers.lengths, "count": count}
+        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, **tables)
 
     def __call__(
         self,
@@ -82,10 +82,13 @@ class DraftLayer:
         slots: Tensor,
         buffers: DraftBuffers,
     ) -> tuple[Tensor, Tensor]:
-        """x [B, T, width], the rows of the block, and what is yet to be added to it, through this layer."""
+        """Return the residual stream of the block's rows and the layer's output, to be added to it.
+
+        x [B, T, width] and `add`, the previous layer's output, are the residual stream before this layer.
+        """
         spec, index = self._spec, self._index
         rows = x.shape[0] * x.shape[1]
-        x, h = add_rms_norm(x, add, self._norm, spec.eps, pack=self._packs(rows))
+        x, h = add_rms_norm(x, add, self._norm, spec.eps, pack=self._takes_packed(rows))
         q = self._query(h).view(*x.shape[:2], spec.heads, -1)
         q = head_rope(q, self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self.key_value(h, angles)
@@ -103,7 +106,7 @@ class DraftLayer:
             causal=spec.causal[index],
         )
         out = self._out(out.flatten(-2))
-        x, h = add_rms_norm(x, out, self._ffn_norm, spec.eps, pack=self._ffn.packs(rows))
+        x, h = add_rms_norm(x, out, self._ffn_norm, spec.eps, pack=self._ffn.takes_packed(rows))
         return x, self._ffn(h).view_as(x)
 
 
@@ -111,7 +114,7 @@ class DraftLayer:
 def open_draft(
     path: Path, target: ModelSpec, *, quant: QuantType | None = None, causal: bool | None = None
 ) -> Generator[tuple[DraftSpec, TensorSource]]:
-    """What `DFlashDraft.load` reads: the draft's description, which fits the target, and its tensors."""
+    """Open a draft and yield its spec, checked against the target, and its tensors."""
     if path.suffix == ".gguf":
         with GGUFFile.open(path) as file:
             spec = DraftSpec.from_gguf(file, causal=causal)
@@ -155,9 +158,9 @@ class DFlashDraft:
         causal: bool | None = None,
         progress: Progress | None = None,
     ) -> "DFlashDraft":
-        """From a safetensors checkpoint (a folder or its file) or a `dflash` GGUF.
+        """Load a safetensors checkpoint (a folder or its file) or a `dflash` GGUF.
 
-        Refuses a draft of another target. `quant` quantises a safetensors checkpoint's matrices; `causal`
+        Raise for a draft of another target. `quant` quantises a safetensors checkpoint's matrices; `causal`
         overrides the file for every layer.
         """
         device = torch.device(device)
@@ -171,9 +174,9 @@ class DFlashDraft:
             return cls(spec, loader, device)
 
     def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, skipped: int = 0) -> None:
-        """Adds newly committed positions' features [B, n, taps * width] behind what the slots hold.
+        """Append the features [B, n, taps * width] of newly committed positions to the slots' rings.
 
-        `skipped` positions between them go unread: no ring has to hold them.
+        `skipped` positions before them have no features: no ring has to hold them.
         """
         longest = max(keys.shape[1] for keys in buffers.keys)
         beyond = max(0, features.shape[1] - longest)
@@ -190,32 +193,32 @@ class DFlashDraft:
         positions = first[:, None] + torch.arange(features.shape[1], device=self.device)
         x = rms_norm(self._fuse(features), self._fuse_norm, self.spec.eps)
         angles = rope_angles(positions, self._frequencies)
-        # Of more rows than a ring holds only the newest count; most layers have rings of one size.
+        # A ring holds only the newest rows; most layers have rings of one size.
         sizes = {keys.shape[1] for keys in buffers.keys}
-        places = {ring: (slots[:, None], positions[:, -ring:] % ring) for ring in sizes}
+        indices = {ring: (slots[:, None], positions[:, -ring:] % ring) for ring in sizes}
         for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
             ring = keys.shape[1]
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
-                pool[places[ring]] = rows[:, -ring:].to(pool.dtype)
+                pool[indices[ring]] = rows[:, -ring:].to(pool.dtype)
         buffers.lengths[slots] = positions[:, -1] + 1
 
-    def keep(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
-        """The same where only the first `count` [B] positions are committed, which the device alone knows."""
+    def commit(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
+        """Append the first `count` [B] positions only, without host/device synchronisation."""
         batch, rows = features.shape[:2]
         positions = buffers.lengths[slots][:, None] + self._columns[:rows]
-        packs = all(layer.key_value_packs(batch * rows) for layer in self._layers)
+        pack = all(layer.key_value_takes_packed(batch * rows) for layer in self._layers)
         fused = self._fuse(features)
-        _, x = add_rms_norm(fused, None, self._fuse_norm, self.spec.eps, pack=packs)
+        _, x = add_rms_norm(fused, None, self._fuse_norm, self.spec.eps, pack=pack)
         angles = rope_angles(positions, self._frequencies)
-        projected = side_by_side(x, [layer.to_key_value for layer in self._layers])
+        projected = project_all(x, [layer.to_key_value for layer in self._layers])
         for layer, key_value in zip(self._layers, projected, strict=True):
-            layer.keep(key_value, angles, slots, buffers, count)
+            layer.commit(key_value, angles, slots, buffers, count)
         buffers.lengths.index_add_(0, slots, count)
 
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
-        """embeddings [B, block, width] of anchor and masks to hidden rows [B, block, width] for the head.
+        """Return hidden rows [B, block, width] of the embeddings [B, block, width] of anchor and masks.
 
-        Row i speaks of its own position, lengths + i; row 0 is the anchor and says nothing new.
+        Row i predicts the token at its own position, lengths + i; row 0, the anchor, predicts nothing.
         """
         positions = buffers.lengths[slots][:, None] + torch.arange(embeddings.shape[1], device=self.device)
         angles = rope_angles(positions, self._frequencies)
@@ -225,7 +228,7 @@ class DFlashDraft:
         return add_rms_norm(x, add, self._norm, self.spec.eps)[1]
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """The target head's logits as this draft was trained to give them."""
+        """Return the target head's logits with the scale and softcap this draft was trained with."""
         spec = self.spec
         if spec.output_multiplier != 1.0:
             logits = logits * spec.output_multiplier

@@ -1,4 +1,4 @@
-"""What a DFlash checkpoint says about itself, in either of its formats. Knows no weights and no torch."""
+"""The shapes and settings of a DFlash checkpoint, in either of its formats. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ _LAYER_TENSORS = (
     *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
-# The target's own are used; some checkpoints bring copies.
+# The target's own are used; some checkpoints contain copies.
 SHARED_TENSORS = ("token_embd.weight", "output.weight")
-# Settings that change what the backbone computes, or which position a row speaks of, without a tensor of
-# their own; the only value that we run.
+# Settings that change the backbone's computation, or the position that a row predicts, without a tensor of
+# their own; with the only supported value.
 _FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
@@ -57,7 +57,7 @@ class DraftSpec:
     vocab_size: int | None = None  # rows of the embedding it was trained with; None: the file does not say
 
     def check_target(self, target: ModelSpec) -> None:
-        """Refuses a target that this draft was not trained for, naming both values."""
+        """Raise for a target that this draft was not trained for, naming both values."""
         depth = len(target.layers)
         if self.width != target.width:
             raise self._mismatch("hidden_size", self.width, f"the target's width, {target.width}")
@@ -77,7 +77,7 @@ class DraftSpec:
             )
 
     def check_tensors(self, tensors: Mapping[str, TensorInfo], target: ModelSpec, source: str) -> None:
-        """Refuses a file with parts (named as in a GGUF file) that we would otherwise silently leave out."""
+        """Raise for tensors (named as in a GGUF file) that would otherwise be silently ignored."""
         names = {f"{name}.weight" for name in _GLOBAL_TENSORS}
         names |= {
             f"blk.{layer}.{name}.weight" for layer in range(len(self.layers)) for name in _LAYER_TENSORS
@@ -92,7 +92,7 @@ class DraftSpec:
     def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
         return UnsupportedModel(
             f"{self.source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
-            "treeflash list shows which draft belongs to which target; --draft none decodes without one",
+            "treeflash list shows which draft belongs to which target; `draft` none decodes without one",
         )
 
     @classmethod
@@ -219,7 +219,7 @@ def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> Unsu
 
 
 def default_taps(target_depth: int, draft_depth: int) -> list[int]:
-    """Where a config names no layers."""
+    """Return the taps of a config that names no layers."""
     if draft_depth == 1:
         return [target_depth // 2]
     return [round(1 + i * (target_depth - 4) / (draft_depth - 1)) for i in range(draft_depth)]
@@ -270,7 +270,7 @@ def _config_rope(keys: "_Settings") -> float:
 
 
 def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], int]:
-    """The kinds of the layers and the window of the sliding ones."""
+    """Return the kinds of the layers and the window of the sliding ones."""
     window = keys.whole("dflash.attention.sliding_window", 0, low=0)
     key = "dflash.attention.sliding_window_pattern"
     pattern = keys.values.get(key)
@@ -284,13 +284,13 @@ def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], 
 
 
 def _causality(layers: tuple[LayerKind, ...], causal: bool | None) -> tuple[bool, ...]:
-    """Unless the file says so, sliding layers are causal inside the block and full ones are not."""
+    """Return `causal` for all layers; by default sliding layers are causal and full ones are not."""
     return tuple(kind == "sliding" if causal is None else causal for kind in layers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Values of unknown origin by key, checked as they are asked for; null is as good as absent."""
+    """Untrusted values by key, checked when they are read; null counts as absent."""
 
     source: str
     values: Mapping[str, Any]

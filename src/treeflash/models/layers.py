@@ -1,8 +1,8 @@
-"""The parts of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
+"""The layers of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn.functional import silu
@@ -11,15 +11,15 @@ from treeflash.kernels.attention import chunk_attention, paged_attention
 from treeflash.kernels.causal_conv import chunk_heads, tree_conv
 from treeflash.kernels.delta_rule import fold_path, slot_delta, tree_delta
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul
-from treeflash.kernels.quant_matmul import BUCKETS, OpenSums, PackedRows, PackedWeight, max_rows, pack_rows
+from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, PartialSums, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
 from treeflash.models.weights import Matrix, Projections, WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What every layer of one forward pass shares, computed once from the step and the buffers."""
+class ForwardContext:
+    """What all layers of one forward pass share, computed once from the step and the buffers."""
 
     slots: Tensor  # [B]
     cos: Tensor  # [B, T, 1, rope/2]
@@ -28,16 +28,16 @@ class Frame:
     conv_index: Tensor | None  # [B, P + T, conv width] for a tree over delta layers
     page_table: Tensor  # [B, P]
     lengths: Tensor  # [B]
-    pages: Tensor  # [B * T] where the rows' keys and values go: the page,
-    offsets: Tensor  # [B * T] and the place in it
+    pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
+    offsets: Tensor  # [B * T] and the offset in it
     positions: Tensor  # [B, T]
-    window: int | None  # how far back the rows look; None for a chunk
-    span: int  # tokens that the longest sequence holds with a chunk's rows; 0 for a tree
-    pending: Pending  # of these slots only; P rows of path, of which `count` are to be committed
+    window: int | None  # tokens that a row attends to; None for a chunk: all
+    span: int  # tokens of the longest sequence including a chunk's rows; 0 for a tree
+    pending: Pending  # of these slots only; P path rows, the first `count` to be committed
 
 
 class PackedInput:
-    """Whether the rows before these matrices are to come packed, as tiles read them."""
+    """Decides whether the input rows of these matrices are packed, as matmuls with tiles read them."""
 
     def __init__(self, *users: Matrix | Projections):
         matrices = [m for user in users for m in (user.matrices if isinstance(user, Projections) else [user])]
@@ -47,13 +47,23 @@ class PackedInput:
             self._most = max_rows((tile.layout for tile in tiles), tiles[0].data.device)
 
     def __call__(self, rows: int) -> bool:
-        # A card with little shared memory takes fewer rows at a time; many rows are another product.
+        # A card with little shared memory takes fewer rows at a time; more rows use the dense matmul.
         return bool(self._most) and not self._most < rows <= BUCKETS[-1]
 
 
-def by_item(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
-    """Products of packed rows, [B * T, N], as [B, T, N]; of other rows they are that already."""
+def by_sequence(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
+    """Return outputs of packed rows, [B * T, N], as [B, T, N]; others have that shape already."""
     return [part if part.ndim > 2 else part.unflatten(0, (batch, -1)) for part in parts]
+
+
+class Mixer(Protocol):
+    """A layer that mixes tokens; `buffers` are those of its kind."""
+
+    takes_packed: PackedInput
+
+    def __call__(
+        self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any, *, partial_sums: bool = False
+    ) -> Tensor | PartialSums: ...
 
 
 class Attention:
@@ -66,38 +76,44 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
-        self.packs, self._packs_out = PackedInput(self._qkv), PackedInput(self._out)
+        self.takes_packed, self._out_takes_packed = PackedInput(self._qkv), PackedInput(self._out)
         self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
 
     def __call__(
-        self, x: Tensor | PackedRows, frame: Frame, buffers: AttentionBuffers, *, leave_open: bool = False
-    ) -> Tensor | OpenSums:
-        """x [B, T, width], normalised, to [B, T, width]; or for a kernel that adds up open sums."""
+        self,
+        x: Tensor | PackedRows,
+        context: ForwardContext,
+        buffers: AttentionBuffers,
+        *,
+        partial_sums: bool = False,
+    ) -> Tensor | PartialSums:
+        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
         spec = self._spec
-        q, k, v = by_item(self._qkv(x), len(frame.slots))
+        q, k, v = by_sequence(self._qkv(x), len(context.slots))
         gate = None
         if spec.family.gated_query:
             q, gate = q.unflatten(-1, (spec.heads, 2 * spec.head_dim)).split(spec.head_dim, -1)
         else:
             q = q.unflatten(-1, (spec.heads, spec.head_dim))
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
-        options = {"cos": frame.cos, "sin": frame.sin, "interleaved": spec.family.rope_interleaved}
-        # Rows are read back through the cache, so that a node and a committed token look alike.
+        options = {"cos": context.cos, "sin": context.sin, "interleaved": spec.family.rope_interleaved}
+        # Rows are read back from the KV cache, so that a tree's row and a committed token give equal results.
         keys, values = buffers.keys, buffers.values
-        places = {"keys": keys, "values": values, "pages": frame.pages, "offsets": frame.offsets}
-        q = cache_heads(q, k, v, self._norms, spec.eps, **options, **places)
-        seen = (frame.page_table, frame.lengths, frame.ancestors, frame.positions)
-        if frame.ancestors is None:
-            out = chunk_attention(q, keys, values, *seen[:2], span=frame.span, gate=gate)
+        cache = {"keys": keys, "values": values, "pages": context.pages, "offsets": context.offsets}
+        q = cache_heads(q, k, v, self._norms, spec.eps, **options, **cache)
+        tables = (context.page_table, context.lengths)
+        if context.ancestors is None:
+            out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
         else:
-            out = paged_attention(q, keys, values, *seen, window=frame.window, gate=gate)
+            tree = (context.ancestors, context.positions)
+            out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
         out = out.flatten(-2)
-        if not (leave_open and self._packs_out(out.shape[0] * out.shape[1])):
+        if not (partial_sums and self._out_takes_packed(out.shape[0] * out.shape[1])):
             return self._out(out)[0]
-        sums = self._out.left_open(pack_rows(out.flatten(0, 1)))[0]
-        return sums if isinstance(sums, OpenSums) else by_item((sums,), len(frame.slots))[0]
+        sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
+        return sums if isinstance(sums, PartialSums) else by_sequence((sums,), len(context.slots))[0]
 
 
 class GatedDelta:
@@ -115,24 +131,31 @@ class GatedDelta:
         self._decay = loader.vector(f"{block}.ssm_a", heads)
         self._time_bias = loader.vector(f"{block}.ssm_dt.bias", heads)
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
-        self.packs, self._packs_out = PackedInput(self._in), PackedInput(self._out)
+        self.takes_packed, self._out_takes_packed = PackedInput(self._in), PackedInput(self._out)
 
     def __call__(
-        self, x: Tensor | PackedRows, frame: Frame, buffers: DeltaBuffers, *, leave_open: bool = False
-    ) -> Tensor | OpenSums:
-        """x [B, T, width], normalised, to [B, T, width]; or for a kernel that adds up open sums."""
-        batch = len(frame.slots)
-        inputs, gate, beta, alpha = by_item(self._in(x), batch)
-        out = (self._chunk if frame.ancestors is None else self._tree)(inputs, alpha, beta, frame, buffers)
-        pack = self._packs_out(batch * gate.shape[1])
+        self,
+        x: Tensor | PackedRows,
+        context: ForwardContext,
+        buffers: DeltaBuffers,
+        *,
+        partial_sums: bool = False,
+    ) -> Tensor | PartialSums:
+        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        batch = len(context.slots)
+        inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
+        out = (self._chunk if context.ancestors is None else self._tree)(
+            inputs, alpha, beta, context, buffers
+        )
+        pack = self._out_takes_packed(batch * gate.shape[1])
         h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
-        sums = self._out.left_open(h) if leave_open else self._out(h)
-        return sums if isinstance(sums, OpenSums) else by_item((sums,), batch)[0]
+        sums = self._out.partial_sums(h) if partial_sums else self._out(h)
+        return sums if isinstance(sums, PartialSums) else by_sequence((sums,), batch)[0]
 
     def _tree(
-        self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
+        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
     ) -> Tensor:
-        assert frame.conv_index is not None and frame.ancestors is not None
+        assert context.conv_index is not None and context.ancestors is not None
         rows = tree_conv(
             inputs,
             alpha,
@@ -143,20 +166,24 @@ class GatedDelta:
             window=buffers.window,
             tree_inputs=buffers.tree_inputs,
             tree_gates=buffers.tree_gates,
-            slots=frame.slots,
-            path=frame.pending.path,
-            count=frame.pending.count,
-            index=frame.conv_index,
+            slots=context.slots,
+            path=context.pending.path,
+            count=context.pending.count,
+            index=context.conv_index,
             key_heads=self._delta.key_heads,
         )
         return tree_delta(
-            *rows, buffers.state, slots=frame.slots, count=frame.pending.count, ancestors=frame.ancestors
+            *rows,
+            buffers.state,
+            slots=context.slots,
+            count=context.pending.count,
+            ancestors=context.ancestors,
         )
 
     def _chunk(
-        self, inputs: Tensor, alpha: Tensor, beta: Tensor, frame: Frame, buffers: DeltaBuffers
+        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
     ) -> Tensor:
-        slots, pending = frame.slots, frame.pending
+        slots, pending = context.slots, context.pending
         rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
         rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
         fold_path(buffers.state, self._conv, tree_gates=buffers.tree_gates, **rest)
@@ -171,25 +198,25 @@ class FeedForward:
         names = [f"{block}.ffn_{part}{suffix}.weight" for part in ("gate", "up")]
         self._in = loader.projections(names, [inner, inner], width)
         self._out = loader.matrix(f"{block}.ffn_down{suffix}.weight", width, inner)
-        self.packs, self._packs_out = PackedInput(self._in), PackedInput(self._out)
+        self.takes_packed, self._out_takes_packed = PackedInput(self._in), PackedInput(self._out)
 
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
-        """x [..., width] to the same; packed rows [M, width] to [M, width]."""
+        """Return [..., width] of x [..., width], or [M, width] of packed rows [M, width]."""
         shape = (x.rows,) if isinstance(x, PackedRows) else x.shape[:-1]
         return self._out(self._activated(x, prod(shape))).view(*shape, -1)
 
-    def left_open(self, x: PackedRows) -> Tensor | OpenSums:
-        """The same for a kernel that adds up open sums."""
-        return self._out.left_open(self._activated(x, x.rows))
+    def partial_sums(self, x: PackedRows) -> Tensor | PartialSums:
+        """Return the same, as partial sums where the kernels can leave them."""
+        return self._out.partial_sums(self._activated(x, x.rows))
 
     def _activated(self, x: Tensor | PackedRows, rows: int) -> Tensor | PackedRows:
-        pack = self._packs_out(rows)
-        gate, up = self._in.left_open(x) if pack else self._in(x)
+        pack = self._out_takes_packed(rows)
+        gate, up = self._in.partial_sums(x) if pack else self._in(x)
         return silu_mul(gate, up, pack=pack)
 
 
 class Experts:
-    """A softmax router over SwiGLU experts, the used weights renormalised, plus one gated shared expert."""
+    """A softmax router over SwiGLU experts, with renormalised weights, plus one gated shared expert."""
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
         assert spec.experts is not None
@@ -210,11 +237,12 @@ class Experts:
         self._shared = FeedForward(loader, block, width=width, inner=experts.shared_width, suffix="_shexp")
         self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
 
-    def packs(self, rows: int) -> bool:
-        """Never: the router reads floats."""
+    def takes_packed(self, rows: int) -> bool:
+        """Return False: the router reads floats."""
         return False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | PackedRows) -> Tensor:
+        assert isinstance(x, Tensor), "packed rows for a router"
         flat = x.flatten(0, -2)
         weights, chosen = (flat @ self._router.T).softmax(-1).topk(self._used, -1)
         weights = weights / weights.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The products that a model's layers make, from the header of its file; reads no weights."""
+"""The matmuls of a model's layers, from the header of its file. Reads no weights."""
 
 from collections.abc import Sequence
 
@@ -14,32 +14,32 @@ from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import Matrix, Projections
 
 
-def layer_products(file: GGUFFile) -> list[tuple[Sequence[tuple[QuantType, int]], int]]:
-    """Of one layer of each kind: matrices (type, rows) that read the same x, and its columns.
+def layer_matmuls(file: GGUFFile) -> list[tuple[Sequence[tuple[QuantType, int]], int]]:
+    """Return, for one layer of each kind, the matrices (type, rows) that read the same x, and its columns.
 
-    Routed experts, each of which few rows meet, are left out.
+    Without routed experts, each of which gets few rows.
     """
     spec = ModelSpec.from_gguf(file)
     recorder = _Recorder(file)
     for kind in dict.fromkeys(spec.layers):
-        # From the middle: mixes give more bits to the first and the last.
+        # A layer in the middle: quantisation mixes give more bits to the first and the last.
         layers = [index for index, each in enumerate(spec.layers) if each == kind]
         Block(spec, recorder, layers[len(layers) // 2])
-    return recorder.products
+    return recorder.matmuls
 
 
 class _Recorder(MeasuringLoader):
-    """Notes which matrices stand side by side, as they are joined for a GPU."""
+    """Records the matrices that share an input, joined as for a GPU."""
 
     def __init__(self, file: GGUFFile):
         super().__init__(file, tiles=True, dtype=torch.float32)
-        self.products: list[tuple[Sequence[tuple[QuantType, int]], int]] = []
+        self.matmuls: list[tuple[Sequence[tuple[QuantType, int]], int]] = []
         self._made: list[tuple[QuantType, int]] = []
 
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
         self._made = []
         result = super().projections(names, sizes, columns)
-        self.products.append((tuple(self._made), columns))
+        self.matmuls.append((tuple(self._made), columns))
         return result
 
     def _tile(self, packed: Tensor, type: QuantType) -> Matrix:

@@ -1,4 +1,4 @@
-"""What a model's weights will take, by building it from tensors that have sizes but no memory; reads none."""
+"""The memory of a model's weights, from building it on the meta device. Reads no weights."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -15,9 +15,9 @@ META = torch.device("meta")
 
 
 class MeasuringLoader(WeightLoader):
-    """Hands out what a `WeightLoader` would, without memory behind it.
+    """A `WeightLoader` on the meta device.
 
-    Nothing is computed on such tensors: the first time takes torch two seconds.
+    Nothing is computed on meta tensors: the first time takes torch two seconds.
     """
 
     def __init__(self, file: TensorSource, *, tiles: bool, dtype: torch.dtype, expand: bool = True):
@@ -45,29 +45,29 @@ class MeasuringLoader(WeightLoader):
         return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
 
     def _expand_into(self, out: Tensor, packed: Tensor, type: QuantType) -> None:
-        """There is nothing to expand."""
+        """Do nothing: meta tensors have no values."""
 
 
 def tile_space(source: TensorSource, build: Callable[[WeightLoader], Any]) -> int:
-    """Bytes of all tiles of what `build` makes of a loader."""
+    """Return the bytes of all tiles of the model that `build` makes with a loader."""
     loader = MeasuringLoader(source, tiles=True, dtype=torch.float32)
     build(loader)
     return loader.tile_bytes
 
 
 def held_bytes(*things: Any) -> int:
-    """Bytes of the memory behind all tensors that these objects of ours hold; what they share counts once."""
+    """Return the bytes of all tensors that these objects of ours hold; shared storage counts once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
-    waiting: list[Any] = list(things)
-    while waiting:
-        thing = waiting.pop()
+    queue: list[Any] = list(things)
+    while queue:
+        thing = queue.pop()
         if isinstance(thing, Tensor):
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
         elif id(thing) not in seen:
             seen.add(id(thing))
-            waiting += _parts(thing)
+            queue += _parts(thing)
     return sum(storages.values())
 
 

@@ -1,4 +1,4 @@
-"""A DFlash checkpoint in safetensors, seen through GGUF's tensor names, quantised on the way if asked."""
+"""A DFlash checkpoint in safetensors, with GGUF's tensor names; optionally quantised while loading."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _GLOBAL = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
-    # Copies of the target's that other tools leave in a checkpoint.
+    # Copies of the target's tensors that other tools leave in a checkpoint.
     "embed_tokens.weight": "token_embd.weight",
     "lm_head.weight": "output.weight",
 }
@@ -37,12 +37,12 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _TYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
-# A mask that is no row of the target's embedding.
+# A mask that is not a row of the target's embedding.
 _MASK_FILE = "mask_embedding.pt"
 
 
 class SafetensorsSource:
-    """`tensors`, `require_tensor` and `raw` as a GGUF file has them."""
+    """The `TensorSource` of a safetensors file."""
 
     def __init__(self, path: Path, *, quant: QuantType | None = None):
         self.path = path
@@ -95,7 +95,7 @@ class SafetensorsSource:
         return info
 
     def raw(self, name: str) -> np.ndarray:
-        """uint8 [*shape[:-1], row bytes]."""
+        """Return a tensor as uint8 [*shape[:-1], row bytes]."""
         info = self.require_tensor(name)
         tensor = self._file.get_tensor(self._names[name])
         if info.type == self._quant:
@@ -108,7 +108,7 @@ class SafetensorsSource:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """The weights and the config of a folder, or of a safetensors file."""
+    """Return the weights and the config of a folder, or of a safetensors file."""
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or folder")
     folder = path if path.is_dir() else path.parent
@@ -121,13 +121,13 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
         )
     if (folder / _MASK_FILE).exists():
         raise UnsupportedModel(
-            f"{folder}: the draft brings {_MASK_FILE}, needed one whose mask is a token of the target"
+            f"{folder}: the draft has {_MASK_FILE}, needed one whose mask is a token of the target"
         )
     return found[0], folder / "config.json"
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The object in a config.json."""
+    """Return the object in a config.json."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def gguf_name(name: str) -> str | None:
-    """z-lab's tensor name in GGUF's spelling."""
+    """Return GGUF's name of z-lab's tensor name; None if it is not part of a draft."""
     name = name.removeprefix("model.")
     if name in _GLOBAL:
         return _GLOBAL[name]
@@ -154,7 +154,7 @@ def gguf_name(name: str) -> str | None:
 
 
 def checkpoint_name(name: str) -> str:
-    """The inverse, of a tensor that a draft has."""
+    """Return the inverse of `gguf_name`, for a tensor of a draft."""
     for ours, theirs in _GLOBAL.items():
         if theirs == name:
             return ours

@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model: shapes, layer kinds, rope, experts. Knows no values and no torch."""
+"""A model's shapes, layer kinds, rope and experts, from a GGUF file's metadata. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ LayerKind = Literal["attention", "delta"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture differs from the others; everything else is in its metadata."""
+    """The differences between architectures that their metadata does not hold."""
 
     hybrid: bool = False  # Gated DeltaNet layers between the attention layers
     gated_query: bool = False  # attn_q holds a query and an output gate for every head
@@ -69,7 +69,7 @@ class ModelSpec:
     architecture: str
     name: str
     family: Family
-    layers: tuple[LayerKind, ...]  # the trunk; MTP blocks are not in it
+    layers: tuple[LayerKind, ...]  # without MTP blocks
     mtp_layers: int
     width: int
     feed_forward: int  # 0 where every layer has experts
@@ -95,11 +95,11 @@ class ModelSpec:
         return self.layers.count("delta")
 
     def kv_bytes_per_token(self, key_row: int, value_row: int) -> int:
-        """From the bytes of a head's key and of its value."""
+        """Return the bytes of a token in the KV cache, from the bytes of a head's key and of its value."""
         return self.attention_layers * self.kv_heads * (key_row + value_row)
 
     def recurrent_bytes(self) -> int:
-        """Float32 bytes of one sequence's recurrent and convolution state."""
+        """Return the float32 bytes of one sequence's recurrent and convolution state."""
         if self.delta is None:
             return 0
         delta = self.delta

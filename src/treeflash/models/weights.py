@@ -1,4 +1,4 @@
-"""Reads a GGUF file's tensors onto a device as the layers want them; knows names and shapes, not meanings."""
+"""Loads a file's tensors to a device in the form that layers use."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from treeflash.kernels.embedding import embed
 from treeflash.kernels.gather_rows import gather_rows
 from treeflash.kernels.quant_matmul import (
     Layout,
-    OpenSums,
     PackedRows,
     PackedWeight,
-    can_stay_open,
+    PartialSums,
     dense_matmul,
     has_layout,
-    open_product,
     pack,
-    packed_products,
+    packed_matmuls,
+    partial_matmul,
     quant_matmul,
+    supports_partial_sums,
 )
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -40,29 +40,30 @@ class Matrix:
     type: QuantType | None  # None: expanded, or in tiles
 
     def __call__(self, x: Tensor | PackedRows, *, exact: bool = False) -> Tensor:
-        """x [..., K] float32 to [..., N] float32; not rounded to the weights' type on the way if `exact`.
+        """Return x [..., K] float32 times the weight, transposed: [..., N] float32.
 
-        A matrix in tiles also takes packed rows [M, K], to [M, N].
+        `exact`: the result is not rounded to the weights' type. A matrix in tiles also takes packed rows
+        [M, K] and returns [M, N].
         """
         if isinstance(self.data, PackedWeight):
-            return _products(x, [self.data])
+            return _tiled_matmuls(x, [self.data])
         assert isinstance(x, Tensor), "packed rows for a matrix that is not in tiles"
         if self.type is not None:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
 
-    def left_open(self, x: Tensor | PackedRows) -> Tensor | OpenSums:
-        """The same for a kernel that adds up open sums, which are left where there is such a kernel."""
+    def partial_sums(self, x: Tensor | PackedRows) -> Tensor | PartialSums:
+        """Return the same for a kernel with a fused reduction: as partial sums where possible."""
         data = self.data
-        if isinstance(x, PackedRows) and isinstance(data, PackedWeight) and can_stay_open(x, data):
-            return open_product(x, data)
+        if isinstance(x, PackedRows) and isinstance(data, PackedWeight) and supports_partial_sums(x, data):
+            return partial_matmul(x, data)
         return self(x)
 
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Several matrices that read the same input, with biases; one product where they are expanded, one for
-    each run of equal types where they are in tiles."""
+    """Several matrices that read the same input, with biases: one matmul if expanded, one for each run of
+    equal types if in tiles."""
 
     matrices: tuple[Matrix, ...]
     sizes: tuple[int, ...]
@@ -72,57 +73,57 @@ class Projections:
         if len(self.matrices) == 1:
             out = self.matrices[0](x)
         elif tiles := [matrix.data for matrix in self.matrices if isinstance(matrix.data, PackedWeight)]:
-            out = _products(x, tiles)
+            out = _tiled_matmuls(x, tiles)
         else:
             out = torch.cat([matrix(x) for matrix in self.matrices], -1)
         if self.bias is not None:
             out = out + self.bias
         return out.split(self.sizes, -1)
 
-    def left_open(self, x: Tensor | PackedRows) -> Sequence[Tensor | OpenSums]:
-        """As `Matrix.left_open`, where all of them are one matrix."""
+    def partial_sums(self, x: Tensor | PackedRows) -> Sequence[Tensor | PartialSums]:
+        """Return the same as `Matrix.partial_sums`, if all of them are one matrix."""
         if len(self.matrices) > 1 or self.bias is not None or any(size % 4 for size in self.sizes):
             return self(x)
-        out = self.matrices[0].left_open(x)
-        return out.split(self.sizes) if isinstance(out, OpenSums) else out.split(self.sizes, -1)
+        out = self.matrices[0].partial_sums(x)
+        return out.split(self.sizes) if isinstance(out, PartialSums) else out.split(self.sizes, -1)
 
 
-def side_by_side(x: Tensor | PackedRows, projections: Sequence[Projections]) -> list[tuple[Tensor, ...]]:
-    """What each of them makes of the same x; where they are in tiles, their products overlap."""
+def project_all(x: Tensor | PackedRows, projections: Sequence[Projections]) -> list[tuple[Tensor, ...]]:
+    """Return the projections of the same x; matmuls with tiles overlap."""
     tiles = [matrix.data for each in projections for matrix in each.matrices]
     packed = [data for data in tiles if isinstance(data, PackedWeight)]
     if len(packed) < len(tiles) or any(each.bias is not None for each in projections):
         return [each(x) for each in projections]
-    out = _products(x, packed).split([sum(each.sizes) for each in projections], -1)
+    out = _tiled_matmuls(x, packed).split([sum(each.sizes) for each in projections], -1)
     return [part.split(each.sizes, -1) for part, each in zip(out, projections, strict=True)]
 
 
-def _products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
-    """x [..., K] times matrices in tiles, side by side: [..., N in all]; [M, N in all] for packed rows."""
+def _tiled_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
+    """Return x [..., K] times matrices in tiles, concatenated: [..., total N]; packed rows: [M, total N]."""
     if isinstance(x, PackedRows):
-        return packed_products(x, weights)
-    return packed_products(x.reshape(-1, x.shape[-1]), weights).unflatten(0, x.shape[:-1])
+        return packed_matmuls(x, weights)
+    return packed_matmuls(x.reshape(-1, x.shape[-1]), weights).unflatten(0, x.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows stay packed: a step needs a handful of them, which a GPU can fetch from the host's memory."""
+    """A table that stays quantised: a step needs few rows, which a GPU can read from the host's memory."""
 
     data: Tensor  # [V, row bytes]; pinned where it is not on the tokens' device
     type: QuantType
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens [...] to [..., K] float32."""
+        """Return the embeddings [..., K] float32 of tokens [...]."""
         data = self.data
         if data.device != tokens.device:
-            # The few rows come as they are stored, and are turned into floats where they arrive.
+            # Quantised rows are copied, and dequantised on the device.
             data = gather_rows(data, tokens.flatten().contiguous())
             tokens = torch.arange(len(data), device=data.device).view(tokens.shape)
         return embed(data, self.type, tokens)
 
 
 class TensorSource(Protocol):
-    """A file of named tensors, as bytes; GGUF, or safetensors made to look like it."""
+    """A file of named tensors, as bytes: GGUF, or safetensors with GGUF's names."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -133,9 +134,9 @@ class TensorSource(Protocol):
 
 
 class WeightLoader:
-    """Hands out tensors by name, checking shapes; counts the bytes it has read.
+    """Loads tensors by name, checks their shapes and counts the bytes read.
 
-    On a GPU matrices become tiles, whatever `expand` says: nothing is faster there, nor smaller.
+    On a GPU matrices become tiles, also with `expand`: nothing is faster there, nor smaller.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class WeightLoader:
         host_embedding: bool = False,
         progress: Progress | None = None,
     ):
-        """`tiles`: as on a GPU; None: if it is one. `space`: bytes of all of them, which then lie together,
+        """`tiles`: as on a GPU; None: if it is one. `space`: bytes of all tiles, in one allocation then,
         since an allocator rounds each piece up. `host_embedding`: its rows stay in pinned memory.
         """
         self._file = file
@@ -159,24 +160,26 @@ class WeightLoader:
         self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
         self._host_embedding = host_embedding
         self._expand = expand and not self._tiles
-        # Packed weights meet their inputs as they are, in float32.
+        # Quantised weights are multiplied with float32 inputs.
         self.dtype = dtype if self._expand else torch.float32
         self.layouts: set[Layout] = set()  # of the tiles made so far
-        self.widened: dict[QuantType, int] = {}  # bytes added to types that have no tiles and became float16
+        self.widened: dict[
+            QuantType, int
+        ] = {}  # bytes added to types without a tile layout, stored as float16
         self._progress = progress
         self._done = 0
         self._read: set[str] = set()
         self._total = sum(info.nbytes for info in file.tensors.values())
 
     def unread(self) -> list[str]:
-        """Tensors of the file that nobody asked for."""
+        """Return the tensors of the file that were not loaded."""
         return [name for name in self._file.tensors if name not in self._read]
 
     def has(self, name: str) -> bool:
         return name in self._file.tensors
 
     def vector(self, name: str, *shape: int) -> Tensor:
-        """A small tensor as float32, in the given shape; some writers put a 1 before it."""
+        """Return a small tensor as float32, in the given shape; some writers put a 1 before it."""
         info = self._file.require_tensor(name)
         if info.shape != (1, *shape):
             self._file.require_tensor(name, shape)
@@ -189,7 +192,7 @@ class WeightLoader:
         return self.projections([name], [rows], columns).matrices[0]
 
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
-        """Matrices [size, columns] by name; where the file has a .bias beside a .weight, it is added."""
+        """Return matrices [size, columns] by name, with the .bias of each .weight if the file has one."""
         types = [
             self._file.require_tensor(name, (rows, columns)).type
             for name, rows in zip(names, sizes, strict=True)
@@ -208,7 +211,7 @@ class WeightLoader:
         return Projections(matrices, tuple(sizes), self._biases(names, sizes))
 
     def experts(self, name: str, count: int, rows: int, columns: int) -> tuple[Matrix, ...]:
-        """A stack [count, rows, columns] as one matrix an expert."""
+        """Return a stack [count, rows, columns] as one matrix for each expert."""
         info = self._file.require_tensor(name, (count, rows, columns))
         packed = self._packed(name)
         if self._tiles:
@@ -235,7 +238,7 @@ class WeightLoader:
         return data
 
     def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
-        """Neighbours of one type as one matrix: fewer and larger launches."""
+        """Yield neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
             yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
 

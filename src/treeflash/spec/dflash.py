@@ -88,7 +88,7 @@ class DFlashModel:
         assert not self._waiting
         # No path of a tree is longer than the block.
         rows = features[None, : self._spec.block_size]
-        self._draft.keep(rows, self._slots, self._buffers, count)
+        self._draft.commit(rows, self._slots, self._buffers, count)
 
     def rollback(self, count: int) -> None:
         if self._waiting:

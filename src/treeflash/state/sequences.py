@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import ResourceError
-from treeflash.kernels.commit import keep_path, move_rows
+from treeflash.kernels.commit import commit_path, move_rows
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, KVFormat, approximations
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
@@ -151,7 +151,7 @@ class SequenceStates:
         assert step.ancestors is not None
         slots, buffers = step.slots, self.buffers
         state = {"path": buffers.pending.path, "count": buffers.pending.count, "lengths": buffers.lengths}
-        kept = keep_path(step.ancestors, last, slots, **state)
+        kept = commit_path(step.ancestors, last, slots, **state)
         if self._spec.attention_layers:
             move_rows(self.planes, kept, slots, buffers.page_table)
         return kept.counts

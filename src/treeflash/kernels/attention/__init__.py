@@ -1,4 +1,4 @@
-"""Attention of a step's rows over the paged cache, and of a draft block over its ring of context."""
+"""Attention of a step's rows over the paged KV cache, and of a draft block over its KV ring."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from treeflash.kernels.kv_cache.format import HeadPool
 
 __all__ = ["block_attention", "chunk_attention", "paged_attention"]
 
-LEAST_DIM = 16  # what a product on tensor cores takes
+MIN_DIM = 16  # of a tensor-core mma
 
 
 def paged_attention(
@@ -22,12 +22,12 @@ def paged_attention(
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
+    """See reference.paged_attention."""
     if q.is_cuda and ancestors is not None:
-        from treeflash.kernels.attention import cuda
-        from treeflash.kernels.attention import triton_kernels as kernel
+        from treeflash.kernels.attention import cuda, triton_kernels
 
-        chosen = cuda if cuda.takes(q, keys, values) else kernel
-        if chosen is cuda or (kernel.takes(keys) and kernel.takes(values)):
+        chosen = cuda if cuda.takes(q, keys, values) else triton_kernels
+        if chosen is cuda or (triton_kernels.takes(keys) and triton_kernels.takes(values)):
             return chosen.paged_attention(
                 q, keys, values, page_table, lengths, ancestors, positions, window=window, gate=gate
             )
@@ -46,6 +46,7 @@ def chunk_attention(
     span: int,
     gate: Tensor | None = None,
 ) -> Tensor:
+    """See reference.paged_attention without ancestors; span: of the longest sequence, rows included."""
     if q.is_cuda:
         from treeflash.kernels.attention import prefill
 
@@ -68,7 +69,8 @@ def block_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    if q.is_cuda and q.shape[-1] >= LEAST_DIM:
+    """See reference.block_attention."""
+    if q.is_cuda and q.shape[-1] >= MIN_DIM:
         from treeflash.kernels.attention import triton_kernels as chosen
     else:
         chosen = reference

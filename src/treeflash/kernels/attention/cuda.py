@@ -1,4 +1,4 @@
-"""The CUDA C++ kernel of a tree's attention: which tiles it is built for and how it is launched."""
+"""The CUDA C++ kernel of tree attention: its tiles and its launch."""
 
 from ctypes import c_float, c_int
 from dataclasses import dataclass
@@ -8,39 +8,41 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.attention.reference import SINKS
-from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, Parts
+from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, SplitResults
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
 from treeflash.kernels.kv_cache.triton_kernels import tensors
-from treeflash.kernels.quant_matmul.cuda import Card, card_of, early, usable
+from treeflash.kernels.runtime.device import Card, card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
+from treeflash.kernels.runtime.sources import pdl_source
+from treeflash.kernels.tree import MAX_ROWS
 
 DIM = 256  # of a head
 BLOCK = 64  # keys at a time
 STORED = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 # Queries of a tile, with 4 warps and with 12. 24 rows of 6 query heads are one tile of 144.
 NARROW, WIDE = (8, 16, 24), (48, 96, 144)
-GROUPED = True  # warp groups multiply where there are such instructions
+GROUPED = True  # use warp-group mma where the card has it
 _MAX_STAGES = 4
-_RESERVED = 1024  # bytes of shared memory that each block of the grid costs beside its own
-# What a tile costs beside its queries, in queries: it reads and decodes all keys and values again.
+_RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
+# The fixed cost of a tile, in queries: each tile reads and decodes the whole KV cache again.
 _TILE_COST = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What the kernel is compiled for."""
+    """The compile-time parameters of the kernel."""
 
     keys: str
     values: str
     page: int
     queries: int
     stages: int
-    resident: int  # blocks of the grid that an SM holds
+    resident: int  # blocks an SM holds at a time
     window: bool
-    grouped: bool  # products by warp groups, which only Hopper has
+    grouped: bool  # warp-group mma, which only Hopper has
 
     @property
     def threads(self) -> int:
@@ -54,16 +56,16 @@ class Tile:
         return f"{card.arch}a" if self.grouped else card.arch
 
     def source(self) -> str:
-        """CUDA C++, with the warp groups' products before it where they are used."""
+        """Return the CUDA C++ source, after the generated warp-group mma where it is used."""
         parts = []
         if self.grouped:
             groups = 1 if self.queries in NARROW else 2
-            parts.append(_product("score_product", self.queries // groups, self.keys))
-            parts.append(_product("sum_product", self.queries, self.values))
-        return "\n".join([*parts, early("attention", "pages.cu", "tree.cu")])
+            parts.append(_warp_group_mma("score_mma", self.queries // groups, self.keys))
+            parts.append(_warp_group_mma("sum_mma", self.queries, self.values))
+        return "\n".join([*parts, pdl_source("attention", "pages.cu", "tree.cu")])
 
     def defines(self, overlap: bool) -> dict[str, int]:
-        """The macros of tree.cu."""
+        """Return the macros of tree.cu."""
         levels = torch.tensor(TQ3_LEVELS).half().view(torch.int16).tolist()
         level_bytes = bytes(level >> shift & 255 for shift in (0, 8) for level in levels)
         macros = {
@@ -92,16 +94,16 @@ def _stage_bytes(keys: str, values: str) -> int:
 
 
 def _fixed_bytes(queries: int, grouped: bool) -> int:
-    """What is not in the rings: as `Memory` of tree.cu."""
+    """Return the bytes of shared memory outside the rings: the size of `Memory` in tree.cu."""
     of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 4 + 1) + 8, 1024 if grouped else 128
     return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // unit) * unit
 
 
-def _product(name: str, columns: int, stored: str) -> str:
-    """A function: adds to the sums [columns / 8][4] of a warp group a step of 16; 0 for `more` begins them.
+def _warp_group_mma(name: str, columns: int, stored: str) -> str:
+    """Return a CUDA function that adds one step of 16 to a warp group's sums [columns / 8][4].
 
-    The first operand is in registers, the second in rows of 128 bytes: 1024 from one eight to the next, with
-    their 16 bytes exchanged as the hardware does with 128.
+    `more` = 0 starts new sums. The first operand is in registers, the second in shared memory: rows of 128
+    bytes, groups of eight rows 1024 bytes apart, in the hardware's 128-byte swizzle.
     """
     kind, count = "bf16" if stored == "bf16" else "f16", columns // 2
     sums = ",".join(f"%{i}" for i in range(count))
@@ -122,9 +124,9 @@ def _product(name: str, columns: int, stored: str) -> str:
 def tile_of(
     card: Card, keys: str, values: str, queries: int, *, page: int = BLOCK, window: bool = False
 ) -> Tile | None:
-    """The tile for so many queries of a KV head; None where the card has no room for two stages.
+    """Return the tile for `queries` queries of a KV head; None if two stages do not fit on the card.
 
-    Whether there is one does not depend on the queries: a row's result must not depend on the others.
+    Whether it is None does not depend on `queries`: a row's result must not depend on the other rows.
     """
     stage, grouped = _stage_bytes(keys, values), GROUPED and card.arch == "sm_90"
 
@@ -145,7 +147,7 @@ def tile_of(
 
 
 def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
-    """Whether the kernel is made for such queries, keys and values on this card."""
+    """Return whether the kernel takes these queries and this KV cache on this card."""
     if q.dtype != torch.float32 or q.shape[-1] != DIM or keys.dim != DIM or values.dim != DIM:
         return False
     if keys.format.name not in STORED or values.format.name not in STORED or keys.page % BLOCK:
@@ -158,9 +160,9 @@ def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
 @cache
 def _kernel(tile: Tile, device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(tile.source(), defines=tile.defines(card.bulk), arch=tile.arch(card))
+    cubin = compile_cubin(tile.source(), defines=tile.defines(card.pdl), arch=tile.arch(card))
     return Module(cubin, device).kernel(
-        "tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.bulk
+        "tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.pdl
     )
 
 
@@ -176,12 +178,12 @@ def paged_attention(
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention; for a tree of at most 64 rows, the root at position `lengths`."""
+    """See reference.paged_attention; for a tree of at most MAX_ROWS rows, the root at position `lengths`."""
     q, ancestors = q.contiguous(), ancestors.contiguous()
     batch, rows, heads, _ = q.shape
     kv_heads, page = keys.codes.shape[1:3]
     assert takes(q, keys, values), f"{q.shape}, {q.dtype}, {keys.format.name}, {values.format.name}"
-    assert rows <= 64, f"{rows} rows, at most 64"
+    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
     assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
     assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
@@ -193,7 +195,7 @@ def paged_attention(
     names = keys.format.name, values.format.name
     tile = tile_of(card_of(q.device), *names, rows * group, page=page, window=window is not None)
     assert tile is not None
-    tiles, parts = -(-rows * group // tile.queries), Parts(q, kv_heads)
+    tiles, parts = -(-rows * group // tile.queries), SplitResults(q, kv_heads)
     numbers = (rows, page_table.stride(0), window or 0, kv_heads, group, tiles)
     _kernel(tile, q.device)(
         (tiles * batch * kv_heads, SPLITS + 1),

@@ -1,14 +1,14 @@
-// Instructions, and how keys and values come from their pages into shared memory and from there, decoded, into registers;
-// stands after pdl.cu and before tree.cu, whose macros it uses.
+// Instructions, and the copies of KV pages to shared memory and from there, decoded, to registers; concatenated after
+// pdl.cu and before tree.cu, whose macros it uses.
 
 typedef unsigned char u8;
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// Copies past L1; what lies behind the first `given` bytes becomes zeros.
+// Copies past L1; bytes after the first `given` become zeros.
 DEVICE void copy16(void* to, const void* from, int given) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(given) : "memory");
 }
-// So few bytes can only be copied through L1: not those of rows that the kernel in front has just written, nor of others in
+// Four bytes can only be copied through L1: not those of rows that the previous kernel has just written, nor of others in
 // the same 32 bytes.
 DEVICE void copy4(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(shared_address(to)), "l"(from) : "memory");
@@ -79,15 +79,15 @@ DEVICE int own_number() {
   asm volatile("mov.u32 %0,%%tid.x;" : "=r"(number));
   return number;
 }
-// A number that all lanes have, which the compiler is told so.
+// A value that is equal in all lanes, which the compiler cannot see by itself.
 DEVICE u32 of_warp(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
-// The low half of what says where a warp group's second operand lies, in 16 bytes; the other half is in cuda.py.
+// The low half of the descriptor of a warp group's second operand, in 16 bytes; the other half is in cuda.py.
 DEVICE u32 rows_at(const void* p) { return shared_address(p) >> 4 | 1u << 16; }
-DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void begin_mma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void end_mma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
-DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// What was stored to shared memory, products of warp groups may read after the next barrier.
+DEVICE void wait_mma() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// Makes stores to shared memory visible to the warp groups' mma after the next barrier.
 DEVICE void publish() {
 #if GROUPED
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -108,7 +108,7 @@ constexpr int SCORE_STEPS = WIDE && !GROUPED ? 2 : D / 32;  // unrolled: registe
 constexpr int DIM_PARTS = GROUPED ? WARPS : 4;
 constexpr int DIM_TILES = 16 / DIM_PARTS;
 constexpr int SUM_TILES = TILES * DIM_PARTS / WARPS;
-constexpr int WEIGHTS = (4 * QUERIES + THREADS - 1) / THREADS;  // parts of queries' weights that a thread has
+constexpr int WEIGHTS = (4 * QUERIES + THREADS - 1) / THREADS;  // parts of queries' weights that a thread holds
 constexpr float SLACK = 8;  // shares are float16: 2^8 of 2^16
 static_assert(SCORE_TILES * WARPS == TILES * KEY_PARTS && SUM_TILES * WARPS == TILES * DIM_PARTS, "QUERIES");
 #define NONE __uint_as_float(0xff800000u)  // minus infinity
@@ -125,10 +125,10 @@ struct Rows {
 typedef Rows<KEYS> KeyRows;
 typedef Rows<VALUES> ValueRows;
 
-// Where a row's 16 bytes number `part` lie: lanes of one access must meet different banks. FLAT: 16 bytes of two rows (floats
+// The offset of 16 bytes number `part` of a row: lanes of one access must use different banks. FLAT: 16 bytes of two rows (floats
 // as keys) are read at a time; else 8 or 4 bytes of four rows, or 16 of four rows with fewer lanes each.
 template <int MAIN, bool FLAT>
-DEVICE int place_of(int row, int part) {
+DEVICE int offset_of(int row, int part) {
   const int turned = FLAT ? part ^ ((row & 1) << 2) : MAIN == 64 ? part ^ (row & 2) : part ^ ((row & 3) << 1);
   return row * MAIN + turned * 16;
 }
@@ -139,15 +139,15 @@ struct Tokens {
   int turn, count;
 };
 
-// PARTS times 16 bytes of every row, from byte `from` of the row on; PLAIN: all rows are there, in one page.
-template <int BYTES, int PARTS, bool PLAIN, class Place>
-DEVICE void fetch_plane(const u8* codes, int from, const Tokens& tokens, Place place) {
+// PARTS times 16 bytes of every row, from byte `from` of the row on; PLAIN: all rows are present, in one page.
+template <int BYTES, int PARTS, bool PLAIN, class Offset>
+DEVICE void fetch_plane(const u8* codes, int from, const Tokens& tokens, Offset target) {
   constexpr int STEP = THREADS / PARTS;
-  static_assert(THREADS % PARTS == 0 && STEP % 4 == 0, "places of rows STEP apart differ by a constant");
+  static_assert(THREADS % PARTS == 0 && STEP % 4 == 0, "offsets of rows STEP apart differ by a constant");
   const int thread = own_number(), row0 = thread / PARTS, part = thread % PARTS;
   const u8* source = codes + (tokens.first + row0) * BYTES + from + part * 16;
-  u8* to = place(row0, part);
-  const int apart = (int)(place(row0 + 4, part) - to) / 4;
+  u8* to = target(row0, part);
+  const int apart = (int)(target(row0 + 4, part) - to) / 4;
   UNROLL for (int n = 0; n < (BLOCK + STEP - 1) / STEP; n++) {
     const int row = n * STEP + row0;
     if (BLOCK % STEP && row >= BLOCK) break;
@@ -161,7 +161,7 @@ template <int STORED, bool FLAT, bool PLAIN>
 DEVICE void fetch_rows(u8* stage, const u8* codes, const u8* scales, const Tokens& tokens) {
   typedef Rows<STORED> R;
   fetch_plane<R::BYTES, R::MAIN / 16, PLAIN>(
-      codes, 0, tokens, [&](int row, int part) { return stage + place_of<R::MAIN, FLAT>(row, part); });
+      codes, 0, tokens, [&](int row, int part) { return stage + offset_of<R::MAIN, FLAT>(row, part); });
   if (R::BITS)
     fetch_plane<R::BYTES, 2, PLAIN>(
         codes, R::MAIN, tokens, [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
@@ -189,7 +189,7 @@ template <int STORED, bool FLAT, int WORDS>
 DEVICE void dims_of(u32* halves, const u8* stage, int row, int quad) {
   typedef Rows<STORED> R;
   if (!R::CODED) {
-    const u8* at = stage + place_of<R::MAIN, FLAT>(row, quad >> 1);
+    const u8* at = stage + offset_of<R::MAIN, FLAT>(row, quad >> 1);
     if (WORDS == 2) {
       const uint4 found = *(const uint4*)at;
       halves[0] = found.x, halves[1] = found.y, halves[2] = found.z, halves[3] = found.w;
@@ -201,7 +201,7 @@ DEVICE void dims_of(u32* halves, const u8* stage, int row, int quad) {
   }
   constexpr int WIDTH = R::MAIN / 4;  // quads side by side in the first plane
   const int beside = quad % WIDTH;
-  const u8* first = stage + place_of<R::MAIN, FLAT>(row, beside >> 2) + (beside & 3) * 4;
+  const u8* first = stage + offset_of<R::MAIN, FLAT>(row, beside >> 2) + (beside & 3) * 4;
   const u8* second = stage + BLOCK * R::MAIN + row * R::BITS + quad % 8 * 4;
   u32 main[2], bits[2] = {0, 0};
   if (WORDS == 2) {
@@ -224,7 +224,7 @@ DEVICE void dims_of(u32* halves, const u8* stage, int row, int quad) {
       halves[2 * i] = permute(low, high, 0x5140);
       halves[2 * i + 1] = permute(low, high, 0x7362);
     } else {
-      // float16 of 1024 + code has the code for its last bits.
+      // float16 of 1024 + code has the code in its last bits.
       constexpr u32 ZERO = STORED == 2 ? 0x64806480u : STORED == 3 ? 0x64106410u : 0x64086408u;
       halves[2 * i] = sub2(permute(code, 0x64646464u, 0x4140), ZERO);
       halves[2 * i + 1] = sub2(permute(code, 0x64646464u, 0x4342), ZERO);

@@ -1,8 +1,8 @@
-"""Triton kernel of causal attention over the paged cache for the many rows of a chunk of prompt text.
+"""Triton kernel of causal attention over the paged KV cache for a prompt chunk.
 
-A slice of the context at a time is brought together from its pages, expanded where it is quantised, and what
-the rows have gathered so far is carried from slice to slice: 16-bit pages read where they lie gave a quarter
-fewer products a second on an H200, whose L2 holds most of a slice.
+The context is gathered from its pages a slice at a time, dequantised if needed, and the rows' running sums
+are carried from slice to slice. Reading 16-bit pages directly was a quarter slower on an H200, whose L2 holds
+most of a slice.
 """
 
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.triton_kernels import expand
+from treeflash.kernels.runtime.device import capability_of
 
 LOG2_E = 1.4426950408889634
-SLICE_BYTES = 64 << 20  # of expanded keys and values at a time
+SLICE_BYTES = 64 << 20  # of expanded K and V at a time
 
 
 @triton.jit
-def _gather(scores, values, top, weight, sum_, PRECISION: tl.constexpr):
-    """One block of scores [M, N] and values [N, D] into the running maximum, weight and sum of each row."""
+def _accumulate(scores, values, top, weight, sum_, PRECISION: tl.constexpr):
+    """Add one block of scores [M, N] and V [N, D] to the running maximum, weight and sum of each row."""
     higher = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores - higher[:, None])
     fade = tl.exp2(top - higher)
@@ -34,8 +35,8 @@ def _chunk_attention_kernel(
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BEGIN: tl.constexpr, END: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query head of BLOCK_M rows a program, over what they see of tokens `first` to `last` - 1."""
-    # The last rows see most: they begin first.
+    """One query head of BLOCK_M rows a program, over the visible tokens among `first` to `last` - 1."""
+    # The last rows see most tokens and start first.
     tile, query_head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     head = query_head // GROUP
     length = tl.load(lengths).to(tl.int32)
@@ -43,8 +44,8 @@ def _chunk_attention_kernel(
     live = rows < T
     dims = tl.arange(0, D)
     unit = rows * KV * GROUP + query_head
-    place = unit[:, None] * D + dims[None, :]
-    queries = tl.load(q + place, mask=live[:, None], other=0.0).to(tl.float32) * scale
+    at = unit[:, None] * D + dims[None, :]
+    queries = tl.load(q + at, mask=live[:, None], other=0.0).to(tl.float32) * scale
     queries = queries.to(keys.dtype.element_ty)
     if BEGIN:
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -53,14 +54,14 @@ def _chunk_attention_kernel(
     else:
         top = tl.load(tops + unit, mask=live, other=0.0)
         weight = tl.load(weights + unit, mask=live, other=1.0)
-        sum_ = tl.load(out + place, mask=live[:, None], other=0.0)
+        sum_ = tl.load(out + at, mask=live[:, None], other=0.0)
 
     stop = tl.minimum(length + tl.minimum((tile + 1) * BLOCK_M, T), last)
-    # All rows see the blocks before this one whole.
+    # All rows see all tokens of the blocks before this one.
     edge = tl.maximum((length + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N, first)
     edge = tl.minimum(edge, tl.maximum(stop, first) // BLOCK_N * BLOCK_N)
     tokens = tl.arange(0, BLOCK_N)
-    # Offsets that stay the same beside one number for a block: large ones would take too many registers.
+    # Constant offsets plus one scalar per block: 64-bit offsets would take too many registers.
     key_offsets = tokens[None, :] * (KV * D) + dims[:, None]
     value_offsets = tokens[:, None] * (KV * D) + dims[None, :]
     for start in range(first, edge, BLOCK_N):
@@ -68,7 +69,7 @@ def _chunk_attention_kernel(
         k = tl.load(keys + block + key_offsets)
         scores = tl.dot(queries, k, input_precision=PRECISION)
         v = tl.load(values + block + value_offsets)
-        top, weight, sum_ = _gather(scores, v, top, weight, sum_, PRECISION)
+        top, weight, sum_ = _accumulate(scores, v, top, weight, sum_, PRECISION)
     for start in tl.range(edge, stop, BLOCK_N, num_stages=1):
         index = start + tokens
         there = index < stop
@@ -78,22 +79,22 @@ def _chunk_attention_kernel(
         seen = there[None, :] & (index[None, :] <= length + rows[:, None])
         scores = tl.where(seen, scores, -float("inf"))
         v = tl.load(values + block + value_offsets, mask=there[:, None], other=0.0)
-        top, weight, sum_ = _gather(scores, v, top, weight, sum_, PRECISION)
+        top, weight, sum_ = _accumulate(scores, v, top, weight, sum_, PRECISION)
 
     if END:
         sum_ = sum_ / weight[:, None]
         if GATE:
             gate += query_head * gate_head
-            at = rows[:, None] * gate_row + dims[None, :]
-            sum_ *= tl.sigmoid(tl.load(gate + at, mask=live[:, None], other=0.0).to(tl.float32))
+            gate_at = rows[:, None] * gate_row + dims[None, :]
+            sum_ *= tl.sigmoid(tl.load(gate + gate_at, mask=live[:, None], other=0.0).to(tl.float32))
     else:
         tl.store(tops + unit, top, mask=live)
         tl.store(weights + unit, weight, mask=live)
-    tl.store(out + place, sum_, mask=live[:, None])
+    tl.store(out + at, sum_, mask=live[:, None])
 
 
 def tiles(dim: int, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Rows and keys at a time, stages, warps; by shared memory and registers.
+    """Return rows and keys at a time, stages, warps; by shared memory and registers.
 
     dim: of a head in 16 bits, twice as many in 32; capability: of an NVIDIA card; None for others.
     """
@@ -107,20 +108,15 @@ def tiles(dim: int, capability: tuple[int, int] | None) -> dict[str, int]:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "num_warps": 8}
     if dim > 128 and capability == (8, 0):
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2, "num_warps": 8}
-    # With 64 keys of 256 dims a warp group runs out of registers, and its products wait for one another.
+    # With 64 keys of 256 dims a warp group runs out of registers, and its mma are serialised.
     keys = 32 if dim > 128 and capability == (9, 0) else 64
     stages = 2 if dim > 128 and keys == 64 else 3
     return {"BLOCK_M": 128, "BLOCK_N": keys, "num_stages": stages, "num_warps": 8}
 
 
 def takes(pool: HeadPool) -> bool:
-    """Whether the kernel is made for such heads: a power of two of dims."""
+    """Return whether the kernel takes such heads: a power of two of dims."""
     return 16 <= pool.dim <= 256 and pool.dim & (pool.dim - 1) == 0
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def chunk_attention(
@@ -142,11 +138,11 @@ def chunk_attention(
         assert takes(side) and side.dim == dim, f"heads of {side.dim}, queries of {dim}"
         assert side.codes.is_contiguous() and side.page == page, f"{side.codes.shape}"
     widths = [2 if side.format.quantised else side.codes.element_size() for side in sides]
-    chosen = tiles(dim * max(widths) // 2, _capability(q.device))
+    chosen = tiles(dim * max(widths) // 2, capability_of(q.device))
     out = torch.empty(batch, rows, heads, dim, device=q.device)
-    opened = out if gate is None else gate
-    if opened.stride(-1) != 1 or opened.stride(0) != rows * opened.stride(1):
-        opened = opened.contiguous()
+    gates = out if gate is None else gate
+    if gates.stride(-1) != 1 or gates.stride(0) != rows * gates.stride(1):
+        gates = gates.contiguous()
 
     whole = max(page, chosen["BLOCK_N"])
     assert whole % page == 0 and whole % chosen["BLOCK_N"] == 0, f"pages of {page}, {chosen}"
@@ -157,8 +153,8 @@ def chunk_attention(
             count = min(step, span - first)
             sources = [_slice(side, page_table[item], first, count) for side in sides]
             _chunk_attention_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]))](
-                q[item], *sources, lengths[item:], opened[item], out[item], *carried,
-                opened.stride(1), opened.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count,
+                q[item], *sources, lengths[item:], gates[item], out[item], *carried,
+                gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count,
                 KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == 0, END=first + count >= span,
                 GATE=gate is not None, PRECISION="ieee", **chosen,
             )  # fmt: skip
@@ -166,7 +162,7 @@ def chunk_attention(
 
 
 def _slice(side: HeadPool, table: Tensor, first: int, count: int) -> Tensor:
-    """Tokens first (a page's first) to first + count - 1 of a sequence: floats [count, KV, D]."""
+    """Return tokens first (a page's first) to first + count - 1 of a sequence: floats [count, KV, D]."""
     if side.format.quantised:
         return expand(side, table.contiguous(), first, count)
     pages = table[first // side.page : -(-(first + count) // side.page)]

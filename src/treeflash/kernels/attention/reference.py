@@ -1,4 +1,4 @@
-"""Attention of new rows over a paged cache that already holds their own keys and values, in plain torch."""
+"""Attention of new rows over a paged KV cache that already holds their own K and V, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.reference import decode
 from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
 
-SINKS = 64  # tokens at the beginning that a window never hides
+SINKS = 64  # attention sinks: first tokens that a window never hides
 
 
 def paged_attention(
@@ -25,19 +25,19 @@ def paged_attention(
 ) -> Tensor:
     """q [B, T, H, D]; keys, values [pages, KV, page, row]; page_table [B, P]; lengths [B] committed tokens.
 
-    Row i of sequence b lies at index lengths[b] + i. It sees the committed tokens and the rows j whose bit is
-    set in ancestors[b, i]; without ancestors [B, T] the rows before it and itself. With a window a row at
-    position p sees of them only those at positions from p - window + 1 on and the first 64; positions [B, T]
+    Row i of sequence b is at index lengths[b] + i. It attends to the committed tokens and the rows j whose
+    bit is set in ancestors[b, i]; without ancestors [B, T] to the rows before it and itself. With a window a
+    row at position p attends only to positions from p - window + 1 on and to the first 64; positions [B, T]
     are the rows'. Query head h reads KV head h // (H / KV). The output is multiplied by the sigmoid of gate
-    [B, T, H, D] where there is one.
+    [B, T, H, D] if given.
 
-    Quantised keys and values lie rotated, each pool for itself.
+    A quantised pool stores rotated rows.
     """
     rows, heads = q.shape[1:3]
     kv_heads = keys.codes.shape[1]
     group = heads // kv_heads
     queries = rotate(q).to(q.dtype) if keys.format.quantised else q
-    # The query heads of a KV head become rows of one product: [B, KV, group * T, D].
+    # The query heads of a KV head become rows of one matmul: [B, KV, group * T, D].
     packed = queries.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     span = int(lengths.max()) + rows
     k, v = (_gather(pool, page_table, span).to(q.dtype) for pool in (keys, values))
@@ -48,7 +48,7 @@ def paged_attention(
             assert positions is not None
             mask = mask & _within(lengths, positions, span, window)
         if len(q) > 1:
-            # What lies behind a shorter sequence is another one's: not even a NaN of it may get through.
+            # Rows after a shorter sequence belong to another one: not even a NaN of it may get through.
             foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
             k, v = k.masked_fill(foreign, 0), v.masked_fill(foreign, 0)
         mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
@@ -60,20 +60,20 @@ def paged_attention(
 
 
 def _mask(lengths: Tensor, rows: int, span: int, ancestors: Tensor | None) -> Tensor:
-    """[B, T, span] bool: what each row sees of its sequence."""
+    """Return [B, T, span] bool: the indices that each row attends to."""
     if ancestors is None:
         chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
         visible = chain.expand(len(lengths), -1, -1)
     else:
         visible = ((ancestors[..., None] >> torch.arange(rows, device=lengths.device)) & 1).bool()
-    # Which row of the step lies at each index; below 0: committed text.
+    # The step's row at each index; below 0: committed text.
     row = torch.arange(span, device=lengths.device) - lengths[:, None]
     staged = visible.gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
     return torch.where((row < rows)[:, None], staged, False) | (row < 0)[:, None]
 
 
 def _within(lengths: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
-    """[B, T, span] bool: what is near enough to each row, or at the beginning."""
+    """Return [B, T, span] bool: the indices inside each row's window, and the sinks."""
     index = torch.arange(span, device=lengths.device)
     row = index - lengths[:, None]
     staged = positions.gather(1, row.clamp(0, positions.shape[1] - 1))
@@ -82,10 +82,10 @@ def _within(lengths: Tensor, positions: Tensor, span: int, window: int) -> Tenso
 
 
 def _gather(pool: HeadPool, page_table: Tensor, span: int) -> Tensor:
-    """[B, KV, span, D], decoded.
+    """Return [B, KV, span, D], dequantised.
 
-    Floats are a view where a lone sequence's pages lie in a row and the pool has its heads outermost in
-    memory, which is the usual case on a CPU.
+    Floats are a view where a single sequence has contiguous pages and the pool has its heads outermost in
+    memory, the common case on a CPU.
     """
     pages = page_table[:, : -(-span // pool.page)]
     chosen: Tensor | slice = pages
@@ -117,11 +117,11 @@ def block_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """Rows of a draft block over the context in a ring and over each other.
+    """Return the attention of a draft block's rows over the context in a ring and over each other.
 
     q [B, T, H, D]; k, v [B, T, KV, D] of the block itself; positions [B, T]; ring_keys, ring_values
-    [slots, ring, KV, D], position p at p modulo ring; lengths, starts [slots]: positions present are
-    starts to lengths - 1, as far as the ring reaches. Within `window`, |key - query| < window.
+    [slots, ring, KV, D], position p at p modulo ring; lengths, starts [slots]: the ring holds the newest of
+    positions starts to lengths - 1. With `window`, |key - query| < window.
     """
     heads, ring = q.shape[2], ring_keys.shape[1]
     group = heads // k.shape[2]
@@ -129,7 +129,7 @@ def block_attention(
     for b, slot in enumerate(slots.tolist()):
         length = int(lengths[slot])
         index = torch.arange(min(length, ring), device=q.device)
-        # The newest position below `length` that falls on this place of the ring.
+        # The newest position below `length` that the ring holds at this index.
         held = length - 1 - (length - 1 - index) % ring
         at = torch.cat([held, positions[b]])
         seen = (at >= starts[slot]).expand(q.shape[1], -1)

@@ -1,40 +1,40 @@
-// Attention of a tree's rows over one split of a paged context (reference.py says what it is; kernel.py merges).
+// Attention of a tree's rows over one split of a paged context (reference.py specifies it; triton_kernels.py merges the splits).
 //
-// No headers: NVRTC builds this file, behind pages.cu, with no include path. Macros, given by cuda.py:
-//   KEYS, VALUES  how they are stored: 0 float16, 1 bfloat16, 2 q8_0, 3 q5_0, 4 q4_0, 5 tq3_0
+// No headers: NVRTC builds this file, after pages.cu, with no include path. Macros, given by cuda.py:
+//   KEYS, VALUES  storage formats: 0 float16, 1 bfloat16, 2 q8_0, 3 q5_0, 4 q4_0, 5 tq3_0
 //   QUERIES       of a block of the grid: nodes x query heads of one KV head, node-major; 8, 16, 24 or a multiple of 48
 //   STAGES        of the rings of keys and of values      SHARED    bytes of shared memory     RESIDENT  blocks of an SM
 //   SPLITS, SINKS, PAGE, WINDOW (0 or 1)                   FIRST0.., LAST0..  signs of the rotation, 32 in a word
 //   LEVEL0..3     of tq3_0: low bytes, then high bytes, of eight float16
-//   GROUPED       1: products by warp groups (sm_90a), from score_product and sum_product that cuda.py puts before this file
-//   OVERLAP       1: launched before the kernel in front of it has ended (sm_90 and up)
+//   GROUPED       1: warp-group mma (sm_90a), by score_mma and sum_mma, which cuda.py generates before this file
+//   OVERLAP       1: programmatic dependent launch (PDL), sm_90 and up
 //
 // Keys, and then dims of values, are the 16-row operand of mma.m16n8k16: S^T = K Q^T and O^T = V^T P^T, so queries are
-// padded to 8 and codes go from shared memory into a fragment's registers. Which dim or key stands in which row or column of
+// padded to 8 and codes go from shared memory into a fragment's registers. Which dim or key is in which row or column of
 // a fragment is free. A lane reads neighbouring dims of one token:
-//   keys: 8 dims from 32 j + 8 t on (t = lane % 4) of tokens g and g + 8 (g = lane / 4) are what it has of two steps of 16 dims;
+//   keys: 8 dims from 32 j + 8 t on (t = lane % 4) of tokens g and g + 8 (g = lane / 4) are its share of two steps of 16 dims;
 //   values: rows g and g + 8 of its warp's tiles are 2 dims a tile; columns are tokens 16 k + {0, 8, 4, 12} + t.
 // Warp groups take the same fragments from registers, and queries and shares from shared memory: rows of 128 bytes, 16 bytes
 // number p of row r at p ^ (r & 7).
-// A query's sums are formed in the same order whatever QUERIES is, and follow from that query alone.
+// The order of a query's sums does not depend on QUERIES or on other queries.
 
 struct __align__(GROUPED ? 1024 : 128) Memory {
   u8 queries[QUERIES * D * 2];
   u8 shares[QUERIES * BLOCK * 2];
   float maxima[4][QUERIES];  // of parts of the keys; at the end the weights of the tiles of keys
-  float tops[QUERIES];       // what shares are relative to; NONE: no key was seen yet
+  float tops[QUERIES];       // running maxima that shares are relative to; NONE: no key was visible yet
   float levels[QUERIES];     // the same as a finite number
-  float limits[QUERIES];     // scores above these make a new top
+  float limits[QUERIES];     // scores above these raise the maximum
   float fade[QUERIES];
-  int oldest[QUERIES];       // position that a window lets a query see
+  int oldest[QUERIES];       // first position inside a query's window
   int held[BLOCK];           // positions of the step's rows
-  u64 seen[QUERIES];         // which of them a query sees
+  u64 seen[QUERIES];         // bit mask of the step's rows that a query attends to
   Tokens tokens[3];  // of block b at b modulo 3: those of two blocks are read while a third's are written
 };
 static_assert(SHARED == sizeof(Memory) + STAGES * (KeyRows::STAGE + ValueRows::STAGE), "SHARED");
 
-// Where the queries' words lie of dims 32 j + 8 t + 2 i and the next, and where shares of keys 16 * step + pair and + 8: as a
-// product reads its second operand, and so that the lanes of one access meet different banks.
+// The addresses of a query's dims 32 j + 8 t + 2 i and the next, and of the shares of keys 16 * step + pair and + 8: in the
+// order in which mma reads its second operand, and such that the lanes of one access use different banks.
 DEVICE u32* query_word(Memory& m, int query, int j, int t, int i) {
   if (!GROUPED) return (u32*)m.queries + (((query >> 3) * (D / 32) + j) * 32 + (query & 7) * 4 + t) * 4 + i;
   const int part = 4 * (j & 1) + i;
@@ -84,7 +84,7 @@ DEVICE void load_queries(Memory& m, const float* q, float scale, int first, int 
       x[n][4] = high.x, x[n][5] = high.y, x[n][6] = high.z, x[n][7] = high.w;
     }
     UNROLL for (int n = 0; n < AHEAD; n++) {
-      // Not to be fused with the sums after it in one variant and apart from them in another.
+      // Must not be fused with the following sums in one variant and separate in another.
       UNROLL for (int i = 0; i < 8; i++) x[n][i] = __fmul_rn(x[n][i], scale);
       if (KeyRows::CODED) rotate(x[n], signs[0], signs[1], lane);
       const int query = start + n * WARPS;
@@ -117,11 +117,11 @@ DEVICE void score(float (&s)[KEY_TILES][SCORE_TILES][4], Memory& m, const u8* st
         UNROLL for (int i = 0; i < 4; i++) a[k][i >> 1][2 * (i & 1) + r] = halves[i];
       }
 #if GROUPED
-    begin_products();
+    begin_mma();
     UNROLL for (int h = 0; h < 2; h++)
-      score_product(s[0][0], a[0][h], queries + ((j >> 1) * QUERIES * 128 + (2 * (j & 1) + h) * 32) / 16, j + h > 0);
-    end_products();
-    wait_products<1>();  // those before these have read their operands
+      score_mma(s[0][0], a[0][h], queries + ((j >> 1) * QUERIES * 128 + (2 * (j & 1) + h) * 32) / 16, j + h > 0);
+    end_mma();
+    wait_mma<1>();  // the previous group has read its operands
 #else
     UNROLL for (int n = 0; n < SCORE_TILES; n++) {
       const uint4 b = *(const uint4*)query_word(m, (first_tile + n) * 8 + (lane >> 2), j, lane & 3, 0);
@@ -131,7 +131,7 @@ DEVICE void score(float (&s)[KEY_TILES][SCORE_TILES][4], Memory& m, const u8* st
 #endif
   }
 #if GROUPED
-  wait_products<0>();
+  wait_mma<0>();
 #endif
 }
 
@@ -145,7 +145,7 @@ DEVICE float share_of(Memory& m, int query, int step) {
   return all;
 }
 
-// Values times shares; and a thread's weights, part i being a quarter of the keys of a query.
+// Values times shares; and a thread's weights, each over a quarter of the keys of a query.
 DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], float (&weight)[WEIGHTS], Memory& m, const u8* stage,
                        int dim_part, int first_tile) {
   constexpr int WORDS = DIM_TILES / 2;
@@ -167,10 +167,10 @@ DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], float (&weight)[WE
     }
 #if GROUPED
     const u32 shares = rows_at(m.shares) + step * 2;
-    begin_products();
-    UNROLL for (int i = 0; i < DIM_TILES; i++) sum_product(sum[i][0], a[i], shares, true);
-    end_products();
-    wait_products<1>();
+    begin_mma();
+    UNROLL for (int i = 0; i < DIM_TILES; i++) sum_mma(sum[i][0], a[i], shares, true);
+    end_mma();
+    wait_mma<1>();
 #else
     UNROLL for (int n = 0; n < SUM_TILES; n++) {
       const uint2 b = *(const uint2*)share_word(m, (first_tile + n) * 8 + (lane >> 2), step, lane & 3);
@@ -184,15 +184,15 @@ DEVICE void add_values(float (&sum)[DIM_TILES][SUM_TILES][4], float (&weight)[WE
     if (4 * QUERIES % THREADS == 0 || part < 4 * QUERIES) weight[i] += share_of(m, part >> 2, part & 3);
   }
 #if GROUPED
-  wait_products<0>();
+  wait_mma<0>();
 #endif
 }
 
-// What a thread has of S^T and O^T. A warp group's four warps have the four tiles of keys, and the same queries.
-struct Part {
+// A thread's tiles of S^T and O^T. A warp group's four warps have the four tiles of keys, and the same queries.
+struct ThreadTiles {
   int g, t, key_part, score_tile, dim_part, sum_tile;
 };
-DEVICE Part part_of(int thread) {
+DEVICE ThreadTiles tiles_of(int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   return {lane >> 2, lane & 3, warp % KEY_PARTS, warp / KEY_PARTS * SCORE_TILES, warp % DIM_PARTS, warp / DIM_PARTS * SUM_TILES};
 }
@@ -206,20 +206,20 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   Memory& m = *(Memory*)memory;
   u8* key_ring = (u8*)(&m + 1);
   u8* value_ring = key_ring + STAGES * KeyRows::STAGE;
-  let_next_start();
+  launch_dependents();
   const int thread = threadIdx.x;
   const int tile = blockIdx.x % tiles, unit = blockIdx.x / tiles, item = unit / kv_heads, head = unit % kv_heads;
-  // The step's own rows are the last split and begin first; splits that a short context leaves empty come last.
+  // The step's own rows are the last split and start first; splits that a short context leaves empty come last.
   const int split = blockIdx.y == 0 ? SPLITS : blockIdx.y - 1;
   const bool own = split == SPLITS;
   const int length = (int)__ldcg(lengths + item), count = rows * group, first_query = tile * QUERIES;
-  // A window's context is the first tokens and what the root sees, from `low` on; others see no more.
+  // A window's context is the first tokens and those in the root's window, from `low` on; other rows see no more.
   int sinks = length, low = length;
   if (WINDOW) {
     sinks = min(length, SINKS);
     low = max((max(length - window + 1, 0) >> 6) << 6, sinks);
   }
-  // See _extent of kernel.py.
+  // See _extent of triton_kernels.py.
   const int span = sinks + length - low;
   int size = max((span + SPLITS - 1) / SPLITS, min((span + SPLITS / 2 - 1) / (SPLITS / 2), 256));
   size = max((size + 63) / 64 * 64, 64);
@@ -248,11 +248,11 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     fetch<VALUES, false>(value_ring + block % STAGES * ValueRows::STAGE, value_codes, value_scales, tokens);
   };
 
-  // The context was written in another step: no need to wait for the kernel in front of this one.
+  // The context was written in an earlier step: no need to wait for the previous kernel.
   if (own) wait_for_inputs();
   int pages[STAGES + 2];
   UNROLL for (int i = 0; i < STAGES + 2; i++) pages[i] = page_of(i);
-  // A group of copies: keys of a block and values of the one before it.
+  // A group of copies: keys of a block and values of the previous one.
   UNROLL for (int i = 0; i < STAGES; i++) {
     if (i < blocks) fetch_keys(i, tokens_of(i, pages[i]));
     if (i && i <= blocks) fetch_values(i - 1, tokens_of(i - 1, pages[i - 1]));
@@ -283,7 +283,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
   UNROLL for (int i = 0; i < WEIGHTS; i++) weight[i] = 0.f;
 
   _Pragma("unroll 1") for (int block = 0; block < blocks; block++) {
-    const auto [g, t, key_part, score_tile, dim_part, sum_tile] = part_of(own_number());
+    const auto [g, t, key_part, score_tile, dim_part, sum_tile] = tiles_of(own_number());
     float s[KEY_TILES][SCORE_TILES][4];
     score(s, m, key_ring + block % STAGES * KeyRows::STAGE, key_part, score_tile);
     const int present = own ? rows : min(BLOCK, end - begin - block * BLOCK);
@@ -307,8 +307,8 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
       UNROLL for (int k = 0; k < KEY_TILES; k++)
         exceeds |= (fmaxf(s[k][n][0], s[k][n][2]) > limit.x) | (fmaxf(s[k][n][1], s[k][n][3]) > limit.y);
     }
-    // All have done with these keys and the values before them. New tops are rare: a top stays while no score is higher by SLACK,
-    // which follows from the query's own scores, and not from what else brings us here.
+    // All warps are done with these keys and the previous values. New maxima are rare: a maximum stays while no score exceeds
+    // it by SLACK, which depends on the query's own scores alone, not on the other queries of this block.
     if (__syncthreads_or(exceeds)) {
       UNROLL for (int n = 0; n < SCORE_TILES; n++)
         UNROLL for (int c = 0; c < 2; c++) {
@@ -354,7 +354,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     }
     wait_groups<STAGES - 1>();
     publish();
-    __syncthreads();  // shares; these values and the keys after these
+    __syncthreads();  // shares, these values and the next keys are ready
     add_values(sum, weight, m, value_ring + block % STAGES * ValueRows::STAGE, dim_part, sum_tile);
   }
 
@@ -362,7 +362,7 @@ tree_attention(const float* q, const u8* key_codes, const u8* key_scales, const 
     const int part = i * THREADS + thread;
     if (part < 4 * QUERIES) m.maxima[part & 3][part >> 2] = weight[i];
   }
-  const auto [g, t, key_part, score_tile, dim_part, sum_tile] = part_of(own_number());
+  const auto [g, t, key_part, score_tile, dim_part, sum_tile] = tiles_of(own_number());
   const long long base = ((long long)unit * (SPLITS + 1) + split) * count + first_query;
   UNROLL for (int n = 0; n < SUM_TILES; n++)
     UNROLL for (int c = 0; c < 2; c++) {

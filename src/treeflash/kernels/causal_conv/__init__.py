@@ -1,4 +1,4 @@
-"""The short causal convolution of the Gated DeltaNet layers, with the norms and gates behind it."""
+"""The short causal convolution of the Gated DeltaNet layers, with the norms and gates after it."""
 
 from torch import Tensor
 
@@ -9,21 +9,22 @@ __all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "split_head
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
+    """See reference.conv_index."""
     if not parents.is_cuda:
         return reference.conv_index(parents, width, count, path)
-    from treeflash.kernels.causal_conv import triton_kernels as kernel
+    from treeflash.kernels.causal_conv import triton_kernels
 
-    return kernel.conv_index(parents, width, count, path)
+    return triton_kernels.conv_index(parents, width, count, path)
 
 
 def chunk_heads(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See reference.chunk_heads."""
     if inputs.is_cuda:
-        from treeflash.kernels.causal_conv import chunk
-        from treeflash.kernels.causal_conv import triton_kernels as kernel
+        from treeflash.kernels.causal_conv import chunk, triton_kernels
 
-        if kernel.takes(weight, alpha, state["key_heads"]):
+        if triton_kernels.takes(weight, alpha, state["key_heads"]):
             return chunk.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
     return reference.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
 
@@ -31,12 +32,12 @@ def chunk_heads(
 def tree_conv(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weight: Tensor, decay: Tensor, bias: Tensor, **state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See reference.tree_conv."""
     if inputs.is_cuda:
-        from treeflash.kernels.causal_conv import cuda
-        from treeflash.kernels.causal_conv import triton_kernels as kernel
+        from treeflash.kernels.causal_conv import cuda, triton_kernels
 
         if cuda.takes(inputs, weight, alpha, state["window"], state["key_heads"]):
             return cuda.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
-        if kernel.takes(weight, alpha, state["key_heads"]):
-            return kernel.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
+        if triton_kernels.takes(weight, alpha, state["key_heads"]):
+            return triton_kernels.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
     return reference.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)

@@ -1,6 +1,6 @@
-"""Triton kernel of the short convolution over prompt text: heads as the delta rule takes them, windows moved.
+"""Triton kernel of the short convolution over a prompt chunk: the delta rule's inputs, and the new windows.
 
-Queries and keys are of unit length and leave as float16, which loses nothing that a product would keep.
+Queries and keys have unit length and are stored as float16, the precision of the matmuls that read them.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treeflash.kernels.causal_conv.reference import L2_EPS
 
-ROWS = 16  # of a program; more than a window, which therefore only the first program reads
+ROWS = 16  # of a program; more than a window, so only the first program reads the window
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _before(
     at, wanted, taken, item, slot, channels, window, stash, path, PATH, SAVED,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Inputs before the chunk, at = -1 being the newest, of path and window; zero if not wanted."""
+    """Inputs of path and window before the chunk, the newest at -1; zero if not wanted."""
     from_path = taken + at
     kept = wanted & (from_path >= 0)
     saved = tl.load(path + item * PATH + from_path, mask=kept, other=0)
@@ -62,24 +62,24 @@ def _chunk_conv_kernel(
     row = item * T + rows
     if head >= 2 * KEY_HEADS:
         value_head = head - 2 * KEY_HEADS
-        place = row * VALUE_HEADS + value_head
-        tl.store(v + place[:, None] * D + dims[None, :], mixed, mask=live[:, None])
+        unit = row * VALUE_HEADS + value_head
+        tl.store(v + unit[:, None] * D + dims[None, :], mixed, mask=live[:, None])
         a = tl.load(alpha + row * alpha_stride + value_head, mask=live, other=0.0)
         a = a.to(tl.float32) + tl.load(bias + value_head)
-        # log1p(e) = log(u) e / (u - 1) with u = 1 + e as rounded: right to the last bits for small e.
+        # log1p(e) = log(u) e / (u - 1) with u = 1 + e as rounded: accurate for small e.
         e = tl.exp(tl.minimum(a, 20.0))
         u = 1.0 + e
         log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-        tl.store(g_out + place, tl.load(decay + value_head) * tl.where(a > 20.0, a, log1p), mask=live)
+        tl.store(g_out + unit, tl.load(decay + value_head) * tl.where(a > 20.0, a, log1p), mask=live)
         b = tl.load(beta + row * beta_stride + value_head, mask=live, other=0.0)
-        tl.store(beta_out + place, tl.sigmoid(b.to(tl.float32)), mask=live)
+        tl.store(beta_out + unit, tl.sigmoid(b.to(tl.float32)), mask=live)
     else:
         mixed *= tl.rsqrt(tl.sum(mixed * mixed, 1) + eps)[:, None]
-        unit = (row * KEY_HEADS + head % KEY_HEADS)[:, None] * D + dims[None, :]
+        target = (row * KEY_HEADS + head % KEY_HEADS)[:, None] * D + dims[None, :]
         if head < KEY_HEADS:
-            tl.store(q + unit, (mixed * scale).to(tl.float16), mask=live[:, None])
+            tl.store(q + target, (mixed * scale).to(tl.float16), mask=live[:, None])
         else:
-            tl.store(k + unit, mixed.to(tl.float16), mask=live[:, None])
+            tl.store(k + target, mixed.to(tl.float16), mask=live[:, None])
 
     if block == 0:
         entry = tl.arange(0, WINDOW).to(tl.int64)
@@ -93,7 +93,7 @@ def _chunk_conv_kernel(
             newest, wanted & (newest < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
             CHANNELS, WIDTH,
         )  # fmt: skip
-        tl.debug_barrier()  # all has been read that is overwritten now
+        tl.debug_barrier()  # all reads of the old window are done
         target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
         tl.store(window + target, kept.to(window.dtype.element_ty), mask=wanted[:, None])
 
@@ -121,7 +121,7 @@ def chunk_heads(
     for part in (weight, decay, bias, window, tree_inputs, slots, path, count):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
     assert window.dtype == tree_inputs.dtype, f"{window.dtype}, {tree_inputs.dtype}"
-    # One stride a row, whether or not the parts are slices of one product.
+    # One row stride each: they may be slices of one matmul output.
     inputs, alpha, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs, alpha, beta))
     inputs, alpha, beta = (x.flatten(0, 1) for x in (inputs, alpha, beta))
 

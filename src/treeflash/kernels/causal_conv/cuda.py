@@ -1,4 +1,4 @@
-"""The CUDA C++ kernel of the short convolution over a path and a tree: what it takes, how it is launched."""
+"""The CUDA C++ kernel of the short convolution over a path and a tree: what it takes, and its launch."""
 
 from ctypes import c_float, c_int, c_longlong
 from functools import cache
@@ -7,27 +7,28 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.causal_conv.reference import L2_EPS
-from treeflash.kernels.quant_matmul.cuda import card_of, early, usable
+from treeflash.kernels.runtime.device import card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
+from treeflash.kernels.runtime.sources import pdl_source
+from treeflash.kernels.tree import MAX_ROWS
 
 DIM = 128  # of a head
 TAPS = 4
-MOST_ROWS = 64
 _THREADS = 512
 
 
 def source() -> str:
-    return early("causal_conv", "tree.cu")
+    return pdl_source("causal_conv", "tree.cu")
 
 
 def takes(inputs: Tensor, weight: Tensor, alpha: Tensor, window: Tensor, key_heads: int) -> bool:
-    """Whether the kernel is made for such heads, numbers and this card."""
+    """Return whether the kernel takes such heads and types on this card."""
     dim = weight.shape[0] // (2 * key_heads + alpha.shape[-1])
     return (
         dim == DIM
         and weight.shape[1] == TAPS
-        and inputs.shape[1] <= MOST_ROWS
+        and inputs.shape[1] <= MAX_ROWS
         and window.dtype in (torch.float16, torch.float32)
         and usable(inputs.device)
     )
@@ -36,13 +37,13 @@ def takes(inputs: Tensor, weight: Tensor, alpha: Tensor, window: Tensor, key_hea
 @cache
 def _kernel(half: bool, device: torch.device) -> Kernel:
     card = card_of(device)
-    macros = {"HALF": int(half), "OVERLAP": int(card.bulk)}
+    macros = {"HALF": int(half), "OVERLAP": int(card.pdl)}
     module = Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
-    return module.kernel("tree_conv", threads=_THREADS, overlap=card.bulk)
+    return module.kernel("tree_conv", threads=_THREADS, overlap=card.pdl)
 
 
 def _strided(x: Tensor) -> Tensor:
-    """[B, T, N] as rows of one stride whose parts of four lie at multiples of 16 bytes."""
+    """Return [B, T, N] as rows of one stride, aligned to 16 bytes."""
     flat = x.flatten(0, 1)
     if flat.stride(1) == 1 and flat.stride(0) % 4 == 0 and flat.data_ptr() % 16 == 0:
         return flat
@@ -66,11 +67,11 @@ def tree_conv(
     index: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See reference.tree_conv; what lies behind a path is not written at all."""
+    """See reference.tree_conv; rows after a path are not written."""
     batch, rows, channels = inputs.shape
     length, value_heads, saved = path.shape[1], alpha.shape[2], tree_inputs.shape[1]
     assert channels == (2 * key_heads + value_heads) * DIM, f"{channels} channels"
-    assert rows <= min(saved, MOST_ROWS), f"{rows} rows, room for {saved}"
+    assert rows <= min(saved, MAX_ROWS), f"{rows} rows, room for {saved}"
     for part in (weight, decay, bias, window, tree_inputs, tree_gates, slots, path, count, index):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
     assert window.dtype == tree_inputs.dtype, f"{window.dtype}, {tree_inputs.dtype}"

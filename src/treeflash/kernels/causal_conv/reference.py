@@ -1,4 +1,4 @@
-"""The short causal convolution before the delta rule, with what follows it, in plain torch.
+"""The short causal convolution before the delta rule, with the norms and gates after it, in plain torch.
 
 weight [C, K]: tap K-1 multiplies the row itself, tap 0 the row K-1 above it. window [.., K-1, C] holds the
 newest inputs before the step, oldest first. Channels: queries, keys, values, head after head.
@@ -10,13 +10,13 @@ from torch.nn.functional import silu, softplus
 
 from treeflash.kernels.norm_rope.reference import l2_norm
 
-# The l2 norm of queries and keys has its own constant in the trained models, whatever the file's rms
-# epsilon is.
+# The l2 norm of queries and keys has its own constant in the trained models, independent of the file's rms
+# epsilon.
 L2_EPS = 1e-6
 
 
 def chunk_conv(inputs: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """inputs [B, T, C], each row after the one before: outputs [B, T, C] after SiLU and the new window."""
+    """Return outputs [B, T, C] after SiLU, and the new window, of consecutive inputs [B, T, C]."""
     rows, width = inputs.shape[1], weight.shape[1]
     series = torch.cat([window, inputs], 1)
     taps = torch.stack([series[:, tap : tap + rows] for tap in range(width)], -1)
@@ -38,10 +38,10 @@ def chunk_heads(
     count: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the delta rule takes of a chunk that follows the path which the last tree left to commit.
+    """Return the delta rule's inputs for a chunk that follows the last tree's uncommitted path.
 
-    Shapes as in `tree_conv`. Returns q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv]; moves the
-    windows behind the chunk.
+    Shapes as in `tree_conv`: q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv]. Advance the windows to
+    the end of the chunk.
     """
     dim = weight.shape[0] // (2 * key_heads + alpha.shape[2])
     before = window[slots]
@@ -54,9 +54,10 @@ def chunk_heads(
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
-    """Where [window, path rows, tree rows] holds the inputs of each row: [B, path + T, width], oldest first.
+    """Return the indices in [window, path rows, tree rows] of each row's inputs: [B, path + T, width], oldest
+    first.
 
-    parents [B, T]; the tree hangs below the first `count` [B] of `path` rows that follow each other.
+    parents [B, T]; the tree follows the first `count` [B] of `path` consecutive rows.
     """
     batch, rows = parents.shape
     chain = torch.arange(-1, path - 1, device=parents.device).expand(batch, -1)
@@ -64,19 +65,19 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
     at = torch.arange(path + rows, device=parents.device).expand(batch, -1)
     index = [at]
     for _ in range(width - 1):
-        # Above the first row the walk continues backwards through the window.
+        # Before the first row the inputs continue backwards through the window.
         at = torch.where(at >= 0, above.gather(1, at.clamp(min=0)), at - 1)
         index.append(at)
     return torch.stack(index[::-1], -1) + width - 1
 
 
 def delta_gates(alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Projections alpha, beta [B, T, Hv] to log decay (<= 0) and write strength; decay (-A), bias [Hv]."""
+    """Return log decay (<= 0) and write strength of alpha, beta [B, T, Hv]; decay (-A), bias [Hv]."""
     return decay * softplus(alpha + bias), beta.sigmoid()
 
 
 def split_heads(mixed: Tensor, key_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, C] to q, k [B, T, Hk, D], of unit length, q scaled, and v [B, T, Hv, D]."""
+    """Return q, k [B, T, Hk, D], of unit length, q scaled, and v [B, T, Hv, D] of mixed [B, T, C]."""
     heads = mixed.unflatten(-1, (-1, dim))
     q, k = l2_norm(heads[:, :, : 2 * key_heads], L2_EPS).chunk(2, 2)
     return q * dim**-0.5, k, heads[:, :, 2 * key_heads :]
@@ -99,15 +100,15 @@ def tree_conv(
     index: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the delta rule takes of a tree's rows and of the path that the last tree left to commit.
+    """Return the delta rule's inputs for a tree's rows and for the last tree's uncommitted path.
 
     inputs [B, T, C]; alpha, beta [B, T, Hv]; of all slots: window [slots, K-1, C], tree_inputs [slots, N, C],
     tree_gates [slots, N, 2, Hv]; path [B, P], its first `count` [B] rows; index from `conv_index`.
     Returns q [B, T, Hk, D] and, path first, k [B, P+T, Hk, D], v [B, P+T, Hv, D], g and beta [B, P+T, Hv],
-    which are zero behind a path. Moves the windows on and leaves the tree's rows in the place of the last.
+    which are zero after a path. Advances the windows and saves the tree's rows in tree_inputs and tree_gates.
     """
     rows, length, dim = inputs.shape[1], path.shape[1], weight.shape[0] // (2 * key_heads + alpha.shape[2])
-    # Rows are computed from what they leave behind, so that a commit meets the same numbers.
+    # Rows are computed from the saved precision, so that a commit reads the same numbers.
     inputs = inputs.to(tree_inputs.dtype)
     g, beta = delta_gates(alpha, beta, decay, bias)
     batch = torch.arange(len(slots), device=slots.device)[:, None]
@@ -117,8 +118,8 @@ def tree_conv(
     if length:
         gates = tree_gates[slots[:, None], path]
         if len(slots) > 1:
-            behind = torch.arange(length, device=slots.device) >= count[:, None]
-            gates = gates.masked_fill(behind[..., None, None], 0)
+            beyond = torch.arange(length, device=slots.device) >= count[:, None]
+            gates = gates.masked_fill(beyond[..., None, None], 0)
         window[slots] = series[batch, torch.arange(window.shape[1], device=slots.device) + count[:, None]]
     tree_inputs[slots, :rows] = inputs
     tree_gates[slots, :rows, 0], tree_gates[slots, :rows, 1] = g, beta

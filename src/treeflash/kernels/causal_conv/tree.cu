@@ -1,12 +1,13 @@
-// The short convolution over a path and a tree, up to what the delta rule reads (reference.py says what it is).
+// The short convolution over a path and a tree, up to the delta rule's inputs (reference.py specifies it).
 //
 // No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
 //   HALF     1: window and stash hold float16, else float32
-//   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
+//   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
 //
-// A block owns the 128 channels of one head, so nobody else reads or writes its part of window and stash. A warp
-// has whole rows, four channels a lane: no norm needs more than its shuffles. All old inputs are read before the
-// first is overwritten. Loads of what the step computed go past L1, which may be older: this kernel began early.
+// A block owns the 128 channels of one head, so no other block uses its part of window and stash. A warp has whole
+// rows, four channels a lane: a norm needs only its shuffles. All old inputs are read before the first is
+// overwritten. Loads of activations go past L1, which may hold older values: with PDL this kernel starts before they
+// are written.
 
 typedef unsigned short u16;
 
@@ -29,27 +30,27 @@ DEVICE float2 from_half2(u32 x) {
 
 // Four channels as window and stash hold them.
 #if HALF
-typedef uint2 Kept;
+typedef uint2 Saved;
 typedef u16 Stored;
-DEVICE Kept keep(float4 x) { return Kept{to_half2(x.x, x.y), to_half2(x.z, x.w)}; }
-DEVICE float4 value_of(Kept x) {
+DEVICE Saved save(float4 x) { return Saved{to_half2(x.x, x.y), to_half2(x.z, x.w)}; }
+DEVICE float4 value_of(Saved x) {
   const float2 a = from_half2(x.x), b = from_half2(x.y);
   return make_float4(a.x, a.y, b.x, b.y);
 }
 #else
-typedef float4 Kept;
+typedef float4 Saved;
 typedef float Stored;
-DEVICE Kept keep(float4 x) { return x; }
-DEVICE float4 value_of(Kept x) { return x; }
+DEVICE Saved save(float4 x) { return x; }
+DEVICE float4 value_of(Saved x) { return x; }
 #endif
 
 DEVICE float silu(float x) { return x / (1.f + expf(-x)); }
 
-// Where row n of [path, tree] finds its inputs.
-DEVICE void find(int* places, const long long* index, long long first, int n, int before, int end, int length) {
+// The indices of the inputs of row n of [path, tree].
+DEVICE void find_inputs(int* taps_at, const long long* index, long long first, int n, int before, int end, int length) {
   if (n >= end) return;
   const long long* from = index + (first + (n < before ? n : n - before + length)) * TAPS;
-  UNROLL for (int tap = 0; tap < TAPS; tap++) places[tap] = (int)from[tap];
+  UNROLL for (int tap = 0; tap < TAPS; tap++) taps_at[tap] = (int)from[tap];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
@@ -58,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
     const long long* path, const long long* count, const long long* index, float* q, float* k, float* v,
     float* g_out, float* beta_out, long long input_stride, long long alpha_stride, long long beta_stride,
     int rows, int length, int saved, int key_heads, int value_heads, float eps, float scale) {
-  let_next_start();
+  launch_dependents();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
   const long long item = blockIdx.y, slot = slots[item];
   const int taken = (int)count[item], channels = (2 * key_heads + value_heads) * D;
@@ -73,22 +74,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
   float4 factors[4];  // of the lane's channels: their taps
   UNROLL for (int i = 0; i < 4; i++) factors[i] = ((const float4*)weight)[channel + i];
   // The new window: the last inputs of [old window, path].
-  Kept moved;
+  Saved moved;
   if (warp < TAPS - 1) {
     const int from = taken + warp;
-    moved = *(const Kept*)(from < TAPS - 1 ? old + from * channels
+    moved = *(const Saved*)(from < TAPS - 1 ? old + from * channels
                                            : left + chosen[from - (TAPS - 1)] * (long long)channels);
   }
-  // A query is of no use behind its step.
+  // A query is not needed after its step.
   const int before = is_query ? 0 : taken;
-  int places[TAPS];
-  find(places, index, first, warp, before, before + rows, length);
+  int taps_at[TAPS];
+  find_inputs(taps_at, index, first, warp, before, before + rows, length);
   wait_for_inputs();
 
-  Kept fresh[MOST_ROWS / WARPS];  // inputs that go to the stash
+  Saved fresh[MOST_ROWS / WARPS];  // inputs that go to the stash
   UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
     const int row = n * WARPS + warp;
-    if (row < rows) fresh[n] = keep(__ldcg((const float4*)(inputs + (item * rows + row) * input_stride + channel)));
+    if (row < rows) fresh[n] = save(__ldcg((const float4*)(inputs + (item * rows + row) * input_stride + channel)));
   }
   const int own_row = threadIdx.x;
   const bool gated = is_value && own_row < rows;
@@ -104,13 +105,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
     const int row = n - before, joined = in_tree ? length + row : n;
     float mixed[4] = {0, 0, 0, 0};
     UNROLL for (int tap = 0; tap < TAPS; tap++) {
-      const int at = places[tap];
+      const int at = taps_at[tap];
       float4 x;
       if (at >= TAPS - 1 + length) {
         const float* from = inputs + (item * rows + at - (TAPS - 1) - length) * input_stride + channel;
-        x = value_of(keep(__ldcg((const float4*)from)));
+        x = value_of(save(__ldcg((const float4*)from)));
       } else {
-        x = value_of(*(const Kept*)(at < TAPS - 1 ? old + at * channels
+        x = value_of(*(const Saved*)(at < TAPS - 1 ? old + at * channels
                                                   : left + chosen[at - (TAPS - 1)] * (long long)channels));
       }
       const float values[4] = {x.x, x.y, x.z, x.w};
@@ -119,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
         mixed[i] = fmaf(values[i], taps[tap], mixed[i]);
       }
     }
-    find(places, index, first, n + WARPS, before, before + rows, length);
+    find_inputs(taps_at, index, first, n + WARPS, before, before + rows, length);
     UNROLL for (int i = 0; i < 4; i++) mixed[i] = silu(mixed[i]);
     if (!is_value) {
       float length_ = mixed[0] * mixed[0] + mixed[1] * mixed[1] + mixed[2] * mixed[2] + mixed[3] * mixed[3];
@@ -133,23 +134,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
     ((float4*)to)[lane] = make_float4(mixed[0], mixed[1], mixed[2], mixed[3]);
     if (is_value && !in_tree && lane == 0) {
       const long long source = (slot * saved + chosen[n]) * 2 * value_heads + own_head;
-      const long long place = (first + n) * value_heads + own_head;
-      g_out[place] = gates[source];
-      beta_out[place] = gates[source + value_heads];
+      const long long unit = (first + n) * value_heads + own_head;
+      g_out[unit] = gates[source];
+      beta_out[unit] = gates[source + value_heads];
     }
   }
-  __syncthreads();  // all has been read that is overwritten now
+  __syncthreads();  // all reads of old rows are done
 
-  if (warp < TAPS - 1) *(Kept*)(old + warp * channels) = moved;
+  if (warp < TAPS - 1) *(Saved*)(old + warp * channels) = moved;
   UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
     const int row = n * WARPS + warp;
-    if (row < rows) *(Kept*)(left + row * (long long)channels) = fresh[n];
+    if (row < rows) *(Saved*)(left + row * (long long)channels) = fresh[n];
   }
   if (gated) {
-    const long long place = (first + length + own_row) * value_heads + own_head;
+    const long long unit = (first + length + own_row) * value_heads + own_head;
     const long long kept = (slot * saved + own_row) * 2 * value_heads + own_head;
-    g_out[place] = gate;
-    beta_out[place] = strength;
+    g_out[unit] = gate;
+    beta_out[unit] = strength;
     gates[kept] = gate;
     gates[kept + value_heads] = strength;
   }

@@ -1,4 +1,4 @@
-"""Triton kernels of the short convolution over a path and a tree, up to what the delta rule reads."""
+"""Triton kernels of the short convolution over a path and a tree, up to the delta rule's inputs."""
 
 import torch
 import triton
@@ -12,14 +12,13 @@ ROWS = 16  # rows at a time
 
 @triton.jit(do_not_specialize=["T", "PATH", "elements"])
 def _index_kernel(parents, count, index, T, PATH, elements, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """conv_index: every row walks up by itself."""
+    """conv_index: each row follows its own parents."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < elements
     item, at = row // (PATH + T), row % (PATH + T)
     last = tl.load(count + item, mask=inside, other=0) - 1
     for tap in tl.static_range(WIDTH):
-        place = row * WIDTH + WIDTH - 1 - tap
-        tl.store(index + place, at + WIDTH - 1, mask=inside)
+        tl.store(index + row * WIDTH + WIDTH - 1 - tap, at + WIDTH - 1, mask=inside)
         in_tree = at >= PATH
         parent = tl.load(parents + item * T + at - PATH, mask=inside & in_tree, other=-1)
         at = tl.where(in_tree, tl.where(parent < 0, last, parent + PATH), at - 1)
@@ -64,7 +63,7 @@ def _conv_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One head's channels a program, all rows: nobody else reads or writes them, so old rows can make way."""
+    """One head's channels a program, all rows: no other program uses them, so old rows may be overwritten."""
     head, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
     CHANNELS: tl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * D
     slot = tl.load(slots + item).to(tl.int64)
@@ -75,7 +74,7 @@ def _conv_kernel(
     value_head = head - 2 * KEY_HEADS
     first = item * (PATH + T)
 
-    # A query is of no use behind its step.
+    # A query is not needed after its step.
     for start in range(0, tl.where(is_query, 0, taken), ROWS):
         rows = start + tl.arange(0, ROWS)
         live = rows < taken
@@ -88,9 +87,9 @@ def _conv_kernel(
             tl.store(v + at, mixed, mask=live[:, None])
             saved = tl.load(path + item * PATH + rows, mask=live, other=0)
             source = (slot * SAVED + saved) * 2 * VALUE_HEADS + value_head
-            place = (first + rows) * VALUE_HEADS + value_head
-            tl.store(g_out + place, tl.load(gates + source, mask=live, other=0.0), mask=live)
-            tl.store(beta_out + place, tl.load(gates + source + VALUE_HEADS, mask=live, other=0.0), mask=live)
+            unit = (first + rows) * VALUE_HEADS + value_head
+            tl.store(g_out + unit, tl.load(gates + source, mask=live, other=0.0), mask=live)
+            tl.store(beta_out + unit, tl.load(gates + source + VALUE_HEADS, mask=live, other=0.0), mask=live)
         else:
             mixed *= tl.rsqrt(tl.sum(mixed * mixed, 1) + eps)[:, None]
             at = ((first + rows) * KEY_HEADS + head - KEY_HEADS)[:, None] * D + dims[None, :]
@@ -109,15 +108,15 @@ def _conv_kernel(
             tl.store(v + at, mixed, mask=live[:, None])
             x = tl.load(alpha + (item * T + tree) * alpha_stride + value_head, mask=live, other=0.0)
             x = x.to(tl.float32) + tl.load(bias + value_head)
-            # log1p(e) = log(u) e / (u - 1) with u = 1 + e as rounded: right to the last bits for small e.
+            # log1p(e) = log(u) e / (u - 1) with u = 1 + e as rounded: accurate for small e.
             e = tl.exp(tl.minimum(x, 20.0))
             u = 1.0 + e
             log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
             g = tl.load(decay + value_head) * tl.where(x > 20.0, x, log1p)
             b = tl.load(beta + (item * T + tree) * beta_stride + value_head, mask=live, other=0.0)
-            place = rows * VALUE_HEADS + value_head
-            tl.store(g_out + place, g, mask=live)
-            tl.store(beta_out + place, tl.sigmoid(b.to(tl.float32)), mask=live)
+            unit = rows * VALUE_HEADS + value_head
+            tl.store(g_out + unit, g, mask=live)
+            tl.store(beta_out + unit, tl.sigmoid(b.to(tl.float32)), mask=live)
         else:
             mixed *= tl.rsqrt(tl.sum(mixed * mixed, 1) + eps)[:, None]
             if is_query:
@@ -143,7 +142,7 @@ def _conv_kernel(
         mask=was_path[:, None], other=0.0,
     )  # fmt: skip
 
-    tl.debug_barrier()  # all has been read that is overwritten now
+    tl.debug_barrier()  # all reads of old rows are done
     target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
     tl.store(window + target, moved, mask=wanted[:, None])
     for start in range(0, T, ROWS):
@@ -166,7 +165,7 @@ def _conv_kernel(
 
 
 def takes(weight: Tensor, alpha: Tensor, key_heads: int) -> bool:
-    """Whether the kernel is made for such heads: a power of two of dims."""
+    """Return whether the kernel takes such heads: a power of two of dims."""
     dim = weight.shape[0] // (2 * key_heads + alpha.shape[-1])
     return dim >= 16 and dim & (dim - 1) == 0
 
@@ -199,7 +198,7 @@ def tree_conv(
     index: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See reference.tree_conv; what lies behind a path is not written at all."""
+    """See reference.tree_conv; rows after a path are not written."""
     batch, rows, channels = inputs.shape
     length, value_heads, width = path.shape[1], alpha.shape[2], weight.shape[1]
     dim = channels // (2 * key_heads + value_heads)
@@ -208,7 +207,7 @@ def tree_conv(
     for part in (weight, decay, bias, window, tree_inputs, tree_gates, path, index):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
     assert window.dtype == tree_inputs.dtype and tree_gates.dtype == torch.float32
-    # One stride a row, whether or not the parts are slices of one product.
+    # One row stride each: they may be slices of one matmul output.
     inputs, alpha, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs, alpha, beta))
     inputs, alpha, beta = (x.flatten(0, 1) for x in (inputs, alpha, beta))
 

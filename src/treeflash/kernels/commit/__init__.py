@@ -1,29 +1,31 @@
-"""A tree's accepted path: which rows it is, and their keys and values moved behind the committed ones."""
+"""The commit of a tree's accepted path: its rows, and their K and V moved after the committed tokens."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from treeflash.kernels.commit import reference
-from treeflash.kernels.commit.reference import Kept
+from treeflash.kernels.commit.reference import AcceptedPath
 
-__all__ = ["Kept", "keep_path", "move_rows"]
+__all__ = ["AcceptedPath", "commit_path", "move_rows"]
 
 
 def _of(x: Tensor):
-    """The implementation for x's device."""
+    """Return the implementation for x's device."""
     if not x.is_cuda:
         return reference
-    from treeflash.kernels.commit import triton_kernels as kernel
+    from treeflash.kernels.commit import triton_kernels
 
-    return kernel
+    return triton_kernels
 
 
-def keep_path(
+def commit_path(
     ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
-) -> Kept:
-    return _of(last).keep_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
+) -> AcceptedPath:
+    """See reference.commit_path."""
+    return _of(last).commit_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
 
 
-def move_rows(planes: Sequence[Tensor], kept: Kept, slots: Tensor, page_table: Tensor) -> None:
-    _of(slots).move_rows(planes, kept, slots, page_table)
+def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:
+    """See reference.move_rows."""
+    _of(slots).move_rows(planes, accepted, slots, page_table)

@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AcceptedPath:
     counts: Tensor  # [B] int64 accepted rows
-    starts: Tensor  # [B] int64 tokens that were committed before them
+    starts: Tensor  # [B] int64 tokens committed before them
     source: Tensor  # [B, T] int64: the accepted rows in their order, then each row itself
 
 
-def keep_path(
+def commit_path(
     ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
-) -> Kept:
-    """Row `last` [B] of each tree and its ancestors are accepted, -1: none; ancestors [B, T] are bits.
+) -> AcceptedPath:
+    """Commit row `last` [B] of each tree and its ancestors; -1: none. ancestors [B, T] are bit masks.
 
-    path [slots, R >= T], count and lengths [slots] become: the accepted rows in order, then the others; how
-    many are accepted; as many more.
+    path [slots, R >= T] becomes the accepted rows in order, then the others; count [slots] the number of
+    accepted rows; lengths [slots] grow by it.
     """
     rows = ancestors.shape[1]
     bits = ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0].masked_fill(last < 0, 0)
@@ -31,21 +31,21 @@ def keep_path(
     path[slots, :rows] = order
     count[slots] = counts
     lengths[slots] = starts + counts
-    return Kept(counts, starts, torch.where(columns < counts[:, None], order, columns))
+    return AcceptedPath(counts, starts, torch.where(columns < counts[:, None], order, columns))
 
 
-def move_rows(planes: Sequence[Tensor], kept: Kept, slots: Tensor, page_table: Tensor) -> None:
-    """Brings accepted rows together, from place starts + source to starts + 0, 1, ...
+def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:
+    """Move accepted rows of the KV cache from index starts + source to starts + 0, 1, ...
 
     planes: [layers, pages, KV, page, row] each; page_table [slots, pages a slot].
     """
-    columns = torch.arange(kept.source.shape[1], device=slots.device)
-    if bool((kept.source == columns).all()):
+    columns = torch.arange(accepted.source.shape[1], device=slots.device)
+    if bool((accepted.source == columns).all()):
         return
     page, table = planes[0].shape[3], page_table[slots]
     (old_pages, old_offsets), (pages, offsets) = (
         (table.gather(1, index // page).flatten(), (index % page).flatten())
-        for index in (kept.starts[:, None] + kept.source, kept.starts[:, None] + columns)
+        for index in (accepted.starts[:, None] + accepted.source, accepted.starts[:, None] + columns)
     )
     for plane in planes:
         plane[:, pages, :, offsets] = plane[:, old_pages, :, old_offsets]

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treeflash.kernels.commit.reference import Kept
+from treeflash.kernels.commit.reference import AcceptedPath
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @triton.jit
-def _keep_kernel(
+def _commit_kernel(
     ancestors, last, slots, path, count, lengths, counts, starts, source, path_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -27,8 +27,8 @@ def _keep_kernel(
     before = tl.cumsum(accepted, 0) - accepted
     found = tl.sum(accepted, 0)
     taken = accepted != 0
-    place = tl.where(taken, before, found + column - before)
-    tl.store(path + slot * path_stride + place, column.to(tl.int64), mask=inside)
+    order = tl.where(taken, before, found + column - before)
+    tl.store(path + slot * path_stride + order, column.to(tl.int64), mask=inside)
     tl.store(source + item * ROWS + before, column.to(tl.int64), mask=taken)
     tl.store(source + item * ROWS + column, column.to(tl.int64), mask=inside & (column >= found))
     start = tl.load(lengths + slot)
@@ -64,26 +64,26 @@ def _move_kernel(
     tl.store(base + new_row[:, None] * WIDTH + word[None, :], values, mask=inside)
 
 
-def keep_path(
+def commit_path(
     ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
-) -> Kept:
-    """See reference.keep_path."""
+) -> AcceptedPath:
+    """See reference.commit_path."""
     batch, rows = ancestors.shape
     assert rows <= path.shape[1], f"{rows} rows, room for {path.shape[1]}"
     for part in (last, slots, path, count, lengths):
         assert part.is_contiguous() and part.dtype == torch.int64, f"{part.dtype}, strides {part.stride()}"
     counts, starts = torch.empty(2, batch, dtype=torch.int64, device=last.device)
     source = torch.empty(batch, rows, dtype=torch.int64, device=last.device)
-    _keep_kernel[(batch,)](
+    _commit_kernel[(batch,)](
         ancestors.contiguous(), last, slots, path, count, lengths, counts, starts, source, path.stride(0),
         ROWS=rows, BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=1,
     )  # fmt: skip
-    return Kept(counts, starts, source)
+    return AcceptedPath(counts, starts, source)
 
 
-def move_rows(planes: Sequence[Tensor], kept: Kept, slots: Tensor, page_table: Tensor) -> None:
-    """See reference.move_rows; nothing is asked of the device."""
-    batch, rows = kept.source.shape
+def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:
+    """See reference.move_rows; without host/device synchronisation."""
+    batch, rows = accepted.source.shape
     if rows == 1:
         return
     assert page_table.stride(1) == 1, f"strides {page_table.stride()}"
@@ -94,7 +94,7 @@ def move_rows(planes: Sequence[Tensor], kept: Kept, slots: Tensor, page_table: T
         words = plane.view(_WORDS[size])
         width = words.shape[-1]
         _move_kernel[(layers * heads, batch)](
-            words, kept.source, kept.counts, kept.starts, slots, page_table,
+            words, accepted.source, accepted.counts, accepted.starts, slots, page_table,
             words.stride(0), page_table.stride(0),
             ROWS=rows, BLOCK=triton.next_power_of_2(rows), HEADS=heads, PAGE=page, WIDTH=width,
             BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=8 if rows * width > 4096 else 4,

@@ -11,20 +11,21 @@ __all__ = ["advance", "chunk_delta", "fold_path", "slot_delta", "tree_delta"]
 def tree_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
 ) -> Tensor:
+    """See reference.tree_delta."""
     if q.is_cuda:
-        from treeflash.kernels.delta_rule import cuda
-        from treeflash.kernels.delta_rule import triton_kernels as kernel
+        from treeflash.kernels.delta_rule import cuda, triton_kernels
 
         if cuda.takes(state, q.shape[1]):
             return cuda.tree_delta(q, k, v, g, beta, state, **rows)
-        if kernel.takes(state):
-            return kernel.tree_delta(q, k, v, g, beta, state, **rows)
+        if triton_kernels.takes(state):
+            return triton_kernels.tree_delta(q, k, v, g, beta, state, **rows)
     return reference.tree_delta(q, k, v, g, beta, state, **rows)
 
 
 def slot_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, slots: Tensor
 ) -> Tensor:
+    """See reference.slot_delta."""
     if q.is_cuda:
         from treeflash.kernels.delta_rule import chunk
 
@@ -34,6 +35,7 @@ def slot_delta(
 
 
 def fold_path(state: Tensor, weight: Tensor, **rest) -> None:
+    """See reference.fold_path."""
     if state.is_cuda:
         from treeflash.kernels.delta_rule import chunk
 

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernel of a tree's delta rule: which sizes it is built for and how it is launched."""
+"""The CUDA C++ kernel of a tree's delta rule: its sizes and its launch."""
 
 from ctypes import c_int
 from functools import cache
@@ -6,10 +6,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treeflash.kernels.quant_matmul.cuda import card_of, early, usable
 from treeflash.kernels.quant_matmul.rows import bucket_of
+from treeflash.kernels.runtime.device import card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
+from treeflash.kernels.runtime.sources import pdl_source
 
 DIM = 128  # of a head
 COLUMNS = 64  # of a head's state, a block
@@ -18,18 +19,18 @@ _PATH_STEP = 8
 
 
 def source() -> str:
-    return early("gated_delta", "tree.cu")
+    return pdl_source("delta_rule", "tree.cu")
 
 
 def shared_bytes(bucket: int) -> int:
-    """Shared memory of a block: as tree.cu lays it out."""
+    """Return the bytes of shared memory of a block, as tree.cu lays it out."""
     rows = 2 * bucket * (DIM + 16 + COLUMNS + 8 + bucket + 4)
     path = _PATH_STEP * (DIM + COLUMNS + 2)
     return 4 * (rows + path + 4 * bucket) + 8 * bucket
 
 
 def takes(state: Tensor, rows: int) -> bool:
-    """Whether the kernel is made for such heads and so many rows on this card."""
+    """Return whether the kernel takes such heads and `rows` rows on this card."""
     bucket = bucket_of(rows)
     if state.shape[-1] != DIM or bucket is None or not usable(state.device):
         return False
@@ -39,9 +40,9 @@ def takes(state: Tensor, rows: int) -> bool:
 @cache
 def _kernel(bucket: int, device: torch.device) -> Kernel:
     card = card_of(device)
-    macros = {"ROWS": bucket, "OVERLAP": int(card.bulk)}
+    macros = {"ROWS": bucket, "OVERLAP": int(card.pdl)}
     module = Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
-    return module.kernel("tree_delta", threads=_THREADS, shared=shared_bytes(bucket), overlap=card.bulk)
+    return module.kernel("tree_delta", threads=_THREADS, shared=shared_bytes(bucket), overlap=card.pdl)
 
 
 def tree_delta(

@@ -16,11 +16,11 @@ CHUNK = 64
 def chunk_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, Hv, D] of a run of tokens and the state behind it."""
+    """Return the outputs [B, T, Hv, D] of a run of tokens and the state after it."""
     tokens = q.shape[1]
     size = min(CHUNK, tokens)
     chunks, pad = -(-tokens // size), -tokens % size
-    # Zero rows leave the state as it is: beta = 0 writes nothing, g = 0 does not decay.
+    # Zero rows do not change the state: beta = 0 writes nothing, g = 0 does not decay.
     q, k, v, g, beta = (
         torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)).unflatten(1, (chunks, size))
         for x in (q, k, v, g, beta)
@@ -51,7 +51,7 @@ def chunk_delta(
 def slot_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, slots: Tensor
 ) -> Tensor:
-    """Outputs [B, T, Hv, D] of a run of tokens; moves the slots' states [slots, Hv, D, D] behind it."""
+    """Return the outputs [B, T, Hv, D] of a run of tokens; advance the slots' states [slots, Hv, D, D]."""
     out, state[slots] = chunk_delta(q, k, v, g, beta, state[slots])
     return out
 
@@ -68,21 +68,21 @@ def fold_path(
     count: Tensor,
     key_heads: int,
 ) -> None:
-    """Advances the slots' states over the paths that their last trees left to commit, see tree_conv."""
+    """Advance the slots' states over the uncommitted paths of their last trees, see tree_conv."""
     if not path.shape[1]:
         return
     inputs, gates = tree_inputs[slots[:, None], path], tree_gates[slots[:, None], path]
-    behind = (torch.arange(path.shape[1], device=slots.device) >= count[:, None])[..., None]
-    mixed, _ = chunk_conv(inputs.masked_fill(behind, 0), window[slots], weight)
+    beyond = (torch.arange(path.shape[1], device=slots.device) >= count[:, None])[..., None]
+    mixed, _ = chunk_conv(inputs.masked_fill(beyond, 0), window[slots], weight)
     _, k, v = split_heads(mixed, key_heads, state.shape[-1])
-    # Behind a shorter path: no decay and nothing written.
+    # Beyond a shorter path: no decay, no writes.
     committed = state[slots]
-    advance(committed, k, v, *gates.masked_fill(behind[..., None], 0).unbind(2))
+    advance(committed, k, v, *gates.masked_fill(beyond[..., None], 0).unbind(2))
     state[slots] = committed
 
 
 def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Carries a run of tokens into `state`, in place; a row with g = beta = 0 changes nothing."""
+    """Advance `state` over a run of tokens, in place; a row with g = beta = 0 changes nothing."""
     if k.shape[1] > 1:
         state.copy_(chunk_delta(k, k, v, g, beta, state)[1])
         return
@@ -105,23 +105,22 @@ def tree_delta(
     count: Tensor,
     ancestors: Tensor,
 ) -> Tensor:
-    """Advances the slots' states over their paths, and gives the outputs [B, T, Hv, D] of the tree below.
+    """Advance the slots' states over their paths, and return the outputs [B, T, Hv, D] of the trees.
 
-    q [B, T, Hk, D]; k, v, g, beta hold P path rows before the T tree rows, and the path's rows from
-    `count` [B] on do not count. state [slots, Hv, D, D]; ancestors [B, T]: bit j set for row j of the tree
-    that is row i or above it.
+    q [B, T, Hk, D]; k, v, g, beta hold P path rows before the T tree rows; path rows from `count` [B] on are
+    ignored. state [slots, Hv, D, D]; ancestors [B, T]: bit j of row i is set if row j is i or an ancestor.
     """
     path = k.shape[1] - q.shape[1]
     lone = len(slots) == 1
     first = int(slots[0]) if lone else 0
-    # A view of a lone sequence's state, which is large.
+    # A view of a single sequence's state, which is large.
     committed = state[first : first + 1] if lone else state[slots]
     if path:
         if bool((count < path).any()):
-            behind = torch.arange(k.shape[1], device=k.device) - count[:, None]
-            behind = ((behind >= 0) & (behind < path - count[:, None]))[..., None]
-            g, beta = g.masked_fill(behind, 0), beta.masked_fill(behind, 0)
-            k, v = k.masked_fill(behind[..., None], 0), v.masked_fill(behind[..., None], 0)
+            beyond = torch.arange(k.shape[1], device=k.device) - count[:, None]
+            beyond = ((beyond >= 0) & (beyond < path - count[:, None]))[..., None]
+            g, beta = g.masked_fill(beyond, 0), beta.masked_fill(beyond, 0)
+            k, v = k.masked_fill(beyond[..., None], 0), v.masked_fill(beyond[..., None], 0)
         advance(committed, *(x[:, :path] for x in (k, v, g, beta)))
         if not lone:
             state[slots] = committed

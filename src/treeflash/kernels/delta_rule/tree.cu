@@ -1,15 +1,15 @@
-// The gated delta rule of a tree's rows, with the commit of the path before them (reference.py says what it is).
+// The gated delta rule of a tree's rows, with the commit of the path before them (reference.py specifies it).
 //
 // No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
 //   ROWS     rows of the tree it is compiled for, a multiple of 8; a row's result does not depend on it
-//   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
+//   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
 //
 // A block owns 64 columns of one value head's state. A lane holds 32 dims of one column in registers, in the
 // order in which mma.m16n8k8 reads its second operand: of each 16 dims those from 4 * (lane & 3) on. They are
-// advanced over the path token by token, so that a state does not depend on how its text was cut into steps.
-// Then keys and queries of the tree, stacked, meet the state and the keys on tensor cores, three TF32 products
-// for one of float32's accuracy. The unit-triangular system is solved by substitution, a column a thread.
-// Loads go past L1, which may be older than what they read: this kernel began early.
+// advanced over the path token by token, so that a state does not depend on how the text was split into steps.
+// Then the tree's keys and queries, stacked, are multiplied with the state and the keys on tensor cores, three TF32
+// mma for float32's accuracy. The unit-triangular system is solved by substitution, a column a thread. Loads go past
+// L1, which may hold older values: with PDL this kernel starts before its inputs are written.
 
 constexpr int D = 128;
 constexpr int COLUMNS = 64;
@@ -22,7 +22,7 @@ constexpr int KEY_STRIDE = D + 16;
 constexpr int SUM_STRIDE = COLUMNS + 8;
 constexpr int PAIR_STRIDE = ROWS + 4;
 
-// Rounded by its bits; the instruction for it takes five to be right about infinities.
+// Rounded by its bits; the conversion instruction compiles to five, for infinities.
 DEVICE u32 to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 DEVICE void mma(float* c, const u32* a, const u32* b) {
   asm volatile(
@@ -31,13 +31,13 @@ DEVICE void mma(float* c, const u32* a, const u32* b) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x = large + small, each as exact as TF32 is.
+// x = large + small, each to TF32's precision.
 DEVICE void split(float x, u32& large, u32& small) {
   large = to_tf32(x);
   small = __float_as_uint(x - __uint_as_float(large));
 }
 
-// Sums of products of 16 dims, two steps of 8; sums [step][large x large, large x small, small x large].
+// Dot products over 16 dims, two steps of 8; sums [step][large x large, large x small, small x large].
 DEVICE void multiply(float (*sums)[3][4], float4 upper, float4 lower, const u32* large, const u32* small) {
   const float a[8] = {upper.x, lower.x, upper.y, lower.y, upper.z, lower.z, upper.w, lower.w};
   u32 a_large[8], a_small[8];
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
     int value_heads) {
   extern __shared__ float4 memory[];
   float* keys = (float*)memory;                        // [2 * ROWS]: keys, then queries
-  float* sums = keys + 2 * ROWS * KEY_STRIDE;          // [2 * ROWS]: what they read of the state; then the writes
+  float* sums = keys + 2 * ROWS * KEY_STRIDE;          // [2 * ROWS]: their dot products with the state; then the writes
   float* pairs = sums + 2 * ROWS * SUM_STRIDE;         // [2 * ROWS]: of keys with keys, of queries with keys
   float* path_keys = pairs + 2 * ROWS * PAIR_STRIDE;   // [PATH_STEP, D]
   float* path_values = path_keys + PATH_STEP * D;      // [PATH_STEP, COLUMNS]
@@ -90,14 +90,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
   float* grown = total + ROWS;
   u64* seen = (u64*)(grown + ROWS);
 
-  let_next_start();
+  launch_dependents();
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int group = lane >> 2, part = lane & 3;
   const int item = blockIdx.y / value_heads, head = blockIdx.y % value_heads, key_head = head % key_heads;
   const int first_column = blockIdx.x * COLUMNS;
   const long long first = (long long)item * (path + rows);
 
-  // The state was last written in another step: no need to wait for the kernel in front of this one.
+  // The state was last written in an earlier step: no need to wait for the previous kernel.
   float* band = state + (slots[item] * value_heads + head) * D * D + first_column + warp * 8 + group;
   float held[32];
   UNROLL for (int i = 0; i < 32; i++) held[i] = __ldcg(band + (16 * (i >> 2) + 4 * part + (i & 3)) * D);
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
 
   for (int start = 0; start < taken; start += PATH_STEP) {
     const int here = min(PATH_STEP, taken - start);
-    if (start) __syncthreads();  // the tokens before these are done with
+    if (start) __syncthreads();  // the previous tokens are done
     ((float4*)(path_keys + warp * D))[lane] = ahead.key;
     ((float2*)(path_values + warp * COLUMNS))[lane] = ahead.value;
     if (lane == 0) {
@@ -146,15 +146,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
                   first_column);
     for (int token = 0; token < here; token++) {
       float4 key[8];
-      float known[4] = {0, 0, 0, 0};
+      float stored[4] = {0, 0, 0, 0};
       UNROLL for (int i = 0; i < 8; i++) {
         key[i] = ((const float4*)(path_keys + token * D))[4 * i + part];
-        known[0] = fmaf(key[i].x, held[4 * i], known[0]);
-        known[1] = fmaf(key[i].y, held[4 * i + 1], known[1]);
-        known[2] = fmaf(key[i].z, held[4 * i + 2], known[2]);
-        known[3] = fmaf(key[i].w, held[4 * i + 3], known[3]);
+        stored[0] = fmaf(key[i].x, held[4 * i], stored[0]);
+        stored[1] = fmaf(key[i].y, held[4 * i + 1], stored[1]);
+        stored[2] = fmaf(key[i].z, held[4 * i + 2], stored[2]);
+        stored[3] = fmaf(key[i].w, held[4 * i + 3], stored[3]);
       }
-      float sum = (known[0] + known[1]) + (known[2] + known[3]);
+      float sum = (stored[0] + stored[1]) + (stored[2] + stored[3]);
       sum += across(sum, 1);
       sum += across(sum, 2);
       const float decay = path_decay[token];
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
   _Pragma("unroll 1") for (int job = warp; job < TILES * TILES; job += WARPS) {
     const int tile = job / TILES, other = job % TILES;
     const int last = 16 * tile + 15, furthest = last < ROWS ? last : 16 * tile < ROWS ? ROWS - 1 : last - ROWS;
-    if (furthest < 8 * other) continue;  // no row of these sees a key of those
+    if (furthest < 8 * other) continue;  // no row of the tile sees these keys
     float found[2][3][4] = {};
     const float* upper = keys + (16 * tile + group) * KEY_STRIDE;
     const float* right = keys + (8 * other + group) * KEY_STRIDE;
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
     UNROLL for (int i = 0; i < 4; i++) {
       const int row = 16 * tile + group + 8 * (i >> 1), key = 8 * other + 2 * part + (i & 1);
       const int own = row < ROWS ? row : row - ROWS;
-      // As a difference: its parts alone would overflow.
+      // As a difference: its terms alone would overflow.
       float pair = (seen[own] >> key) & 1 ? total_of(found, i) * expf(total[own] - total[key]) : 0.f;
       if (row < ROWS) pair = key < own ? pair * strength[own] : 0.f;
       pairs[row * PAIR_STRIDE + key] = pair;

@@ -1,9 +1,12 @@
-"""Triton kernel of a tree's delta rule: the state is read once, advanced over the path, and written once."""
+"""Triton kernel of a tree's delta rule: reads the state once, advances it over the path, writes it once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from treeflash.kernels.runtime.device import capability_of
+from treeflash.kernels.tree import MAX_ROWS
 
 COLUMNS = 32  # of a head's state, a program: 48 heads of 128 columns are 192 programs
 SLICE = 32  # dims of keys and queries at a time: more would not stay in registers
@@ -28,7 +31,7 @@ def _tree_kernel(
     band = base + dims[:, None] * D + columns[None, :]
     carried = tl.load(band)
 
-    # Token by token, so that a state does not depend on how its text was cut into steps.
+    # Token by token, so that a state does not depend on how the text was split into steps.
     for row in range(0, taken):
         at = first + row
         key = tl.load(k + (at * KEY_HEADS + key_head) * D + dims)
@@ -48,15 +51,15 @@ def _tree_kernel(
     strength = tl.load(beta + at * VALUE_HEADS + head, mask=live, other=0.0)
     total = tl.sum(tl.where(seen, gate[None, :], 0.0), 1)
     grown = tl.exp(total)
-    # Always as a difference: its parts alone would overflow.
+    # Always as a difference: its terms alone would overflow.
     ratio = tl.where(seen, total[:, None] - total[None, :], -float("inf"))
     decay = tl.exp(ratio)
 
     if SLICE == D:
-        place = (at * KEY_HEADS + key_head)[:, None] * D + dims[None, :]
-        keys = tl.load(k + place, mask=live[:, None], other=0.0)
-        asked = ((item * T + rows) * KEY_HEADS + key_head)[:, None] * D + dims[None, :]
-        queries = tl.load(q + asked, mask=live[:, None], other=0.0)
+        key_at = (at * KEY_HEADS + key_head)[:, None] * D + dims[None, :]
+        keys = tl.load(k + key_at, mask=live[:, None], other=0.0)
+        query_at = ((item * T + rows) * KEY_HEADS + key_head)[:, None] * D + dims[None, :]
+        queries = tl.load(q + query_at, mask=live[:, None], other=0.0)
         stored = tl.dot(keys, carried, input_precision=PRECISION)
         read = tl.dot(queries, carried, input_precision=PRECISION)
         overlap = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
@@ -70,13 +73,13 @@ def _tree_kernel(
         attention = tl.zeros((ROWS, ROWS), tl.float32)
         for start in range(0, D, SLICE):
             part = start + tl.arange(0, SLICE)
-            place = (at * KEY_HEADS + key_head)[:, None] * D + part[None, :]
-            keys = tl.load(k + place, mask=live[:, None], other=0.0)
-            asked = ((item * T + rows) * KEY_HEADS + key_head)[:, None] * D + part[None, :]
-            queries = tl.load(q + asked, mask=live[:, None], other=0.0)
-            known = tl.load(base + part[:, None] * D + columns[None, :])
-            stored = tl.dot(keys, known, stored, input_precision=PRECISION)
-            read = tl.dot(queries, known, read, input_precision=PRECISION)
+            key_at = (at * KEY_HEADS + key_head)[:, None] * D + part[None, :]
+            keys = tl.load(k + key_at, mask=live[:, None], other=0.0)
+            query_at = ((item * T + rows) * KEY_HEADS + key_head)[:, None] * D + part[None, :]
+            queries = tl.load(q + query_at, mask=live[:, None], other=0.0)
+            slice_ = tl.load(base + part[:, None] * D + columns[None, :])
+            stored = tl.dot(keys, slice_, stored, input_precision=PRECISION)
+            read = tl.dot(queries, slice_, read, input_precision=PRECISION)
             overlap = tl.dot(keys, tl.trans(keys), overlap, input_precision=PRECISION)
             attention = tl.dot(queries, tl.trans(keys), attention, input_precision=PRECISION)
 
@@ -85,26 +88,26 @@ def _tree_kernel(
     )
     right = strength[:, None] * (value - grown[:, None] * stored)
     solve = tl.where(rows[:, None] > rows[None, :], strength[:, None] * overlap * decay, 0.0)
-    # A row is final once its ancestors are: as many rounds as the tree is deep below its roots.
+    # A row is final once its ancestors are: as many rounds as the tree's depth below its roots.
     rounds = tl.max(tl.sum(seen.to(tl.int32), 1), 0) - 1
     writes = right
     for _ in range(0, rounds):
         writes = right - tl.dot(solve, writes, input_precision=PRECISION)
     result = grown[:, None] * read + tl.dot(attention * decay, writes, input_precision=PRECISION)
-    place = ((item * T + rows) * VALUE_HEADS + head)[:, None] * D + columns[None, :]
-    tl.store(out + place, result, mask=live[:, None])
+    target = ((item * T + rows) * VALUE_HEADS + head)[:, None] * D + columns[None, :]
+    tl.store(out + target, result, mask=live[:, None])
 
 
 def takes(state: Tensor) -> bool:
-    """Whether the kernel is made for such heads: a power of two of dims."""
+    """Return whether the kernel takes such heads: a power of two of dims."""
     dim = state.shape[-1]
     return dim >= 16 and dim & (dim - 1) == 0
 
 
 def tiles(rows: int, dim: int, capability: tuple[int, int] | None) -> dict:
-    """Tile sizes and arithmetic by the card: the capability of an NVIDIA one, None for others.
+    """Return tile sizes and precision; capability: of an NVIDIA card, None for others.
 
-    Three TF32 products give float32's accuracy on tensor cores, where there are any for them.
+    Three TF32 matmuls give float32's accuracy on tensor cores.
     """
     ampere = capability is not None and capability >= (8, 0)
     return {
@@ -115,11 +118,6 @@ def tiles(rows: int, dim: int, capability: tuple[int, int] | None) -> dict:
         "num_warps": 4,
         "num_stages": 1,
     }
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def tree_delta(
@@ -141,9 +139,9 @@ def tree_delta(
     for part in (q, k, v, g, beta, state, ancestors):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
         assert part is ancestors or part.dtype == torch.float32, f"{part.dtype}, needed float32"
-    assert rows <= 64, f"{rows} rows, at most 64"
+    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     out = torch.empty(batch, rows, value_heads, dim, dtype=torch.float32, device=q.device)
-    chosen = tiles(rows, dim, _capability(q.device))
+    chosen = tiles(rows, dim, capability_of(q.device))
     _tree_kernel[(batch * value_heads, dim // chosen["COLUMNS"])](
         q, k, v, g, beta, state, slots, count, ancestors, out, rows, k.shape[1] - rows,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, **chosen,

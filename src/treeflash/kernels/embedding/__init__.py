@@ -1,4 +1,4 @@
-"""Rows of a quantised table as floats; `gguf.quants.dequantise` says what they are."""
+"""Rows of a quantised embedding table as floats, as `gguf.quants.dequantise` specifies."""
 
 from torch import Tensor
 
@@ -9,10 +9,10 @@ __all__ = ["embed"]
 
 
 def embed(data: Tensor, type: QuantType, tokens: Tensor) -> Tensor:
-    """Rows `tokens` [...] of data [V, row bytes]: float32 [..., K]."""
+    """Return rows `tokens` [...] of data [V, row bytes]: float32 [..., K]."""
     if data.is_cuda:
-        from treeflash.kernels.embedding import triton_kernels as kernel
+        from treeflash.kernels.embedding import triton_kernels
 
-        if type in kernel.TYPES:
-            return kernel.embed(data, type, tokens)
+        if type in triton_kernels.TYPES:
+            return triton_kernels.embed(data, type, tokens)
     return dequantise(data[tokens], type)

@@ -1,4 +1,4 @@
-"""Triton kernel of embedding rows, in the types that tables come in: one launch where torch takes thirty."""
+"""Triton kernel of embedding rows, for the common types of tables: one launch where torch takes thirty."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Rows of a table by number, on the numbers' device; the table may lie in the host's pinned memory."""
+"""Rows of a table by index, on the indices' device; the table may be in the host's pinned memory."""
 
 from torch import Tensor
 
@@ -6,9 +6,9 @@ __all__ = ["gather_rows"]
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """table uint8 [V, n], rows int64 [...] within it, to [..., n] beside the rows."""
+    """Return rows int64 [...] of table uint8 [V, n]: [..., n] on the device of `rows`."""
     if table.device == rows.device:
         return table[rows]
-    from treeflash.kernels.gather_rows import triton_kernels as kernel
+    from treeflash.kernels.gather_rows import triton_kernels
 
-    return kernel.gather_rows(table, rows)
+    return triton_kernels.gather_rows(table, rows)

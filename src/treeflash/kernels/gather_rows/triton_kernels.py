@@ -1,4 +1,4 @@
-"""The gather for a table in the host's pinned memory, which a GPU reads over the bus; a graph can hold it."""
+"""The gather from a table in the host's pinned memory, which a GPU reads over the bus; can be captured."""
 
 import torch
 import triton
@@ -19,10 +19,10 @@ def gather_kernel(table, rows, out, width, BLOCK: tl.constexpr):
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """As the package's function of this name; table and rows contiguous."""
+    """See the package's `gather_rows`; table and rows contiguous."""
     assert table.dtype == torch.uint8 and table.is_contiguous(), (table.dtype, table.stride())
     assert rows.dtype == torch.int64, rows.dtype
-    # Words where a row is made of whole ones: fewer and wider reads over the bus.
+    # Whole words if a row has a multiple of them: fewer and wider reads over the bus.
     words = next(
         kind for kind in (torch.int64, torch.int32, torch.uint8) if not table.shape[1] % kind.itemsize
     )

@@ -1,7 +1,7 @@
-"""How cached keys and values are stored: formats, planes, and pools of them; knows no models.
+"""The storage of the KV cache: formats, planes, and pools of them.
 
 A row is one token's head: D values. Quantised, it is `codes`, small integers in planes of bits, and `scales`,
-one float16 for each `group` values. A plane of p bits a value takes D * p / 8 bytes; value e lies in its byte
+one float16 for each `group` values. A plane of p bits a value takes D * p / 8 bytes; value e is in its byte
 e % bytes, p * (e // bytes) bits from the right: neighbours in a row are neighbours in the plane.
 """
 
@@ -17,7 +17,7 @@ BLOCK = 32  # values that any quantised row must be a multiple of
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     name: str
-    dtype: torch.dtype | None = None  # of values that are kept as they are; None: quantised
+    dtype: torch.dtype | None = None  # of values that are not quantised; None: quantised
     planes: tuple[int, ...] = ()  # bits a value in each plane of codes, the low bits first
     group: int = BLOCK  # values that share a scale
 
@@ -27,15 +27,15 @@ class KVFormat:
 
     @property
     def lossy(self) -> bool:
-        """Below 8 bits a value: text may differ from that of unquantised keys and values."""
+        """Below 8 bits a value: output may differ from that of an unquantised KV cache."""
         return self.quantised and sum(self.planes) < 8
 
     def code_bytes(self, dim: int) -> int:
-        """Bytes of a row's codes."""
+        """Return the bytes of a row's codes."""
         return dim * (sum(self.planes) if self.dtype is None else 8 * self.dtype.itemsize) // 8
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row, scales included."""
+        """Return the bytes of a row, including scales."""
         return self.code_bytes(dim) + (2 * self.scale_count(dim) if self.quantised else 0)
 
     def scale_count(self, dim: int) -> int:
@@ -58,7 +58,7 @@ FORMATS = {
 
 
 def approximations(keys: KVFormat, values: KVFormat, window: int | None) -> tuple[str, ...]:
-    """What of these makes text differ from that over all keys and values at 8 bits or more, in words."""
+    """Return what makes output differ from that of full attention over an 8-bit KV cache, in words."""
     same = keys == values
     sides = [("keys and values", keys)] if same else [("keys", keys), ("values", values)]
     found = [f"{side} in {format.name}" for side, format in sides if format.lossy]
@@ -67,7 +67,7 @@ def approximations(keys: KVFormat, values: KVFormat, window: int | None) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class HeadPool:
-    """Keys or values in pages: [..., pages, KV heads, tokens of a page, row]."""
+    """K or V in pages: [..., pages, KV heads, tokens of a page, row]."""
 
     format: KVFormat
     dim: int  # values of a row
@@ -76,7 +76,7 @@ class HeadPool:
 
     @classmethod
     def empty(cls, format: KVFormat, shape: tuple[int, ...], dim: int, device: torch.device) -> "HeadPool":
-        """shape: all but the row. Zeros: a page that was never written reads as numbers."""
+        """Return a pool of zeros: unwritten pages hold finite numbers. `shape`: all but the row."""
         if format.dtype is not None:
             return cls(format, dim, torch.zeros(*shape, dim, dtype=format.dtype, device=device), None)
         codes = torch.zeros(*shape, format.code_bytes(dim), dtype=torch.uint8, device=device)
@@ -85,7 +85,7 @@ class HeadPool:
 
     @property
     def planes(self) -> tuple[Tensor, ...]:
-        """Every tensor of it; the axes before the last mean the same in each."""
+        """All tensors of the pool; the axes before the last are the same in each."""
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
     @property
@@ -94,10 +94,10 @@ class HeadPool:
         return self.codes.shape[-2]
 
     def __getitem__(self, index: int) -> "HeadPool":
-        """Along the first axis: a layer of a pool of all layers."""
+        """Index the first axis: return one layer of a pool of all layers."""
         return self.map(lambda plane: plane[index])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "HeadPool":
-        """The pool of what `function` makes of each plane; rows stay rows."""
+        """Return a pool with `function` applied to each plane; it must keep rows."""
         scales = None if self.scales is None else function(self.scales)
         return HeadPool(self.format, self.dim, function(self.codes), scales)

@@ -1,7 +1,7 @@
-"""Rows of cached heads to codes and scales and back, in plain torch. Rotation is the caller's.
+"""Quantisation of KV cache rows to codes and scales and back, in plain torch; the caller rotates.
 
-The numbers are those of ggml's blocks of the same names (tq3_0: of the forks that have it); the places of the
-bits are our own, see `format`.
+The numbers are those of ggml's blocks of the same names (tq3_0: of the forks that have it); the bit layout is
+our own, see `format`.
 """
 
 from math import gcd
@@ -12,7 +12,7 @@ from torch import Tensor
 from treeflash.kernels.kv_cache.format import BLOCK, KVFormat
 
 LARGEST_SCALE = 65504.0  # of float16
-# Of a coordinate of a unit vector in 128 dimensions, and where one level ends and the next begins.
+# Levels of a coordinate of a unit vector in 128 dimensions, and the bounds between them.
 TQ3_LEVELS = (-0.190685, -0.117832, -0.065717, -0.021460, 0.021460, 0.065717, 0.117832, 0.190685)
 TQ3_BOUNDS = (-0.154259, -0.091775, -0.043589, 0.0, 0.043589, 0.091775, 0.154259)
 TQ3_DIM = 128
@@ -20,10 +20,10 @@ SHORTEST = 1e-10  # a group that is not longer than this is stored as zeros
 
 
 def encode(x: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
-    """x [..., D] to codes uint8 [..., code_bytes] and scales float16 [..., scale_count].
+    """Return x [..., D] as codes uint8 [..., code_bytes] and scales float16 [..., scale_count].
 
-    A group too large for a float16 scale keeps its codes under the largest scale there is: it shrinks, and
-    stays finite.
+    A group too large for a float16 scale keeps its codes under the largest scale: it shrinks, and stays
+    finite.
     """
     assert format.quantised and x.shape[-1] % BLOCK == 0, f"{format.name}, rows of {x.shape[-1]}"
     x = x.float()
@@ -32,7 +32,7 @@ def encode(x: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, format: KVFormat, dim: int) -> Tensor:
-    """What `encode` made, as float32 [..., dim]."""
+    """Return the inverse of `encode`, float32 [..., dim]."""
     levels = unpack(codes, format, dim)
     if format.name == "tq3_0":
         table = torch.tensor(TQ3_LEVELS, device=codes.device)
@@ -41,7 +41,7 @@ def decode(codes: Tensor, scales: Tensor, format: KVFormat, dim: int) -> Tensor:
         values = levels.view(torch.int8).float()
     else:
         values = levels.float().sub_(1 << sum(format.planes) - 1)
-    # The last group may be a part of one.
+    # The last group may be incomplete.
     size = gcd(format.group, dim)
     each = scales.float().repeat_interleave(format.group // size, -1)[..., : dim // size]
     values.unflatten(-1, (-1, size)).mul_(each[..., None])
@@ -49,7 +49,7 @@ def decode(codes: Tensor, scales: Tensor, format: KVFormat, dim: int) -> Tensor:
 
 
 def pack(levels: Tensor, format: KVFormat) -> Tensor:
-    """Small numbers uint8 [..., D] into the planes of a row [..., code_bytes]."""
+    """Pack small numbers uint8 [..., D] into the planes of a row [..., code_bytes]."""
     planes, done = [], 0
     for bits in format.planes:
         part = (levels >> done & (1 << bits) - 1).unflatten(-1, (8 // bits, -1))
@@ -90,13 +90,13 @@ def _blocks(x: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def _round(x: Tensor) -> Tensor:
-    """To the nearest whole number, halves away from zero; |x| + 0.5 would be rounded itself."""
+    """Round to the nearest integer, halves away from zero; |x| + 0.5 would be rounded itself."""
     whole = x.trunc()
     return whole + ((x - whole).abs() >= 0.5) * x.sign()
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """0 where there is none in float32: such a scale is 0 in float16, too."""
+    """Return 1 / scales, 0 where float32 overflows: such a scale is 0 in float16, too."""
     inverse = 1 / scales
     return inverse.masked_fill(inverse.isinf(), 0)
 
@@ -111,7 +111,7 @@ def _tq3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         unit = part / length * (part.shape[-1] / TQ3_DIM) ** 0.5
         unit = torch.where(length > SHORTEST, unit, 0)
         level = torch.bucketize(unit, bounds, right=True)
-        # Under this scale the levels are as long as the group was.
+        # With this scale the levels have the norm of the group.
         scale = torch.where(length > SHORTEST, length / values[level].norm(dim=-1, keepdim=True), 0)
         levels.append(level.to(torch.uint8))
         scales.append(scale)

@@ -1,7 +1,7 @@
-"""The fixed rotation that spreads a head's values before they are quantised; knows no formats.
+"""The constant rotation that spreads a head's values before they are quantised.
 
 R = diag(s2) H diag(s1) over groups of a row, H the orthonormal Walsh-Hadamard matrix in natural order, s1 and
-s2 fixed signs. Products of two rotated rows are those of the rows; the inverse is the transpose.
+s2 constant signs. Dot products do not change when both rows are rotated; the inverse is the transpose.
 """
 
 from functools import cache
@@ -16,30 +16,30 @@ LAST_SIGNS = 0xBEA56562B7A5357A3F628FDC16ACEE90
 
 
 def group_size(dim: int) -> int:
-    """The largest power of two that divides a row of `dim` values, at most 128."""
+    """Return the largest power of two that divides a row of `dim` values, at most 128."""
     return min(dim & -dim, LARGEST)
 
 
 @cache
 def signs(mask: int, size: int, device: torch.device) -> Tensor:
-    """[size] float32 of -1 and 1."""
+    """Return [size] float32 of -1 and 1."""
     return torch.tensor([1.0 - 2.0 * (mask >> i & 1) for i in range(size)], device=device)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """R x for x [..., D]; float32."""
-    return _turned(x, FIRST_SIGNS, LAST_SIGNS)
+    """Return R x for x [..., D]; float32."""
+    return _rotated(x, FIRST_SIGNS, LAST_SIGNS)
 
 
 def rotate_back(x: Tensor) -> Tensor:
-    """The inverse, R^T x, for x [..., D]; float32."""
-    return _turned(x, LAST_SIGNS, FIRST_SIGNS)
+    """Return the inverse, R^T x, for x [..., D]; float32."""
+    return _rotated(x, LAST_SIGNS, FIRST_SIGNS)
 
 
-def _turned(x: Tensor, before: int, after: int) -> Tensor:
+def _rotated(x: Tensor, before: int, after: int) -> Tensor:
     size = group_size(x.shape[-1])
     first, last = (signs(mask, size, x.device) for mask in (before, after))
-    # Sums and differences, not a product: a row comes out the same however many there are.
+    # Sums and differences, not a matmul: a row's result does not depend on the number of rows.
     values = x.float().unflatten(-1, (-1, size)) * first
     stride = 1
     while stride < size:

@@ -1,8 +1,7 @@
-"""Triton kernels that write keys and values into the cache in its format, and read rows of it back.
+"""Triton kernels that write K and V to the KV cache in its format, and read rows of it back.
 
-Queries are turned by position beside the keys, in one launch.
-
-What `reference` and `rotation` define, in the planes of `format`; rows of a power of two. Knows no attention.
+The same launch applies RoPE to queries and keys. `reference` and `rotation` specify the values, `format` the
+planes; rows are a power of two.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from torch import Tensor
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.reference import LARGEST_SCALE, SHORTEST, TQ3_BOUNDS, TQ3_DIM, TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
-from treeflash.kernels.norm_rope.triton_kernels import _heads, _turned, overlap, wait
+from treeflash.kernels.norm_rope.triton_kernels import flat_heads, normed_rope
+from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 
 
 def _words(mask: int) -> list[tl.constexpr]:
@@ -42,7 +42,7 @@ def _negative(index, LAST: tl.constexpr):
 
 
 @triton.jit
-def turning(SIZE: tl.constexpr, BACK: tl.constexpr):
+def rotation_matrix(SIZE: tl.constexpr, BACK: tl.constexpr):
     """[SIZE, SIZE] of -1 and 1: rows of SIZE values times this and SIZE ** -0.5 are rotated, or back."""
     row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
     both = row[:, None] & column[None, :]
@@ -54,7 +54,7 @@ def turning(SIZE: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
-def turn(x, SIZE: tl.constexpr, BACK: tl.constexpr):
+def rotate(x, SIZE: tl.constexpr, BACK: tl.constexpr):
     """A vector x [D], rotated in groups of SIZE, or back; by sums and differences in float32."""
     index = tl.arange(0, x.shape[0])
     x = tl.where(_negative(index % SIZE, BACK) != 0, -x, x)
@@ -68,23 +68,23 @@ def turn(x, SIZE: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def _half(code, ZERO: tl.constexpr):
-    """code - ZERO for codes of at most 10 bits: float16 of 1024 + code has the code for its last bits."""
+    """code - ZERO for codes of at most 10 bits: float16 of 1024 + code has the code in its last bits."""
     return (code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)
 
 
 @triton.jit
 def _scaled(rows, scales, row, present, GROUP: tl.constexpr):
-    """rows [N, D] times the scales of their groups; all scales of a row in one load, which can run ahead."""
+    """rows [N, D] times the scales of their groups; all scales of a row in one load, for pipelining."""
     N: tl.constexpr = rows.shape[0]
     D: tl.constexpr = rows.shape[1]
     COUNT: tl.constexpr = D // GROUP
-    places = scales + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
-    each = tl.load(places, mask=present[:, None], other=0.0)
+    source = scales + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
+    each = tl.load(source, mask=present[:, None], other=0.0)
     return tl.reshape(tl.reshape(rows, (N, COUNT, GROUP)) * each[:, :, None], (N, D))
 
 
 @triton.jit
-def _beside(first, second):
+def _concat(first, second):
     """Two tiles [N, W] as one [N, 2 * W]."""
     N: tl.constexpr = first.shape[0]
     W: tl.constexpr = first.shape[1]
@@ -98,7 +98,7 @@ def _tq3_strip(low, top, NUMBER: tl.constexpr):
     # -7/8 to 7/8 in steps of 1/4: the last bits of float16 128 are eighths.
     x = (code.to(tl.uint16) | 0x5800).to(tl.float16, bitcast=True) - 128.875
     square = x * x
-    # Through the levels; with these coefficients float16 gives each of them correctly rounded.
+    # A polynomial through the levels; with these coefficients float16 gives each correctly rounded.
     factor = (square * -0.033782958984375 + 0.0841064453125) * square + 0.0162200927734375
     return x * (factor * square + 0.17138671875)
 
@@ -110,7 +110,7 @@ def load_rows(
 ):  # fmt: skip
     """Rows `first` + `row` [N] of a pool as [N, BLOCK] of TYPE, as they are stored: rotated if quantised.
 
-    `first` (int64) moves the pointer, so that the rows can be small numbers which are the same every time.
+    `first` (int64) moves the pointer, so that row offsets are small and the same for every block.
     """
     there = present[:, None]
     if FORMAT == "float":
@@ -125,14 +125,14 @@ def load_rows(
         W: tl.constexpr = D // 4
         GROUP: tl.constexpr = min(D, 128)
         codes += first * (3 * W // 2)
-        place = codes + (row * (3 * W // 2))[:, None]
+        source = codes + (row * (3 * W // 2))[:, None]
         strip = tl.arange(0, W)[None, :]
-        low = tl.load(place + strip, mask=there, other=0)
+        low = tl.load(source + strip, mask=there, other=0)
         # A byte of the top bits serves both halves of a strip.
-        top = tl.load(place + W + strip % (W // 2), mask=there, other=0) >> (strip // (W // 2)).to(tl.uint8)
-        left = _beside(_tq3_strip(low, top, 0), _tq3_strip(low, top, 1))
-        right = _beside(_tq3_strip(low, top, 2), _tq3_strip(low, top, 3))
-        rows = _scaled(_beside(left, right), scales + first * (D // GROUP), row, present, GROUP)
+        top = tl.load(source + W + strip % (W // 2), mask=there, other=0) >> (strip // (W // 2)).to(tl.uint8)
+        left = _concat(_tq3_strip(low, top, 0), _tq3_strip(low, top, 1))
+        right = _concat(_tq3_strip(low, top, 2), _tq3_strip(low, top, 3))
+        rows = _scaled(_concat(left, right), scales + first * (D // GROUP), row, present, GROUP)
     else:
         H: tl.constexpr = D // 2
         half = tl.arange(0, H)[None, :]
@@ -143,30 +143,30 @@ def load_rows(
         else:
             tl.static_assert(FORMAT == "q5_0")
             codes += first * (H + D // 8)
-            place = codes + (row * (H + D // 8))[:, None]
-            code = tl.load(place + half, mask=there, other=0)
+            source = codes + (row * (H + D // 8))[:, None]
+            code = tl.load(source + half, mask=there, other=0)
             # A byte of the fifth bits serves four quarters of each half.
-            fifth = tl.load(place + H + half % (D // 8), mask=there, other=0)
+            fifth = tl.load(source + H + half % (D // 8), mask=there, other=0)
             fifth >>= (half // (D // 8)).to(tl.uint8)
             left = _half((code & 15) | ((fifth & 1) << 4), 16.0)
             right = _half((code >> 4) | (fifth & 16), 16.0)
-        rows = _scaled(_beside(left, right), scales + first * (D // 32), row, present, 32)
+        rows = _scaled(_concat(left, right), scales + first * (D // 32), row, present, 32)
     return rows
 
 
 @triton.jit
-def _pack(place, code, DONE: tl.constexpr, BITS: tl.constexpr):
-    """Stores BITS of each code [D], those behind the first DONE, as a plane at `place`."""
+def _pack(target, code, DONE: tl.constexpr, BITS: tl.constexpr):
+    """Store BITS of each code [D], those after the first DONE, as a plane at `target`."""
     COUNT: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = code.shape[0] // COUNT
     part = tl.reshape((code >> DONE) & ((1 << BITS) - 1), (COUNT, BYTES))
     packed = tl.sum(part << (tl.arange(0, COUNT) * BITS)[:, None], 0)
-    tl.store(place + tl.arange(0, BYTES), packed.to(tl.uint8))
+    tl.store(target + tl.arange(0, BYTES), packed.to(tl.uint8))
 
 
 @triton.jit
 def _inverse(scale):
-    """1 / scale, 0 where there is none in float32."""
+    """1 / scale, 0 where float32 overflows."""
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.where(tl.abs(inverse) == float("inf"), 0.0, inverse)
 
@@ -176,7 +176,7 @@ def _store_blocks(x, codes, scales, FORMAT: tl.constexpr):
     """q8_0, q5_0 and q4_0: groups of 32 by their value of largest magnitude."""
     D: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = D // 32
-    blocks, place = tl.reshape(x, (GROUPS, 32)), tl.arange(0, 32)[None, :]
+    blocks, index = tl.reshape(x, (GROUPS, 32)), tl.arange(0, 32)[None, :]
     size = tl.abs(blocks)
     largest = tl.max(size, 1)
     if FORMAT == "q8_0":
@@ -188,8 +188,8 @@ def _store_blocks(x, codes, scales, FORMAT: tl.constexpr):
         code = tl.where(exact < 0, -whole, whole).to(tl.int32) & 255
     else:
         HALF: tl.constexpr = 16 if FORMAT == "q5_0" else 8
-        first = tl.min(tl.where(size == largest[:, None], place, 32), 1)
-        signed = tl.sum(tl.where(place == first[:, None], blocks, 0.0), 1)
+        first = tl.min(tl.where(size == largest[:, None], index, 32), 1)
+        signed = tl.sum(tl.where(index == first[:, None], blocks, 0.0), 1)
         scale = signed * (-1.0 / HALF)
         exact = blocks * _inverse(scale)[:, None] + (HALF + 0.5)
         code = tl.minimum(tl.maximum(exact, 0.0), 2.0 * HALF - 1).to(tl.int32)
@@ -206,7 +206,7 @@ def _store_blocks(x, codes, scales, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store_tq3(x, codes, scales, STRETCH: tl.constexpr):
-    """Groups of 128 (or one of D) by their length, each value to the nearest of eight levels."""
+    """Groups of 128 (or one of D) by their norm, each value to the nearest of eight levels."""
     D: tl.constexpr = x.shape[0]
     GROUP: tl.constexpr = min(D, 128)
     groups = tl.reshape(x, (D // GROUP, GROUP))
@@ -232,13 +232,13 @@ def _store_tq3(x, codes, scales, STRETCH: tl.constexpr):
 def _store_row(
     x, codes, scales, row, FORMAT: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr
 ):
-    """A head x [BLOCK] to row `row` (int64) of a pool."""
+    """Store a head x [BLOCK] as row `row` (int64) of a pool."""
     if FORMAT == "float":
         dims = tl.arange(0, x.shape[0])
         tl.store(codes + row * D + dims, x.to(codes.dtype.element_ty), mask=dims < D)
     else:
         tl.static_assert(x.shape[0] == D)
-        x = turn(x, SIZE, False)
+        x = rotate(x, SIZE, False)
         if FORMAT == "tq3_0":
             _store_tq3(x, codes + row * (3 * D // 8), scales + row * ((D + 127) // 128), STRETCH)
         else:
@@ -254,27 +254,27 @@ def _cache_kernel(
     BLOCK: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row a program: a key, normed and turned by position, a value, or a query."""
+    """One head of one row a program: a key, normed and rotated by position, a value, or a query."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     cos += row * HALF
     sin += row * HALF
-    wait(OVERLAP)
-    if head < 2 * KV:  # first, since to quantise takes longest
+    wait_for_inputs(OVERLAP)
+    if head < 2 * KV:  # first, since quantising takes longest
         page = tl.load(pages + row, cache_modifier=".cg").to(tl.int64)
         offset = tl.load(offsets + row, cache_modifier=".cg").to(tl.int64)
-        place = (page * KV + head % KV) * PAGE + offset
+        pool_row = (page * KV + head % KV) * PAGE + offset
         if head < KV:
             source = k + row * k_stride + head * k_head_stride
-            key = _turned(source, key_norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
-            _store_row(key, key_codes, key_scales, place, KEYS, D, SIZE, STRETCH)
+            key = normed_rope(source, key_norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+            _store_row(key, key_codes, key_scales, pool_row, KEYS, D, SIZE, STRETCH)
         else:
             source = v + row * v_stride + (head - KV) * v_head_stride
             value = tl.load(source + dims, dims < D, 0.0, cache_modifier=".cg").to(tl.float32)
-            _store_row(value, value_codes, value_scales, place, VALUES, D, SIZE, STRETCH)
+            _store_row(value, value_codes, value_scales, pool_row, VALUES, D, SIZE, STRETCH)
     else:
         source = q + row * q_stride + (head - 2 * KV) * q_head_stride
-        query = _turned(source, query_norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+        query = normed_rope(source, query_norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
         tl.store(out + (row * HEADS + head - 2 * KV) * D + dims, query, mask=dims < D)
 
 
@@ -290,27 +290,27 @@ def _expand_kernel(
     present = token < count
     index = first + token
     page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
-    place = (page * KV + head) * PAGE + index % PAGE
-    rows = load_rows(codes, scales, 0, place, present, FORMAT, D, D, tl.float16)
+    pool_row = (page * KV + head) * PAGE + index % PAGE
+    rows = load_rows(codes, scales, 0, pool_row, present, FORMAT, D, D, tl.float16)
     groups = tl.reshape(rows, (BLOCK_N * (D // SIZE), SIZE))
-    back = tl.dot(groups, turning(SIZE, True)) * (SIZE**-0.5)
+    back = tl.dot(groups, rotation_matrix(SIZE, True)) * (SIZE**-0.5)
     at = (token.to(tl.int64) * KV + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(out + at, tl.reshape(back, (BLOCK_N, D)).to(tl.float16), mask=present[:, None])
 
 
 def takes(pool: HeadPool) -> bool:
-    """Whether these kernels take rows of such a pool."""
+    """Return whether these kernels take rows of such a pool."""
     dim = pool.dim
     return dim >= 16 and (not pool.format.quantised or (dim >= 32 and dim & (dim - 1) == 0))
 
 
 def form(pool: HeadPool) -> str:
-    """How the kernels call a format."""
+    """Return the kernels' name of a pool's format."""
     return pool.format.name if pool.format.quantised else "float"
 
 
 def tensors(pool: HeadPool) -> tuple[Tensor, Tensor]:
-    """Codes and scales; where there are no scales, any pointer will do."""
+    """Return codes and scales; without scales, any pointer will do."""
     assert pool.codes.is_contiguous(), f"{pool.codes.stride()}"
     return pool.codes, pool.codes if pool.scales is None else pool.scales
 
@@ -330,13 +330,13 @@ def cache_heads(
     offsets: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """Writes heads k, normed and rotated by position, and v [B, T, KV, D] to (page, offset) [B * T] each.
+    """Write heads k, normed and rotated by position, and v [B, T, KV, D] to (page, offset) [B * T] each.
 
-    Gives the heads q [B, T, H, D], normed and rotated.
+    Return the heads q [B, T, H, D], normed and rotated.
     """
     heads, (kv_heads, dim) = q.shape[-2], k.shape[-2:]
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    q, k, v = _heads(q), _heads(k), _heads(v)
+    q, k, v = flat_heads(q), flat_heads(k), flat_heads(v)
     query_norm, key_norm = norms
     assert (query_norm is None) == (key_norm is None), "one norm of two"
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
@@ -349,17 +349,17 @@ def cache_heads(
         eps, HEADS=heads, KV=kv_heads, PAGE=keys.page, D=dim, HALF=cos.shape[-1],
         BLOCK=triton.next_power_of_2(dim), SIZE=group_size(dim), STRETCH=(min(dim, TQ3_DIM) / TQ3_DIM) ** 0.5,
         KEYS=form(keys), VALUES=form(values), NORM=key_norm is not None, INTERLEAVED=interleaved,
-        # A product and a sum rounded once would give other codes than the two rounded one by one.
-        num_warps=1, enable_fp_fusion=False, **overlap(k.device),
+        # A fused multiply-add rounds once and would give other codes than two separate roundings.
+        num_warps=1, enable_fp_fusion=False, **launch_options(k.device),
     )  # fmt: skip
     return out
 
 
 def expand(pool: HeadPool, page_table: Tensor, first: int, count: int) -> Tensor:
-    """Tokens first to first + count - 1 of the sequence with pages page_table [P], as float16 [count, KV, D].
+    """Return tokens first to first + count - 1 of a sequence, float16 [count, KV, D]; page_table [P].
 
-    Rotated back, so that prefill needs no other queries and outputs: the product that does it costs about a
-    hundredth of the attention of 2048 rows over what is expanded.
+    Rotated back, so that prefill uses the same queries and outputs for all formats: the matmul costs about a
+    hundredth of the attention of 2048 rows over these tokens.
     """
     assert pool.format.quantised and takes(pool), f"{pool.format.name}, rows of {pool.dim}"
     assert page_table.dim() == 1 and page_table.is_contiguous(), f"{page_table.shape}"

@@ -1,7 +1,7 @@
-"""Norms, rotary embedding, gates: each with what stands beside it in a layer, so that it is one kernel.
+"""Norms, rotary embedding and gates, each fused with its neighbours in a layer.
 
-With `pack` the result comes as the rows that a product with tiles reads; on a GPU only, where up to 64
-rows have CUDA kernels of their own and more, or other cards, Triton's.
+With `pack` the result is packed for a matmul with tiles, on GPUs only: the CUDA C++ kernels take up to 64
+rows, the Triton ones more rows and other cards.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treeflash.kernels.norm_rope import reference
 from treeflash.kernels.norm_rope.reference import l2_norm, rope, rope_angles
-from treeflash.kernels.quant_matmul.partial_sums import OpenSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.rows import PackedRows
 
 __all__ = [
@@ -29,15 +29,16 @@ __all__ = [
 
 
 def _of(x: Tensor):
-    """The implementation for x's device."""
+    """Return the implementation for x's device."""
     if not x.is_cuda:
         return reference
-    from treeflash.kernels.norm_rope import triton_kernels as kernel
+    from treeflash.kernels.norm_rope import triton_kernels
 
-    return kernel
+    return triton_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See reference.rms_norm."""
     return _of(x).rms_norm(x, weight, eps)
 
 
@@ -47,54 +48,57 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def add_rms_norm(
-    x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float, *, pack: bool
+    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool
 ) -> tuple[Tensor, Tensor | PackedRows]: ...
 def add_rms_norm(
-    x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float, *, pack: bool = False
+    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
+    """See reference.add_rms_norm."""
     if pack:
-        from treeflash.kernels.norm_rope import cuda
-        from treeflash.kernels.norm_rope import triton_kernels as kernel
+        from treeflash.kernels.norm_rope import cuda, triton_kernels
 
-        if isinstance(add, OpenSums) or cuda.takes(x, add):
+        if isinstance(add, PartialSums) or cuda.takes(x, add):
             return cuda.add_rms_norm(x, add, weight, eps)
-        return kernel.add_rms_norm(x, add, weight, eps, pack=True)
-    assert not isinstance(add, OpenSums), "open sums are for rows that are packed"
+        return triton_kernels.add_rms_norm(x, add, weight, eps, pack=True)
+    assert not isinstance(add, PartialSums), "partial sums need `pack`"
     return _of(x).add_rms_norm(x, add, weight, eps)
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
 ) -> Tensor | PackedRows:
+    """See reference.gated_rms_norm."""
     if pack:
-        from treeflash.kernels.norm_rope import cuda
-        from treeflash.kernels.norm_rope import triton_kernels as kernel
+        from treeflash.kernels.norm_rope import cuda, triton_kernels
 
         if cuda.takes(x.flatten(-2), gate, head=x.shape[-1]):
             return cuda.gated_rms_norm(x, gate, weight, eps)
-        return kernel.gated_rms_norm(x, gate, weight, eps, pack=True)
+        return triton_kernels.gated_rms_norm(x, gate, weight, eps, pack=True)
     return _of(x).gated_rms_norm(x, gate, weight, eps)
 
 
-def silu_mul(gate: Tensor | OpenSums, up: Tensor | OpenSums, *, pack: bool = False) -> Tensor | PackedRows:
-    if isinstance(gate, OpenSums) or isinstance(up, OpenSums):
+def silu_mul(
+    gate: Tensor | PartialSums, up: Tensor | PartialSums, *, pack: bool = False
+) -> Tensor | PackedRows:
+    """See reference.silu_mul."""
+    if isinstance(gate, PartialSums) or isinstance(up, PartialSums):
         from treeflash.kernels.norm_rope import cuda
 
-        assert pack, "open sums are for rows that are packed"
+        assert pack, "partial sums need `pack`"
         return cuda.silu_mul(gate, up)
     if pack:
-        from treeflash.kernels.norm_rope import cuda
-        from treeflash.kernels.norm_rope import triton_kernels as kernel
+        from treeflash.kernels.norm_rope import cuda, triton_kernels
 
         if cuda.takes(gate, up):
             return cuda.silu_mul(gate, up)
-        return kernel.silu_mul(gate, up, pack=True)
+        return triton_kernels.silu_mul(gate, up, pack=True)
     return _of(gate).silu_mul(gate, up)
 
 
 def head_rope(
     x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> Tensor:
+    """See reference.head_rope."""
     return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
 
 
@@ -106,22 +110,24 @@ def cache_heads(
     eps: float,
     cos: Tensor,
     sin: Tensor,
-    **places,
+    **cache,
 ) -> Tensor:
+    """See reference.cache_heads."""
     if k.is_cuda:
-        from treeflash.kernels.kv_cache import triton_kernels as kernel
+        from treeflash.kernels.kv_cache import triton_kernels
 
-        if kernel.takes(places["keys"]) and kernel.takes(places["values"]):
-            return kernel.cache_heads(q, k, v, norms, eps, cos, sin, **places)
-    return reference.cache_heads(q, k, v, norms, eps, cos, sin, **places)
+        if triton_kernels.takes(cache["keys"]) and triton_kernels.takes(cache["values"]):
+            return triton_kernels.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
+    return reference.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
 
 
 def ring_heads(
-    k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **places: Tensor
+    k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **ring_state: Tensor
 ) -> None:
+    """See reference.ring_heads."""
     if k.is_cuda:
         from treeflash.kernels.norm_rope import ring
 
-        ring.ring_heads(k, v, norm, eps, cos, sin, **places)
+        ring.ring_heads(k, v, norm, eps, cos, sin, **ring_state)
     else:
-        reference.ring_heads(k, v, norm, eps, cos, sin, **places)
+        reference.ring_heads(k, v, norm, eps, cos, sin, **ring_state)

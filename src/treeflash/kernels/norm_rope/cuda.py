@@ -1,30 +1,30 @@
-"""The CUDA C++ kernels of rows.cu, for few rows before a product: what they take, how they are launched."""
+"""The CUDA C++ kernels of rows.cu, for at most 64 rows before a matmul: what they take, and their launch."""
 
 from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
-from treeflash.kernels.quant_matmul.cuda import card_of, usable
-from treeflash.kernels.quant_matmul.partial_sums import OpenSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from treeflash.kernels.runtime import sources
+from treeflash.kernels.runtime.device import card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 NORM, SILU, GATED = range(3)
 # Blocks of a row on Hopper. One SM would take 1.1 us for the exponentials of 17408 columns and as long for
-# their bytes, and 1.4 us to read the eight parts of a norm's open sums.
+# their bytes, and 1.4 us to read the eight partial sums of a norm's input.
 CLUSTERS = {NORM: 8, SILU: 8, GATED: 4}
-# Parts of four columns that a thread takes, and how many of them a block may have then.
+# Groups of four columns of a thread, and the most groups of a block for it.
 _ITEMS = ((1, 192), (2, 1152), (4, 2304), (8, 3072), (16, 16384))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a kernel is compiled for."""
+    """The compile-time parameters of a kernel."""
 
     kind: int
     width: int  # columns of a row
@@ -43,11 +43,11 @@ class Shape:
 
 
 def source() -> str:
-    return files("treeflash.kernels.norm_rope").joinpath("rows.cu").read_text()
+    return sources.source("norm_rope", "rows.cu")
 
 
 def shape_of(kind: int, width: int, head: int = 4, *, clusters: bool) -> Shape:
-    """With as many blocks a row as this kind wants and its heads allow."""
+    """Return the shape with the most blocks a row, up to CLUSTERS, that the heads allow."""
     parts = -(-width // 256) * 64
     cluster = CLUSTERS[kind] if clusters else 1
     while parts % cluster or parts // cluster % (head // 4):
@@ -55,9 +55,9 @@ def shape_of(kind: int, width: int, head: int = 4, *, clusters: bool) -> Shape:
     return Shape(kind, width, head, cluster)
 
 
-def takes(*operands: Tensor | OpenSums | None, head: int = 4) -> bool:
-    """Whether the kernels are made for such rows and this card; all have the same number of columns."""
-    given = [x.out if isinstance(x, OpenSums) else x for x in operands if x is not None]
+def takes(*operands: Tensor | PartialSums | None, head: int = 4) -> bool:
+    """Return whether the kernels take such rows on this card; all have the same number of columns."""
+    given = [x.out if isinstance(x, PartialSums) else x for x in operands if x is not None]
     width = given[0].shape[-1]
     few = given[0].numel() // width <= BUCKETS[-1]
     if not few or width % 4 or head > 128 or head & (head - 1) or width > 4 * _ITEMS[-1][1]:
@@ -76,12 +76,12 @@ def _aligned(x: Tensor) -> bool:
 @cache
 def kernel_of(shape: Shape, device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(source(), defines=shape.defines(card.bulk), arch=card.arch)
-    return Module(cubin, device).kernel("rows", threads=shape.threads, overlap=card.bulk)
+    cubin = compile_cubin(source(), defines=shape.defines(card.pdl), arch=card.arch)
+    return Module(cubin, device).kernel("rows", threads=shape.threads, overlap=card.pdl)
 
 
 class Operand(Structure):
-    """Rows as rows.cu reads them."""
+    """The `Operand` of rows.cu."""
 
     _fields_ = [
         ("at", c_void_p),
@@ -91,7 +91,7 @@ class Operand(Structure):
     ]
 
     @classmethod
-    def of(cls, x: Tensor | OpenSums | None) -> "Operand":
+    def of(cls, x: Tensor | PartialSums | None) -> "Operand":
         if x is None:
             return cls()
         if isinstance(x, Tensor):
@@ -104,8 +104,8 @@ class Operand(Structure):
 
 def _launch(
     shape: Shape,
-    x: Tensor | OpenSums,
-    y: Tensor | OpenSums | None,
+    x: Tensor | PartialSums,
+    y: Tensor | PartialSums | None,
     *,
     weight: Tensor | None = None,
     total: Tensor | None = None,
@@ -125,7 +125,7 @@ def _clusters(device: torch.device) -> bool:
 
 
 def add_rms_norm(
-    x: Tensor, add: Tensor | OpenSums | None, weight: Tensor, eps: float
+    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, PackedRows]:
     """See reference.add_rms_norm."""
     shape = shape_of(NORM, x.shape[-1], clusters=_clusters(x.device))
@@ -135,9 +135,9 @@ def add_rms_norm(
     return total, _launch(shape, x, add, weight=weight, total=total, eps=eps)
 
 
-def silu_mul(gate: Tensor | OpenSums, up: Tensor | OpenSums) -> PackedRows:
+def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums) -> PackedRows:
     """See reference.silu_mul."""
-    like = gate.out if isinstance(gate, OpenSums) else gate
+    like = gate.out if isinstance(gate, PartialSums) else gate
     return _launch(shape_of(SILU, like.shape[-1], clusters=_clusters(like.device)), gate, up)
 
 

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, gates and the products around them in plain torch, float32."""
+"""Norms, rotary embedding and gates in plain torch, float32."""
 
 from collections.abc import Sequence
 
@@ -12,39 +12,39 @@ from treeflash.kernels.kv_cache.rotation import rotate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over its last axis."""
+    """Return the norm of x [..., D] over its last axis."""
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream x [..., D] with `add` in it, and its norm."""
+    """Return the residual stream x [..., D] plus `add`, and its norm."""
     total = x if add is None else x + add
     return total, rms_norm(total, weight, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [B, T, H, D] normed by head, times silu of gate [B, T, H * D]: [B, T, H * D]."""
+    """Return x [B, T, H, D] normed by head, times silu of gate [B, T, H * D]: [B, T, H * D]."""
     return (rms_norm(x, weight, eps) * silu(gate.unflatten(-1, x.shape[-2:]))).flatten(-2)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return silu(gate) * up
 
 
 def l2_norm(x: Tensor, eps: float) -> Tensor:
-    """x [..., D] to unit length; eps is added to the squared length, as the models were trained."""
+    """Return x [..., D] at unit length; eps is added to the squared length, as the models were trained."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [B, T], frequencies [R/2] to cos and sin [B, T, 1, R/2]."""
+    """Return cos and sin [B, T, 1, R/2] of positions [B, T] and frequencies [R/2]."""
     angles = positions[..., None] * frequencies
     return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotates the first R dims of x [B, T, H, D]: pairs (j, j + R/2), or (2j, 2j + 1) when interleaved."""
+    """Rotate the first R dims of x [B, T, H, D]: pairs (j, j + R/2), or (2j, 2j + 1) when interleaved."""
     half = cos.shape[-1]
     rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
@@ -59,7 +59,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 def head_rope(
     x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> Tensor:
-    """x [B, T, H, D] normed by head where there is a norm [D], then rotated."""
+    """Return x [B, T, H, D] normed by head if there is a norm [D], then rotated."""
     x = x if norm is None else rms_norm(x, norm, eps)
     return rope(x, cos, sin, interleaved=interleaved)
 
@@ -79,10 +79,10 @@ def cache_heads(
     offsets: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """Writes k, normed and rotated, and v [B, T, KV, D] to the places (pages, offsets) [B * T] of the pools.
+    """Write k, normed and rotated, and v [B, T, KV, D] to the KV cache, at (pages, offsets) [B * T].
 
-    keys, values [pages, KV, page, row]. What is quantised is spread by the fixed rotation first.
-    Gives q [B, T, H, D], normed and rotated; norms: of queries and of keys.
+    keys, values [pages, KV, page, row]; a quantised pool gets the constant rotation of `kv_cache` first.
+    Return q [B, T, H, D], normed and rotated; norms: of queries and of keys.
     """
     q, k = (
         head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
@@ -110,13 +110,13 @@ def ring_heads(
     lengths: Tensor,
     count: Tensor,
 ) -> None:
-    """Writes the first `count` [B] of k, normed and rotated, and v [B, T, KV, D] to keys, values
-    [slots, ring, KV, D], where position p lies at p modulo the ring; lengths [slots] positions are there."""
+    """Write the first `count` [B] of k, normed and rotated, and v [B, T, KV, D] to keys, values
+    [slots, ring, KV, D], after lengths [slots] positions; position p is at p modulo the ring."""
     rows, ring = k.shape[1], keys.shape[1]
     assert rows <= ring, f"{rows} rows, a ring of {ring}"
     columns = torch.arange(rows, device=k.device)
-    place = slots[:, None], (lengths[slots][:, None] + columns) % ring
+    target = slots[:, None], (lengths[slots][:, None] + columns) % ring
     kept = (columns < count[:, None])[..., None, None]
     k = head_rope(k, norm, eps, cos, sin, interleaved=False)
     for pool, new in ((keys, k), (values, v)):
-        pool[place] = torch.where(kept, new.to(pool.dtype), pool[place])
+        pool[target] = torch.where(kept, new.to(pool.dtype), pool[target])

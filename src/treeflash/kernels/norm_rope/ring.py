@@ -1,10 +1,10 @@
-"""Triton kernel that brings heads of committed positions into a draft layer's ring; knows no draft."""
+"""Triton kernel that writes K and V of committed positions to a draft layer's KV ring."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from treeflash.kernels.norm_rope.triton_kernels import _heads, _turned
+from treeflash.kernels.norm_rope.triton_kernels import flat_heads, normed_rope
 
 
 @triton.jit
@@ -19,11 +19,12 @@ def _ring_kernel(
     slot = tl.load(slots + item)
     dims = tl.arange(0, BLOCK)
     inside = dims < tl.where(number < tl.load(count + item), D, 0)
-    place = (tl.load(lengths + slot) + number) % ring
-    at = ((slot * ring + place) * HEADS + head) * D + dims
+    index = (tl.load(lengths + slot) + number) % ring
+    at = ((slot * ring + index) * HEADS + head) * D + dims
     source = k + row * k_stride + head * k_head_stride
-    turned = _turned(source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, True, INTERLEAVED)
-    tl.store(keys + at, turned.to(keys.dtype.element_ty), mask=inside)
+    cos, sin = cos + row * HALF, sin + row * HALF
+    key = normed_rope(source, norm, cos, sin, eps, D, HALF, BLOCK, True, INTERLEAVED)
+    tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
     value = tl.load(v + row * v_stride + head * v_head_stride + dims, mask=inside)
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 
@@ -45,7 +46,7 @@ def ring_heads(
     """See reference.ring_heads."""
     rows, heads, dim = k.shape[1:]
     assert rows <= keys.shape[1], f"{rows} rows, a ring of {keys.shape[1]}"
-    k, v = _heads(k), _heads(v)
+    k, v = flat_heads(k), flat_heads(v)
     assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}, {values.stride()}"
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
     _ring_kernel[(heads, len(k))](

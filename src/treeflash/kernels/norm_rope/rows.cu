@@ -1,38 +1,38 @@
-// Rows that a product reads next, packed as quant_matmul/rows.py says: the norm of a sum, silu of a gate times
-// another row, the norm of heads times silu of a gate (reference.py says what these are).
+// Rows that a matmul reads next, packed as quant_matmul/rows.py describes: the norm of a sum, silu of a gate times
+// another row, the norm of heads times silu of a gate (reference.py specifies them).
 //
 // No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
 //   KIND     0 norm of x + y, 1 silu(x) * y, 2 norm of the heads of x times silu(y)
 //   WIDTH    columns of a row, a multiple of 4       HEAD     dims of a head, for KIND 2
 //   CLUSTER  blocks of a row (more than one: sm_90)  THREADS  of a block
-//   OVERLAP  1: launched before the kernel in front of it has ended (sm_90 and up)
+//   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
 //
-// Everything here waits for something, so all loads of a thread are on their way at once, values stay in registers,
-// and a row is summed and searched for its largest magnitude together: the factor that a norm puts on a whole row
-// goes into the row's scale. The next kernel, a product, may start at once: it fills its ring with weights meanwhile.
-// Loads of what the step computed go past L1, which may be older: this kernel began early. Sums that a product left open
-// (quant_matmul/sums.py) are added here.
+// These kernels are bound by latency, so all loads of a thread are in flight at once, values stay in registers, and
+// one reduction gives a row's sum of squares and its largest magnitude: the norm's factor of a whole row goes into
+// the row's scale. The next kernel, a matmul, is launched at once: it fills its ring with weights meanwhile. Loads of
+// activations go past L1, which may hold older values: with PDL this kernel starts before they are written. Split-K
+// partial sums of a matmul (quant_matmul/partial_sums.py) are reduced here.
 
 typedef unsigned u32;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 
 constexpr int PADDED = (WIDTH + 255) / 256 * 256;
-constexpr int SHARE = PADDED / 4 / CLUSTER;  // parts of four columns that a block has
+constexpr int SHARE = PADDED / 4 / CLUSTER;  // groups of four columns of a block
 constexpr int ITEMS = (SHARE + THREADS - 1) / THREADS;
 constexpr int WARPS = THREADS / 32;
-// Parts of an open sum that are fetched at once, 0: never open. Of the 27B's matrices there are no more on Hopper; where
-// one block has a whole row, registers hold fewer.
+// Partial sums that are fetched at once, 0: the operand never has any. The 27B's matrices have no more on Hopper; where one
+// block has a whole row, registers hold fewer.
 constexpr int X_AHEAD = KIND != 1 ? 0 : ITEMS <= 4 ? 2 : 1;
 constexpr int Y_AHEAD = KIND == 2 ? 0 : KIND == 0 && ITEMS <= 2 ? 9 : ITEMS <= 4 ? 2 : 1;
-static_assert(WIDTH % 4 == 0 && THREADS % 32 == 0 && PADDED % (4 * CLUSTER) == 0, "parts of four columns");
+static_assert(WIDTH % 4 == 0 && THREADS % 32 == 0 && PADDED % (4 * CLUSTER) == 0, "groups of four columns");
 #if KIND == 2
-static_assert(HEAD <= 128 && (HEAD & (HEAD - 1)) == 0 && SHARE % (HEAD / 4) == 0, "a head lies in one warp");
+static_assert(HEAD <= 128 && (HEAD & (HEAD - 1)) == 0 && SHARE % (HEAD / 4) == 0, "a head is in one warp");
 #endif
 
 DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE float4 load(const float* p) { return __ldcg((const float4*)p); }
-DEVICE float opened(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 DEVICE float largest(float4 v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
 DEVICE float squares(float4 v) { return fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w); }
 DEVICE u32 to_half2(float low, float high) {
@@ -41,20 +41,20 @@ DEVICE u32 to_half2(float low, float high) {
   return y;
 }
 
-// As one access, which the compiler would not make of it.
+// As one access, which the compiler does not generate by itself.
 DEVICE void store(unsigned short* to, u32 first, u32 second) {
   asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(to), "r"(first), "r"(second) : "memory");
 }
 
-// Rows [.., stride] of floats; of sums left open, whole columns are there and `parts` [CTAs][2][slot / 128 rows][128] has
-// the others.
+// Rows [.., stride] of floats. With partial sums, `at` holds the columns that one CTA computed alone and `parts`
+// [CTAs][2][slot / 128 rows][128] the others.
 struct Operand {
   const float* at;
   long long stride;
-  const float* parts;  // null: nothing is open
+  const float* parts;  // null: no partial sums
   int depth, share, extra, first, slot;
 };
-// The CTAs that have sums of the same 128 columns.
+// The CTAs with partial sums of the same 128 columns.
 struct Owners {
   int begin, end;
 };
@@ -71,7 +71,7 @@ DEVICE const float* part(const Operand& from, int row, int k, int cta, int segme
   return from.parts + (long long)(2 * cta + segment) * from.slot + row * 128 + ((from.first + k) & 127);
 }
 DEVICE float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-// Four columns of a row: the first AHEAD parts on their way at once; `sum` adds them and what more there are, in order.
+// Four columns of a row: the first AHEAD partial sums in flight at once; `sum` adds them and the remaining ones, in order.
 template <int AHEAD>
 struct Coming {
   static constexpr int COUNT = AHEAD > 1 ? AHEAD : 1;
@@ -103,15 +103,15 @@ DEVICE Found joined(Found a, Found b) { return Found{a.sum + b.sum, fmaxf(a.peak
 
 #if CLUSTER > 1
 #define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-// What the blocks of a row tell each other. Copies that report to a barrier in shared memory, because a release by the
-// cluster's own barrier would wait for all that the thread has written to memory.
-struct Meeting {
+// The exchange between the blocks of a row. Copies that complete on a barrier in shared memory, because a release of the
+// cluster's own barrier would wait for all global writes of the thread.
+struct Exchange {
   Found of_blocks[CLUSTER];
   unsigned long long arrived;
 };
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// Says that this block has begun.
-DEVICE void enter(Meeting& m) {
+// Signals that this block has started.
+DEVICE void enter(Exchange& m) {
   if (threadIdx.x == 0) {
     const u32 barrier = shared_address(&m.arrived);
     asm volatile("mbarrier.init.shared.b64 [%0],1;" ::"r"(barrier) : "memory");
@@ -121,8 +121,8 @@ DEVICE void enter(Meeting& m) {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Gives what this block has found to all of the row, and waits for theirs.
-DEVICE void meet(Meeting& m, Found own) {
+// Sends this block's result to all blocks of the row, and waits for theirs.
+DEVICE void meet(Exchange& m, Found own) {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   if (threadIdx.x < CLUSTER) {
     u32 to, barrier;
@@ -134,12 +134,12 @@ DEVICE void meet(Meeting& m, Found own) {
 }
 #else
 #define OF_CLUSTER
-struct Meeting {};
-DEVICE void enter(Meeting&) {}
+struct Exchange {};
+DEVICE void enter(Exchange&) {}
 #endif
 
-// Of the whole row, to all its threads; in the same order for any number of rows.
-DEVICE Found of_row(Found own, Meeting& meeting) {
+// The result of the whole row, in all its threads; in the same order for any number of rows.
+DEVICE Found of_row(Found own, Exchange& exchange) {
   __shared__ Found of_warps[WARPS];
   UNROLL for (int mask = 16; mask; mask >>= 1) own = joined(own, Found{across(own.sum, mask), across(own.peak, mask)});
   if ((threadIdx.x & 31) == 0) of_warps[threadIdx.x >> 5] = own;
@@ -147,9 +147,9 @@ DEVICE Found of_row(Found own, Meeting& meeting) {
   Found all = of_warps[0];
   UNROLL for (int warp = 1; warp < WARPS; warp++) all = joined(all, of_warps[warp]);
 #if CLUSTER > 1
-  meet(meeting, all);
-  all = meeting.of_blocks[0];
-  UNROLL for (int block = 1; block < CLUSTER; block++) all = joined(all, meeting.of_blocks[block]);
+  meet(exchange, all);
+  all = exchange.of_blocks[0];
+  UNROLL for (int block = 1; block < CLUSTER; block++) all = joined(all, exchange.of_blocks[block]);
 #endif
   return all;
 }
@@ -162,8 +162,8 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
 #if OVERLAP
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  __shared__ __align__(8) Meeting meeting;
-  enter(meeting);
+  __shared__ __align__(8) Exchange exchange;
+  enter(exchange);
   const int first = blockIdx.x * SHARE, row = blockIdx.y;
   auto column = [&](int item) { return 4 * (first + item * THREADS + (int)threadIdx.x); };
   auto inside = [&](int item) { return item * THREADS + (int)threadIdx.x < SHARE && column(item) < WIDTH; };
@@ -195,18 +195,18 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
     own.sum += squares(v);
     v = make_float4(v.x * factor[i].x, v.y * factor[i].y, v.z * factor[i].z, v.w * factor[i].w);
 #elif KIND == 1
-    v = make_float4(opened(v.x) * o.x, opened(v.y) * o.y, opened(v.z) * o.z, opened(v.w) * o.w);
+    v = make_float4(silu(v.x) * o.x, silu(v.y) * o.y, silu(v.z) * o.z, silu(v.w) * o.w);
 #else
     float sum = squares(v);
     UNROLL for (int mask = HEAD / 8; mask; mask >>= 1) sum += across(sum, mask);
     const float times = rsqrtf(sum / HEAD + eps);
-    v = make_float4(v.x * times * factor.x * opened(o.x), v.y * times * factor.y * opened(o.y),
-                    v.z * times * factor.z * opened(o.z), v.w * times * factor.w * opened(o.w));
+    v = make_float4(v.x * times * factor.x * silu(o.x), v.y * times * factor.y * silu(o.y),
+                    v.z * times * factor.z * silu(o.z), v.w * times * factor.w * silu(o.w));
 #endif
     own.peak = fmaxf(own.peak, largest(v));
     value[i] = v;
   }
-  const Found all = of_row(own, meeting);
+  const Found all = of_row(own, exchange);
   const float norm = KIND == 0 ? rsqrtf(all.sum / WIDTH + eps) : 1.f;
   // Exponents of float32; a row of zeroes or subnormals keeps the largest factor, an infinity stays one.
   int exponent = (int)((__float_as_uint(all.peak * norm) >> 23) & 255);

@@ -1,27 +1,16 @@
 """Triton kernels of norms, rotary embedding and gates: a row or a head a program, float32 inside.
 
-Those of a step's layers may start before the kernel in front of them has ended (OVERLAP); they then wait for
-it and read past L1, which may be older than what they read.
+Those with OVERLAP use programmatic dependent launch, see runtime/triton_pdl.py.
 """
-
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 from treeflash.kernels.quant_matmul.triton_kernels import row_factor
-
-
-@triton.jit
-def wait(OVERLAP: tl.constexpr):
-    """For the kernel in front of this one; only then may the next one start."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 
 
 @triton.jit
@@ -44,12 +33,12 @@ def _norm_kernel(
     PACK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row a program: total = x + add, normed = its rms norm, as floats or packed for a product."""
+    """One row a program: total = x + add, normed = its rms norm, as floats or packed for a matmul."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     factor = tl.load(weight + columns, mask=inside, other=0.0)
-    wait(OVERLAP)
+    wait_for_inputs(OVERLAP)
     value = tl.load(x + row * x_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     if ADD:
         value += tl.load(add + row * add_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
@@ -98,13 +87,13 @@ def _gated_norm_rows_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, packed for a product: all of its heads."""
+    """One row a program, all of its heads, packed for a matmul."""
     row = tl.program_id(0).to(tl.int64)
     head, dims = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK)
     inside = (head < HEADS)[:, None] & (dims < D)[None, :]
     column = head[:, None] * D + dims[None, :]
     factor = tl.load(weight + dims, mask=dims < D, other=0.0)
-    wait(OVERLAP)
+    wait_for_inputs(OVERLAP)
     value = tl.load(x + row * HEADS * D + column, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     open_ = tl.load(gate + row * gate_stride + column, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
@@ -120,7 +109,7 @@ def _gated_norm_rows_kernel(
 
 
 @triton.jit
-def _silu_product(gate, up, columns, WIDTH: tl.constexpr):
+def _silu_mul(gate, up, columns, WIDTH: tl.constexpr):
     inside = columns < WIDTH
     value = tl.load(gate + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     times = tl.load(up + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
@@ -133,18 +122,18 @@ def _silu_rows_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, packed for a product; in two parts, whose sizes must be powers of two."""
+    """One row a program, packed for a matmul; in two parts, whose sizes must be powers of two."""
     row = tl.program_id(0).to(tl.int64)
-    wait(OVERLAP)
+    wait_for_inputs(OVERLAP)
     gate += row * gate_stride
     up += row * up_stride
     out += row * row_stride
     columns, others = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
-    product = _silu_product(gate, up, columns, WIDTH)
-    rest = _silu_product(gate, up, others, WIDTH)
-    times, inverse = row_factor(tl.maximum(tl.max(tl.abs(product), 0), tl.max(tl.abs(rest), 0)))
+    first = _silu_mul(gate, up, columns, WIDTH)
+    rest = _silu_mul(gate, up, others, WIDTH)
+    times, inverse = row_factor(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(rest), 0)))
     tl.store(scale_out + row, inverse)
-    tl.store(out + columns // 32 * group_stride + columns % 32, (product * times).to(tl.float16))
+    tl.store(out + columns // 32 * group_stride + columns % 32, (first * times).to(tl.float16))
     at = others // 32 * group_stride + others % 32
     tl.store(out + at, (rest * times).to(tl.float16), mask=others < PADDED)
 
@@ -160,7 +149,7 @@ def _silu_mul_kernel(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.con
 
 
 @triton.jit
-def _turned(
+def normed_rope(
     x,
     norm,
     cos,
@@ -172,7 +161,7 @@ def _turned(
     NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """A head at x, normed and rotated; cos and sin point at its row's HALF angles."""
+    """The head at x, normed and rotated; cos and sin point at its row's HALF angles."""
     dims = tl.arange(0, BLOCK)
     inside = dims < D
     rotated = dims < 2 * HALF
@@ -200,30 +189,22 @@ def _head_kernel(
 ):  # fmt: skip
     """One head of one row a program: normed and rotated into out [rows, HEADS, D]."""
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    wait(OVERLAP)
+    wait_for_inputs(OVERLAP)
     source = x + row * row_stride + head * head_stride
-    turned = _turned(source, norm, cos + row * HALF, sin + row * HALF, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
+    cos, sin = cos + row * HALF, sin + row * HALF
+    rotated = normed_rope(source, norm, cos, sin, eps, D, HALF, BLOCK, NORM, INTERLEAVED)
     dims = tl.arange(0, BLOCK)
-    tl.store(out + (row * HEADS + head) * D + dims, turned, mask=dims < D)
-
-
-@cache
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that may begin early: on NVIDIA cards from Hopper on."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"OVERLAP": True, "launch_pdl": True}
-    return {"OVERLAP": False}
+    tl.store(out + (row * HEADS + head) * D + dims, rotated, mask=dims < D)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., N] as rows of one stride; a part of a wider product stays where it is."""
+    """Return [..., N] as rows of one stride; a slice of a wider matmul output is not copied."""
     flat = x.flatten(0, -2)
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _heads(x: Tensor) -> Tensor:
-    """[B, T, H, D] as [B * T, H, D] with contiguous heads."""
+def flat_heads(x: Tensor) -> Tensor:
+    """Return [B, T, H, D] as [B * T, H, D] with contiguous heads."""
     flat = x.flatten(0, 1)
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
@@ -247,7 +228,7 @@ def add_rms_norm(
     _norm_kernel[(len(flat),)](
         flat, more, weight, total, *_target(normed, flat.stride(0), more.stride(0)), eps,
         WIDTH=width, PADDED=_padded(width), BLOCK=block, ADD=add is not None, PACK=pack,
-        num_warps=min(16, max(1, block // 512)), **overlap(x.device),
+        num_warps=min(16, max(1, block // 512)), **launch_options(x.device),
     )  # fmt: skip
     return total, normed
 
@@ -257,7 +238,7 @@ def _padded(columns: int) -> int:
 
 
 def _target(out: Tensor | PackedRows, *strides: int) -> tuple:
-    """Where a kernel writes: data, the strides given, row scales, strides of packed rows."""
+    """Return a kernel's output arguments: data, the given strides, row scales, strides of packed rows."""
     if isinstance(out, PackedRows):
         return out.data, *strides, out.scale, *out.strides
     return out, *strides, out, 0, 0
@@ -274,7 +255,7 @@ def gated_rms_norm(
         _gated_norm_rows_kernel[(len(flat),)](
             x, flat, weight, packed.data, packed.scale, flat.stride(0), *packed.strides, eps,
             HEADS=heads, D=dim, PADDED=_padded(heads * dim), BLOCK_HEADS=triton.next_power_of_2(heads),
-            BLOCK=block, num_warps=16, **overlap(x.device),
+            BLOCK=block, num_warps=16, **launch_options(x.device),
         )  # fmt: skip
         return packed
     out = torch.empty(gate.shape, dtype=torch.float32, device=x.device)
@@ -287,7 +268,7 @@ def gated_rms_norm(
 
 
 def silu_parts(columns: int) -> tuple[int, int]:
-    """Powers of two that together hold a packed row."""
+    """Return two powers of two that together hold a packed row."""
     padded = _padded(columns)
     first = 1 << ((padded - 1).bit_length() - 1)
     return first, triton.next_power_of_2(padded - first)
@@ -302,7 +283,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, pack: bool = False) -> Tensor | Packed
         _silu_rows_kernel[(len(gates),)](
             gates, ups, packed.data, packed.scale, gates.stride(0), ups.stride(0), *packed.strides,
             WIDTH=width, PADDED=_padded(width), FIRST=first, REST=rest,
-            num_warps=triton.next_power_of_2(max(1, min(16, first // 1024))), **overlap(gate.device),
+            num_warps=triton.next_power_of_2(max(1, min(16, first // 1024))), **launch_options(gate.device),
         )  # fmt: skip
         return packed
     out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
@@ -316,12 +297,12 @@ def head_rope(
     x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> Tensor:
     heads, dim = x.shape[-2:]
-    flat = _heads(x)
+    flat = flat_heads(x)
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     _head_kernel[(heads, len(flat))](
         flat, flat if norm is None else norm, cos, sin, out, flat.stride(0), flat.stride(1), eps,
         HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), NORM=norm is not None,
-        INTERLEAVED=interleaved, num_warps=1, **overlap(x.device),
+        INTERLEAVED=interleaved, num_warps=1, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Matrix products with quantised weights."""
+"""Matmuls with quantised weights."""
 
 from treeflash.kernels.quant_matmul.layout import (
     Layout,
@@ -11,27 +11,26 @@ from treeflash.kernels.quant_matmul.layout import (
 )
 from treeflash.kernels.quant_matmul.packed import (
     backend,
-    can_stay_open,
     expand_weight,
     max_rows,
-    open_product,
     pack_rows,
     packed_matmul,
-    packed_products,
+    packed_matmuls,
+    partial_matmul,
     prepare,
+    supports_partial_sums,
 )
-from treeflash.kernels.quant_matmul.partial_sums import OpenSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.reference import dense_matmul, quant_matmul
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 
 __all__ = [
     "BUCKETS",
     "Layout",
-    "OpenSums",
     "PackedRows",
     "PackedWeight",
+    "PartialSums",
     "backend",
-    "can_stay_open",
     "dense_matmul",
     "empty_packed",
     "empty_rows",
@@ -39,12 +38,13 @@ __all__ = [
     "has_layout",
     "layout_of",
     "max_rows",
-    "open_product",
     "pack",
     "pack_rows",
     "packed_matmul",
-    "packed_products",
+    "packed_matmuls",
+    "partial_matmul",
     "prepare",
     "quant_matmul",
+    "supports_partial_sums",
     "unpack",
 ]

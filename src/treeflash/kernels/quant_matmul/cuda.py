@@ -1,107 +1,74 @@
-"""The CUDA C++ kernels of tiles.cu: which variants exist, how work is cut over a GPU, how it is launched."""
+"""The CUDA C++ kernels of tiles.cu: their variants, the partition of work, the launches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from treeflash.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
-from treeflash.kernels.quant_matmul.partial_sums import OpenSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
-from treeflash.kernels.quant_matmul.tiling import Tiling, tiling_of
+from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from treeflash.kernels.quant_matmul.tuned import TunedFile
+from treeflash.kernels.runtime.device import Card, card_of, kind_of
 from treeflash.kernels.runtime.driver import Kernel, Module
-from treeflash.kernels.runtime.nvrtc import compile_cubin, nvrtc
+from treeflash.kernels.runtime.nvrtc import compile_cubin
+from treeflash.kernels.runtime.sources import source
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _BLOCK_TILES = ROW_BLOCK // 16
 _UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
-_RESERVED = 1024  # bytes of shared memory that each block costs beside its own
+_RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 _STATIC = 512  # bytes for barriers and row scales
-_LEAST_COLUMNS = 512  # of a block of rows that a block of the grid has at least
-# With fewer stages none is filled again in the middle of the unit after it: the thread that fills would wait
-# for other warps to leave it.
-_HALFWAY_FROM = 3
-_TOGETHER = 4  # launches with the same x that may be under way at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What decides over the variants: the same numbers give the same sums, whatever was `tuned`."""
-
-    arch: str
-    processors: int
-    shared_per_processor: int
-    shared_per_block: int
-    tuned: tuple[tuple[int, Tiling], ...] = ()  # by rows; for others what the architecture gets
-
-    def tiling(self, bucket: int) -> Tiling:
-        return dict(self.tuned).get(bucket) or tiling_of(self.arch, bucket)
-
-    @property
-    def bulk(self) -> bool:
-        """Bulk copies, mbarriers and overlapping launches."""
-        return int(self.arch.removeprefix("sm_")) >= 90
-
-    @property
-    def resident(self) -> int:
-        """Blocks an SM is given at a time, whatever the number of rows."""
-        return 2 if self.shared_per_processor >= 160 * 1024 else 1
-
-
-def usable(device: torch.device) -> bool:
-    """Whether these kernels run there: an NVIDIA card from Ampere on, and NVRTC installed."""
-    if torch.version.cuda is None or nvrtc() is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+_MIN_COLUMNS = 512  # of a block of rows that a block of the grid has at least
+# With fewer stages none is refilled in the middle of the next unit: the thread that fills it would wait for
+# other warps to leave it.
+_MIN_HALFWAY_STAGES = 3
+_MAX_GROUP = 4  # launches with the same x that may overlap
+# Position of a launch in a group of launches with the same x.
+_ALONE, _FIRST, _FOLLOWING = range(3)
 
 
 @cache
-def card_of(device: torch.device) -> Card:
-    properties = torch.cuda.get_device_properties(device)
-    return Card(
-        f"sm_{properties.major}{properties.minor}",
-        properties.multi_processor_count,
-        properties.shared_memory_per_multiprocessor,
-        properties.shared_memory_per_block_optin,
-        tuple(TunedFile.usual().load(kind_of(device)).items()),
-    )
+def tilings_of(device: torch.device) -> dict[int, Tiling]:
+    """Return the tiling of each bucket: the tuned one for this kind of GPU, else the built-in one."""
+    return {**built_in_tilings(card_of(device).arch), **TunedFile.default().load(kind_of(device))}
 
 
-def kind_of(device: torch.device) -> str:
-    """What a GPU shares with those that run the same variants at the same speed."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    return f"{properties.name}, {capability}, {properties.multi_processor_count} SMs"
+def resident_blocks(card: Card) -> int:
+    """Return how many blocks an SM holds at a time, for any number of rows."""
+    return 2 if card.shared_per_processor >= 160 * 1024 else 1
 
 
-def row_tiles(card: Card, bucket: int) -> int:
-    """Row tiles of a warp. Half the warps need a second block beside them."""
-    return 2 if card.bulk and card.resident > 1 and card.tiling(bucket).wide else 1
+def row_tiles(card: Card, tiling: Tiling) -> int:
+    """Return the row tiles of a warp. Half as many warps need a second resident block."""
+    return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
 
 
 def stage_bytes(layout: Layout, bucket: int) -> int:
     return _BLOCK_TILES * layout.tile_bytes + 2 * layout.unit * bucket
 
 
-def stages(card: Card, layout: Layout, bucket: int) -> int:
-    """Depth of the ring: what lets all resident blocks fit, else what one block may have; 0: not even two."""
+def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
+    """Return the stages of the ring: all resident blocks fit, else one block does; 0 if two stages do not.
+
+    Whether it is 0 does not depend on the tiling.
+    """
     size = stage_bytes(layout, bucket)
-    share = card.shared_per_processor // card.resident - _RESERVED
+    share = card.shared_per_processor // resident_blocks(card) - _RESERVED
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
         count = (card.shared_per_block - _STATIC) // size
-    most = card.tiling(bucket).stages + (layout.unit < COLUMN_BLOCK)
+    most = tiling.stages + (layout.unit < COLUMN_BLOCK)
     return min(count, most) if count >= 2 else 0
 
 
-def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
-    """The macros of tiles.cu for one variant."""
+def defines(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> dict[str, int]:
+    """Return the macros of tiles.cu for one variant."""
     result = {
         "LOW": layout.low,
         "HIGH": layout.high,
@@ -109,10 +76,10 @@ def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
         "OFFSET": layout.offset,
         "UNIT": layout.unit,
         "TOKENS": bucket,
-        "STAGES": (depth := stages(card, layout, bucket)),
-        "BULK": int(card.bulk),
-        "ROW_TILES": row_tiles(card, bucket),
-        "HALFWAY": int(card.tiling(bucket).halfway and depth >= _HALFWAY_FROM),
+        "STAGES": (depth := stages(card, layout, bucket, tiling)),
+        "BULK": int(card.bulk_copies),
+        "ROW_TILES": row_tiles(card, tiling),
+        "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
         "TABLE": int(bool(layout.table)),
     }
     for index in range(4 if layout.table else 0):
@@ -120,16 +87,12 @@ def defines(card: Card, layout: Layout, bucket: int) -> dict[str, int]:
     return result
 
 
-@cache
-def source(*names: str, package: str = "quant_matmul") -> str:
-    """A package's files of CUDA C++, one behind the other; those of the products if none is named."""
-    folder = files(f"treeflash.kernels.{package}")
-    return "\n".join(folder.joinpath(name).read_text() for name in names or ("weights.cu", "tiles.cu"))
+def matmul_source() -> str:
+    return source("quant_matmul", "weights.cu", "tiles.cu")
 
 
-def early(package: str, *names: str) -> str:
-    """Files of kernels that may start before the one in front of them has ended, behind what they share."""
-    return "\n".join((source("pdl.cu", package="runtime"), source(*names, package=package)))
+def rows_source() -> str:
+    return source("quant_matmul", "rows.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +102,17 @@ class Variant:
 
 
 @cache
-def variant(card: Card, layout: Layout, bucket: int, device: torch.device) -> Variant:
-    macros = defines(card, layout, bucket)
+def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device) -> Variant:
+    card = card_of(device)
+    macros = defines(card, layout, bucket, tiling)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
-    module = Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
+    module = Module(compile_cubin(matmul_source(), defines=macros, arch=card.arch), device)
     return Variant(
         module.kernel(
             "matmul",
             threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
             shared=macros["STAGES"] * stage_bytes(layout, bucket),
-            overlap=card.bulk,
+            overlap=card.pdl,
         ),
         module.kernel("expand", threads=256),
     )
@@ -157,49 +121,47 @@ def variant(card: Card, layout: Layout, bucket: int, device: torch.device) -> Va
 @cache
 def _pack_rows_kernel(device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(source("rows.cu"), defines={"BULK": int(card.bulk)}, arch=card.arch)
-    return Module(cubin, device).kernel("pack_rows", threads=512, overlap=card.bulk)
+    cubin = compile_cubin(rows_source(), defines={"BULK": int(card.pdl)}, arch=card.arch)
+    return Module(cubin, device).kernel("pack_rows", threads=512, overlap=card.pdl)
 
 
-def prepare(
-    layouts: Iterable[Layout], buckets: Iterable[int], device: torch.device, card: Card | None = None
-) -> None:
-    """Compiles what these layouts and row counts need, several at a time, before it is timed or captured.
-
-    `card`: the device's, tuned otherwise.
-    """
-    card, buckets = card or card_of(device), list(buckets)
+def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:
+    """Compile the variants of these layouts and buckets in parallel, before they are timed or captured."""
+    card = card_of(device)
     wanted = [
-        (layout, bucket)
+        (layout, bucket, tiling)
         for layout in dict.fromkeys(layouts)
-        for bucket in buckets
-        if stages(card, layout, bucket)
+        for bucket, tiling in tilings.items()
+        if stages(card, layout, bucket, tiling)
     ]
+
+    def build(item: tuple[Layout, int, Tiling]) -> None:
+        compile_cubin(matmul_source(), defines=defines(card, *item), arch=card.arch)
+
     with ThreadPoolExecutor(8) as pool:
-        list(
-            pool.map(
-                lambda pair: compile_cubin(source(), defines=defines(card, *pair), arch=card.arch), wanted
-            )
-        )
-    for pair in wanted:
-        variant(card, *pair, device)
+        list(pool.map(build, wanted))
+    for item in wanted:
+        variant(*item, device)
     _pack_rows_kernel(device)
     _workspace(device)
 
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """Partial sums of launches that go together, all marked as not yet written. Never moved, because captured
-    graphs point at them; so products on one device must follow one another in one stream."""
+    """Return the partial sums of a group of launches, all marked as not written.
+
+    A static buffer, because captured graphs point at it: matmuls on one device must run in one stream.
+    """
     card = card_of(device)
-    words = card.resident * card.processors * ROW_BLOCK * 64
-    return torch.full((_TOGETHER, words), _UNWRITTEN, dtype=torch.int32, device=device)
+    words = resident_blocks(card) * card.processors * ROW_BLOCK * 64
+    return torch.full((_MAX_GROUP, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
-    """Blocks of the grid, units for each of them, and how many of them have one more."""
+    """Return the blocks of the grid, the units of each, and how many blocks have one unit more."""
     units = weight.padded_rows // ROW_BLOCK * weight.data.shape[0]
-    grid = min(card.resident * card.processors, max(1, units * weight.layout.unit // _LEAST_COLUMNS))
+    most = resident_blocks(card) * card.processors
+    grid = min(most, max(1, units * weight.layout.unit // _MIN_COLUMNS))
     return grid, units // grid, units % grid
 
 
@@ -222,31 +184,38 @@ def pack_rows(x: Tensor) -> PackedRows:
 
 
 def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
-    _launch(x, weight, out, parts=_workspace(out.device)[0], place=0)
+    _launch(x, weight, out, parts=_workspace(out.device)[0])
 
 
-def open_product(x: PackedRows, weight: PackedWeight) -> OpenSums:
-    """The product, its sums left open where several blocks of the grid have parts of them."""
+def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
+    """Return x times the weight, transposed, as split-K partial sums for a kernel with a fused reduction."""
     assert x.bucket is not None
     grid, share, extra = partition(card_of(weight.data.device), weight)
     out = torch.empty(x.rows, weight.rows, device=weight.data.device)
     parts = torch.empty(grid, 2, x.bucket, ROW_BLOCK, device=weight.data.device)
-    _launch(x, weight, out, parts=parts, place=0, left_open=True)
-    return OpenSums(out, parts, weight.data.shape[0], share, extra)
+    _launch(x, weight, out, parts=parts, partial_sums=True)
+    return PartialSums(out, parts, weight.data.shape[0], share, extra)
 
 
-def products(
-    x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor], card: Card | None = None
+def matmuls(
+    x: PackedRows,
+    weights: Sequence[PackedWeight],
+    outs: Sequence[Tensor],
+    tiling: Tiling | None = None,
 ) -> None:
-    """Products with the same x, which overlap. The largest goes first: it hides the wait for x. A small one
-    in the middle is hidden by its neighbours. `card`: the device's, tuned otherwise."""
+    """Multiply the same x with several matrices, in launches that overlap; `tiling` overrides the device's.
+
+    The largest matrix goes first: it hides the wait for x. A small one in the middle is hidden by its
+    neighbours.
+    """
     pairs = sorted(zip(weights, outs, strict=True), key=lambda pair: pair[0].nbytes)
     pairs.insert(0, pairs.pop())
-    for start in range(0, len(pairs), _TOGETHER):
-        group = pairs[start : start + _TOGETHER]
+    for start in range(0, len(pairs), _MAX_GROUP):
+        group = pairs[start : start + _MAX_GROUP]
         for number, (weight, out) in enumerate(group):
-            place = 0 if len(group) == 1 else 1 if number == 0 else 2
-            _launch(x, weight, out, parts=_workspace(out.device)[number], place=place, card=card)
+            position = _ALONE if len(group) == 1 else _FIRST if number == 0 else _FOLLOWING
+            parts = _workspace(out.device)[number]
+            _launch(x, weight, out, parts=parts, position=position, tiling=tiling)
 
 
 def _launch(
@@ -255,28 +224,27 @@ def _launch(
     out: Tensor,
     *,
     parts: Tensor,
-    place: int,
-    left_open: bool = False,
-    card: Card | None = None,
+    position: int = _ALONE,
+    partial_sums: bool = False,
+    tiling: Tiling | None = None,
 ) -> None:
-    """`place`: 0 alone, of several that go together 1 the first and 2 any other."""
     assert x.bucket is not None
-    card = card or card_of(out.device)
     blocks = weight.padded_rows // ROW_BLOCK
-    grid, share, extra = partition(card, weight)
+    grid, share, extra = partition(card_of(out.device), weight)
     sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
-    numbers = (*sizes, share, extra, place, int(left_open))
-    variant(card, weight.layout, x.bucket, out.device).matmul(
+    numbers = (*sizes, share, extra, position, int(partial_sums))
+    chosen = tiling or tilings_of(out.device)[x.bucket]
+    variant(weight.layout, x.bucket, chosen, out.device).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
     )
 
 
 def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
-    """Rows from `first` on as float16 into out [rows, padded columns], times weight.expand_factor."""
+    """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    variant(card_of(out.device), weight.layout, 8, out.device).expand(
+    variant(weight.layout, 8, tilings_of(out.device)[8], out.device).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )

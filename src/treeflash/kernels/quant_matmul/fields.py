@@ -1,4 +1,4 @@
-"""Cuts the blocks of a quantised type into integers and scales; knows the block layouts, no tiles."""
+"""The integers and scales in the blocks of each quantised type."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from treeflash.gguf.types import QuantType
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Rows [N, K] as integers `codes`, and what turns them into weights.
+    """Rows [N, K] as integers `codes`, and the scales that make them weights.
 
     six:    scale[K/256] * scales[K/32] * code - minimum[K/256] * minima[K/32]
     byte:   scale[K/256] * scales[K/16] * value(code), scales signed
     half:   scale[K/32] * value(code)
     affine: scale[K/32] * code + minimum[K/32]
-    A value is the code less an offset, or is looked up in a table. Scales and minima of a block are float32.
+    A value is the code minus an offset, or comes from a table. Scales and minima of a block are float32.
     """
 
     codes: Tensor  # uint8 [N, K]
@@ -28,7 +28,7 @@ class Fields:
 
 
 def fields(data: Tensor, type: QuantType) -> Fields:
-    """uint8 [N, row bytes] of a type with a tile layout to its fields."""
+    """Return the fields of rows, uint8 [N, row bytes], of a type with a tile layout."""
     blocks = data.reshape(len(data), -1, type.block_bytes)
     return _READERS[type](blocks)
 

@@ -1,13 +1,13 @@
-"""The order in which kernels want quantised weights, and the way there and back in torch; knows no kernels.
+"""The tile layout in which kernels read quantised weights, and packing and unpacking in torch.
 
 A matrix [N, K] is cut into tiles of 16 rows and `unit` columns, stored as [K/unit][N/16]: the share of a
 block of rows in one step along K is one contiguous copy. Inside a tile come the low bits of the codes, the
-high bits, and the scales, all in the order in which the lanes of a warp want them for mma.m16n8k16: lane
+high bits, and the scales, all in the order in which the lanes of a warp read them for mma.m16n8k16: lane
 4g + t holds rows g and g + 8 (r = 0, 1) of columns 64 j + 32 h + 8 t + 4 i + 2 p + e. Rows are filled up to
 128, columns to 256.
 
 Scales are multiplied by a power of two for each row, so that the kernels' float16 arithmetic neither
-overflows nor loses small scales; `row_scale` takes it out again.
+overflows nor loses small scales; `row_scale` is its inverse.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tile holds its weights. `offset` is taken from a code; a `table` maps codes to values + 128."""
+    """How a tile stores weights. `offset` is subtracted from a code; `table` maps codes to values + 128."""
 
     low: Literal[4, 8, 16]
     high: Literal[0, 1, 2]
@@ -77,8 +77,8 @@ LAYOUTS: dict[QuantType, Layout] = {
 }
 DENSE = Layout(16, 0, "none", 128)
 
-# What the weights of a tile, 2 at most, are multiplied by when they are expanded to float16: the more, the
-# smaller a row may be beside the largest one before its weights lose bits.
+# The factor of a tile's weights, 2 at most, when they are expanded to float16. The larger it is, the smaller
+# a row may be, relative to the largest one, before its weights lose bits.
 _EXPANSION = 8192.0
 
 
@@ -87,9 +87,9 @@ class PackedWeight:
     """A matrix [rows, columns] in tiles."""
 
     data: Tensor  # uint8 [K/unit, N/16, tile bytes]
-    row_scale: Tensor  # float32 [N]: what a tile's weights are to be multiplied by
-    expand_factor: Tensor  # float32 [N]: what they are multiplied by when expanded to float16
-    expand_scale: Tensor  # float32 []: what expanded weights are to be multiplied by
+    row_scale: Tensor  # float32 [N]: scale of a tile's weights
+    expand_factor: Tensor  # float32 [N]: applied when they are expanded to float16
+    expand_scale: Tensor  # float32 []: scale of expanded weights
     layout: Layout
     rows: int
     columns: int
@@ -108,7 +108,7 @@ class PackedWeight:
 
 
 def has_layout(type: QuantType) -> bool:
-    """Whether tiles of this type are as small as its blocks; other types are held as float16."""
+    """Return whether tiles of this type are as small as its blocks; other types are held as float16."""
     return type in LAYOUTS
 
 
@@ -119,7 +119,7 @@ def layout_of(type: QuantType) -> Layout:
 def empty_packed(
     type: QuantType, rows: int, columns: int, device: torch.device, space: Tensor | None = None
 ) -> PackedWeight:
-    """A matrix in tiles with nothing in it; at the start of `space`, uint8, where that is given."""
+    """Return an uninitialised matrix in tiles, at the start of `space`, uint8, where that is given."""
     layout = layout_of(type)
     padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
     shape = (width // layout.unit, padded // 16, layout.tile_bytes)
@@ -132,7 +132,7 @@ def empty_packed(
 
 
 def pack(data: Tensor, type: QuantType, space: Tensor | None = None) -> PackedWeight:
-    """Packed rows, uint8 [N, row bytes], to tiles on the same device, a slice of rows at a time.
+    """Return packed rows, uint8 [N, row bytes], as tiles on the same device, a slice of rows at a time.
 
     At the start of `space` where that is given; tiles of a matrix are a multiple of 256 bytes.
     """
@@ -206,12 +206,12 @@ def _pack_fields(source: Fields, layout: Layout, rows: int, width: int) -> tuple
             # [depth, tile, g, group, r]
             halves = halves.view(tiles, 2, 8, depth, unit // 32).permute(3, 0, 2, 4, 1)
             parts.append(_bytes(halves))
-    # A code stands for code * 2^-24, the float16 that has its bits.
+    # A code means code * 2^-24, the float16 with the same bits.
     return torch.cat(parts, -1), 2.0**24 / factor
 
 
 def unpack(weight: PackedWeight) -> Tensor:
-    """The matrix as float32 [rows, columns], bit for bit what its blocks say unless a scale underflowed."""
+    """Return float32 [rows, columns], bit-identical to the dequantised blocks unless a scale underflowed."""
     layout, tiles, depth = weight.layout, weight.data.shape[1], weight.data.shape[0]
     low, high, scales = weight.data.split(
         [layout.low_bytes, layout.high_bytes, layout.tile_bytes - layout.low_bytes - layout.high_bytes], -1

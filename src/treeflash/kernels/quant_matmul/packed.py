@@ -1,4 +1,4 @@
-"""The product of any number of rows with a matrix in tiles; picks the kernels, knows not their insides."""
+"""Matmuls of any number of rows with matrices in tiles; picks the backend and the kernel."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight, unpack
-from treeflash.kernels.quant_matmul.partial_sums import OpenSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows
 
 _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
@@ -17,16 +17,16 @@ _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
 
 @cache
 def backend(device: torch.device) -> Literal["cuda", "triton", "torch"]:
-    """What computes products there: the tuned CUDA kernels, the Triton ones, or plain torch on a CPU."""
+    """Return what computes matmuls there: the CUDA C++ kernels, the Triton ones, or plain torch on a CPU."""
     if device.type == "cpu":
         return "torch"
-    from treeflash.kernels.quant_matmul import cuda
+    from treeflash.kernels.runtime.device import usable
 
-    return "cuda" if cuda.usable(device) else "triton"
+    return "cuda" if usable(device) else "triton"
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """The device as tensors name it: what is kept for a device is kept once."""
+    """Return the device with its index, as tensors name it, so that caches hold one entry a device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -37,31 +37,39 @@ def _kernels(device: torch.device) -> ModuleType:
         from treeflash.kernels.quant_matmul import cuda
 
         return cuda
-    from treeflash.kernels.quant_matmul import triton_kernels as kernel
+    from treeflash.kernels.quant_matmul import triton_kernels
 
-    return kernel
+    return triton_kernels
 
 
 def prepare(layouts: Iterable[Layout], device: torch.device, buckets: Iterable[int] = BUCKETS) -> None:
-    """Compiles and loads the kernels for these layouts and row counts, so that no step has to wait for it."""
+    """Compile and load the kernels for these layouts and buckets, so that no step has to wait for it."""
     device = _numbered(device)
     if backend(device) == "cuda":
-        _kernels(device).prepare(layouts, buckets, device)
+        from treeflash.kernels.quant_matmul import cuda
+
+        tilings = cuda.tilings_of(device)
+        cuda.prepare(layouts, {bucket: tilings[bucket] for bucket in buckets}, device)
 
 
 def max_rows(layouts: Iterable[Layout], device: torch.device) -> int:
-    """The largest bucket whose kernels fit on this card for all of these layouts."""
+    """Return the largest bucket whose kernels fit on this card for all of these layouts."""
     device = _numbered(device)
     if backend(device) != "cuda":
         return BUCKETS[-1]
     from treeflash.kernels.quant_matmul import cuda
+    from treeflash.kernels.runtime.device import card_of
 
-    card, layouts = cuda.card_of(device), list(layouts)
-    return max(bucket for bucket in BUCKETS if all(cuda.stages(card, layout, bucket) for layout in layouts))
+    card, tilings, layouts = card_of(device), cuda.tilings_of(device), list(layouts)
+    return max(
+        bucket
+        for bucket in BUCKETS
+        if all(cuda.stages(card, layout, bucket, tilings[bucket]) for layout in layouts)
+    )
 
 
 def pack_rows(x: Tensor) -> PackedRows:
-    """x [M, K] float, M > 0, in the form that products read; made once where several matrices read it."""
+    """Return x [M, K] float, M > 0, as matmuls read it; packed once where several matrices read it."""
     assert x.ndim == 2 and len(x), tuple(x.shape)
     x = x.float()
     if x.stride(1) != 1:
@@ -70,11 +78,10 @@ def pack_rows(x: Tensor) -> PackedRows:
 
 
 def packed_matmul(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K], transposed: float32 [M, N], into `out` (rows may be apart) where given.
+    """Return x [M, K] times weight [N, K], transposed: float32 [M, N], in `out` (any row stride) if given.
 
-    Up to 64 rows are products of float16 weights and float16 rows with float32 sums, whose order does not
-    depend on M: a row's result is the same with any others. Products on one device follow one another in one
-    stream.
+    Up to 64 rows are multiplied as float16 weights and float16 rows with float32 sums, whose order does not
+    depend on M: a row's result does not depend on the other rows. Matmuls on one device run in one stream.
     """
     columns = x.columns if isinstance(x, PackedRows) else x.shape[1]
     rows = x.rows if isinstance(x, PackedRows) else x.shape[0]
@@ -100,8 +107,8 @@ def packed_matmul(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor | No
     return out
 
 
-def packed_products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
-    """x [M, K] times several matrices that read the same x, side by side: float32 [M, N in all]."""
+def packed_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
+    """Return x [M, K] times several matrices that read the same x, concatenated: float32 [M, total N]."""
     sizes, device = [weight.rows for weight in weights], weights[0].data.device
     rows = x.rows if isinstance(x, PackedRows) else len(x)
     out = torch.empty(rows, sum(sizes), device=device)
@@ -116,36 +123,36 @@ def packed_products(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> 
         assert all(x.columns == weight.columns for weight in weights), (x.columns, weights[0].columns)
         from treeflash.kernels.quant_matmul import cuda
 
-        cuda.products(x, weights, outs)
+        cuda.matmuls(x, weights, outs)
         return out
     for weight, part in zip(weights, outs, strict=True):
         packed_matmul(x, weight, part)
     return out
 
 
-def can_stay_open(x: PackedRows, weight: PackedWeight) -> bool:
-    """Whether `open_product` takes them: few rows on a card with the CUDA kernels, columns in fours."""
+def supports_partial_sums(x: PackedRows, weight: PackedWeight) -> bool:
+    """Return whether `partial_matmul` takes them: at most 64 rows, the CUDA kernels, columns in fours."""
     return x.bucket is not None and weight.rows % 4 == 0 and backend(weight.data.device) == "cuda"
 
 
-def open_product(x: PackedRows, weight: PackedWeight) -> OpenSums:
-    """The product for a kernel that adds up what its blocks have left."""
+def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
+    """Return x times weight, transposed, as split-K partial sums for a kernel with a fused reduction."""
     assert x.columns == weight.columns, (x.columns, weight.columns)
-    assert can_stay_open(x, weight), (x.rows, weight.rows)
+    assert supports_partial_sums(x, weight), (x.rows, weight.rows)
     from treeflash.kernels.quant_matmul import cuda
 
-    return cuda.open_product(x, weight)
+    return cuda.partial_matmul(x, weight)
 
 
 def expand_weight(weight: PackedWeight, first: int, out: Tensor) -> None:
-    """Rows from `first` on as float16 into out [rows, padded columns]; to be multiplied by `expand_scale`."""
+    """Write rows from `first` on as float16 to out [rows, padded columns]; `expand_scale` restores them."""
     assert first % ROW_BLOCK == 0 and len(out) % ROW_BLOCK == 0 and out.is_contiguous(), (first, out.shape)
     assert out.shape[1] == weight.padded_columns and out.dtype == torch.float16, (out.shape, out.dtype)
     _kernels(out.device).expand(weight, first, out)
 
 
 def _many_rows(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
-    """Expands a slice of the matrix at a time, for a product of the usual kind."""
+    """Expand a slice of the matrix at a time, for a dense matmul."""
     step = max(ROW_BLOCK, _SLICE // weight.padded_columns // ROW_BLOCK * ROW_BLOCK)
     scale = (x.scale * weight.expand_scale)[:, None]
     space = torch.empty(

@@ -1,8 +1,8 @@
-"""Sums of a product that are left open: who reads them adds them. Knows no kernels.
+"""Split-K partial sums: the output of a matmul whose reduction is fused into the kernel that reads it.
 
-A product's work is dealt out to CTAs in units of 128 output columns (rows of the matrix) and some of what is
-summed over. Where several have parts of the same 128 columns, to add them is a trip through memory at the end
-of the product; the kernel behind it, which has to read the sums anyway, does it for less.
+A matmul's work is dealt out to CTAs in units of 128 output columns (rows of the matrix) and a slice of the
+summed dimension. Where several CTAs have partial sums of the same 128 columns, adding them is a round trip
+through memory at the end of the matmul. The next kernel has to read the output anyway and adds them for less.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ BLOCK = 128  # columns of a unit
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSums:
-    """Columns of a product [rows, columns]; CTA c has share + (c < extra) units, in the columns' order."""
+class PartialSums:
+    """Columns of an output [rows, columns]; CTA c has share + (c < extra) units, in the columns' order."""
 
-    out: Tensor  # float32 [rows, columns]: those that one CTA had alone; what else stands there means nothing
-    parts: Tensor  # float32 [CTAs, 2, bucket, 128]: of the CTA's first 128 columns and of its last, if shared
+    out: Tensor  # float32 [rows, columns]: valid where one CTA computed all of a block of 128 columns
+    parts: Tensor  # float32 [CTAs, 2, bucket, 128]: of the CTA's first and last 128 columns, if shared
     depth: int  # units of 128 columns
     share: int
     extra: int
-    first: int = 0  # column of the product where these begin
+    first: int = 0  # column of the whole output where these begin
 
     @property
     def rows(self) -> int:
@@ -32,8 +32,8 @@ class OpenSums:
     def columns(self) -> int:
         return self.out.shape[1]
 
-    def split(self, sizes: Sequence[int]) -> list["OpenSums"]:
-        """Columns side by side."""
+    def split(self, sizes: Sequence[int]) -> list["PartialSums"]:
+        """Return adjacent ranges of columns."""
         firsts = [self.first + sum(sizes[:number]) for number in range(len(sizes))]
         views = self.out.split(list(sizes), 1)
         return [replace(self, out=view, first=first) for view, first in zip(views, firsts, strict=True)]
@@ -42,8 +42,8 @@ class OpenSums:
         cut = self.extra * (self.share + 1)
         return unit // (self.share + 1) if unit < cut else self.extra + (unit - cut) // self.share
 
-    def closed(self) -> Tensor:
-        """[rows, columns]: what the open sums mean."""
+    def reduced(self) -> Tensor:
+        """Return the sums [rows, columns]: the specification of the fused reductions."""
         result, last = self.out.clone(), self.first + self.columns
         for block in range(self.first // BLOCK, -(-last // BLOCK)):
             begin, end = (self.cta_of(block * self.depth + step) for step in (0, self.depth - 1))

@@ -1,4 +1,4 @@
-"""The product with a weight matrix that stays quantised, in plain torch, a slice of rows at a time."""
+"""The matmul with a weight matrix that stays quantised, in plain torch, a slice of rows at a time."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from treeflash.gguf.types import QuantType
 SLICE = 1 << 22  # weights expanded at a time: 16 MiB of float32
 
 
-# Up to so many rows a CPU multiplies faster with the weights on the left, by a power of two of columns.
+# Up to this number of rows a CPU is faster with the weights on the left, by a power of two of columns.
 # Two AMD EPYC cores, 155 MB of float32 weights, ms for 1 / 2 / 4 / 8 / 16 / 24 rows: `linear` takes
 # 12.8 / 20.9 / 18.5 / 15.7 / 19.1 / 22.5, the other way round 4.3 / 4.3 / 7.5 / 11.8 / 15.6 / 20.8.
 # With a single vector torch uses one core and a third of its bandwidth.
@@ -18,7 +18,7 @@ FEW_ROWS = 16
 
 
 def dense_matmul(x: Tensor, weight: Tensor, *, exact: bool = False) -> Tensor:
-    """x [..., K] times weight [N, K], transposed: [..., N] in the weight's type, or in float32 if `exact`."""
+    """Return x [..., K] times weight [N, K], transposed: [..., N] in its type, or float32 if `exact`."""
     x = x.to(weight.dtype)
     if exact and weight.dtype != torch.float32:
         # Sums are kept in float32 anyway; rounded to 16 bits, logits would tie.
@@ -34,7 +34,7 @@ def dense_matmul(x: Tensor, weight: Tensor, *, exact: bool = False) -> Tensor:
 
 
 def quant_matmul(x: Tensor, weight: Tensor, type: QuantType) -> Tensor:
-    """x [..., K] times packed weight [N, row bytes], transposed: [..., N]."""
+    """Return x [..., K] times packed weight [N, row bytes], transposed: [..., N]."""
     rows = max(1, SLICE // x.shape[-1])
     parts = [linear(x, dequantise(part, type, dtype=x.dtype)) for part in weight.split(rows)]
     return torch.cat(parts, -1)

@@ -1,23 +1,24 @@
-// Rows of activations into the order that tiles.cu reads. BULK: launches may overlap (sm_90 and up). No headers.
+// Packs rows of activations in the order that tiles.cu reads. BULK: 1 with programmatic dependent launch (PDL), sm_90 and
+// up. No headers.
 
 typedef unsigned u32;
 #define UNROLL _Pragma("unroll")
 #if BULK
-#define NEXT_MAY_START asm volatile("griddepcontrol.launch_dependents;")
-#define WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory")
+#define LAUNCH_DEPENDENTS asm volatile("griddepcontrol.launch_dependents;")
+#define WAIT_FOR_INPUTS asm volatile("griddepcontrol.wait;" ::: "memory")
 #else
-#define NEXT_MAY_START (void)0
-#define WAIT_FOR_PREVIOUS (void)0
+#define LAUNCH_DEPENDENTS (void)0
+#define WAIT_FOR_INPUTS (void)0
 #endif
 
-// x [tokens, x_stride] float32 to float16, each row times the power of two that takes its largest magnitude into
+// x [tokens, x_stride] float32 to float16, each row times the power of two that scales its largest magnitude into
 // [2^14, 2^15), and the inverses. Column k of row m goes to (k / 32) * group_stride + m * row_stride + k % 32.
-// Loads go past L1, which may be older than x: this kernel began early.
+// Loads go past L1, which may hold older values than x: with PDL this kernel starts before x is written.
 extern "C" __global__ void __launch_bounds__(512)
 pack_rows(const float* __restrict__ x, unsigned short* __restrict__ out, float* __restrict__ scale, long long x_stride, int columns,
           int padded, long long group_stride, long long row_stride) {
-  NEXT_MAY_START;
-  WAIT_FOR_PREVIOUS;
+  LAUNCH_DEPENDENTS;
+  WAIT_FOR_INPUTS;
   __shared__ float peaks[16];
   const int m = blockIdx.x;
   const float* row = x + m * x_stride;

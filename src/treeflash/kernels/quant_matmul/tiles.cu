@@ -1,26 +1,26 @@
-// Products of a few rows with a matrix in tiles (layout.py says how a tile is ordered), and what goes with them.
+// Matmuls of at most 64 rows with a matrix in tiles (layout.py describes their order), and the expansion of tiles.
 //
 // No headers: NVRTC builds this file with no include path. Macros, all given by cuda.py:
 //   LOW, HIGH   bits of a code in the two parts of a tile     SCALES  0 none, 1 six, 2 byte, 3 half, 4 affine
-//   OFFSET      taken from a code                             TABLE, TABLE0..3  code to value + 128, four to a word
+//   OFFSET      subtracted from a code                        TABLE, TABLE0..3  code to value + 128, four to a word
 //   UNIT        columns of a tile                             TOKENS  rows of x, a multiple of 8
 //   STAGES      of the ring in shared memory                  BULK    1: bulk copies and mbarriers (sm_90 and up)
 //   ROW_TILES   row tiles of a warp: with two, x is read from shared memory half as often
-//   HALFWAY     1: a stage is filled again in the middle of the unit after it, when other warps have left it
+//   HALFWAY     1: a stage is refilled in the middle of the next unit, when other warps have left it
 //
-// A code is used as the float16 that has its bits, a subnormal: code * 2^-24, exactly. One fma on two codes
-// applies scale and minimum. The upper nibble of a byte stands for 16 codes; its scale is divided by 16.
+// A code is used as the float16 with the same bits, a subnormal: code * 2^-24, exactly. One fma on two codes
+// applies scale and minimum. An upper nibble is 16 times its code; its scale is divided by 16.
 // Weights are the 16-row operand of mma.m16n8k16, rows of x the 8-wide one.
 //
 // Work is cut into units of 128 rows x UNIT columns, dealt out evenly and contiguously to the CTAs, whose number
 // does not depend on TOKENS: a row's sums are the same in every variant. A block of rows that is split over
-// several CTAs belongs to the one with its first columns; the others, which meet it at the beginning of their
-// share, leave their sums in memory. There a word that still holds UNWRITTEN, a NaN no arithmetic makes, has not
-// arrived: one trip through L2 and no counters. A CTA waits only for CTAs that were started before it. Left open, such
-// a block's sums are added by who reads them (sums.py says how), which saves that trip.
+// several CTAs (split-K) belongs to the one with its first columns; the others, whose shares begin with it, write
+// their partial sums to memory. There a word that still holds UNWRITTEN, a NaN no arithmetic makes, has not
+// arrived: one round trip through L2 and no counters. A CTA waits only for CTAs that were started before it. With
+// `partial` the reduction is fused into the next kernel (partial_sums.py), which saves that round trip.
 
-// One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two products of 32
-// columns stand apart, so that the second need not wait for the first. Gives bits of what was loaded last.
+// One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two mma of 32 columns
+// are apart, so that the second need not wait for the first. Returns bits of the last loads.
 template <class Between>
 DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
   constexpr int CHUNK = TILES % 4 == 0 ? 4 : TILES % 3 == 0 ? 3 : TILES;
@@ -59,20 +59,20 @@ DEVICE void barrier_wait(u32 b, u32 phase) {
   asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],%1; @p bra done; bra again; done: }" ::"r"(b), "r"(phase) : "memory");
 }
 DEVICE void barrier_expect(u32 b, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(b), "r"(n) : "memory"); }
-// When `loaded` is there: its release does not wait for loads that are on their way (seen on an H200: a stage was
-// filled again before its last tiles had been read, once in 10^5 units). `zero` is 0, which the compiler must not know.
+// Depends on `loaded`: the barrier's release does not wait for outstanding loads (seen on an H200: a stage was refilled
+// before its last tiles had been read, once in 10^5 units). `zero` is 0, which the compiler must not see.
 DEVICE void barrier_arrive(u32 b, u32 loaded, u32 zero) {
   asm volatile("{.reg .b32 t; and.b32 t,%1,%2; add.u32 t,t,%0; mbarrier.arrive.shared.b64 _,[t];}" ::"r"(b), "r"(loaded), "r"(zero) : "memory");
 }
 DEVICE void bulk_copy(u32 to, const void* from, u32 n, u32 b, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to), "l"(from), "r"(n), "r"(b), "l"(policy) : "memory");
 }
-#define NEXT_MAY_START asm volatile("griddepcontrol.launch_dependents;")
-#define WAIT_FOR_PREVIOUS asm volatile("griddepcontrol.wait;" ::: "memory")
+#define LAUNCH_DEPENDENTS asm volatile("griddepcontrol.launch_dependents;")
+#define WAIT_FOR_INPUTS asm volatile("griddepcontrol.wait;" ::: "memory")
 #else
 DEVICE void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
-#define NEXT_MAY_START (void)0
-#define WAIT_FOR_PREVIOUS (void)0
+#define LAUNCH_DEPENDENTS (void)0
+#define WAIT_FOR_INPUTS (void)0
 #endif
 
 // CTA c has share + (c < extra) units, beginning with first_unit(c).
@@ -93,9 +93,9 @@ DEVICE void store_part(uint4* p, uint4 v) {
 }
 DEVICE uint4* part_of(uint4* parts, int cta, int warp, int lane) { return parts + ((size_t)cta * WARPS + warp) * (SUMS * 32) + lane; }
 
-// Adds what CTAs first to last leave of a block of rows, in this order.
+// Adds the partial sums of CTAs first to last of a block of rows, in this order.
 DEVICE void add_parts(float (&sums)[SUMS][4], uint4* parts, int first, int last, int warp, int lane) {
-  // Parts on their way at a time, as many as registers hold: each turn is a trip to L2.
+  // Loads in flight at a time, as many as registers hold: each iteration is a round trip to L2.
   constexpr int AHEAD = SUMS <= 2 ? 8 : SUMS <= 2 + 2 * ROW_TILES ? 4 : SUMS <= 6 * ROW_TILES ? 2 : 1;
   for (int base = first; base <= last; base += AHEAD) {
     uint4 v[AHEAD][SUMS];
@@ -125,19 +125,19 @@ DEVICE void store(const float (&v)[SUMS][4], float* y, const float* x_scale, int
 }
 
 // y [tokens, stride] = x w^T. w: tiles [depth][blocks * 8]; x: float16 [K/32][TOKENS][32], times x_scale [TOKENS];
-// parts: 128 * TOKENS words a CTA, UNWRITTEN before and after. open: sums of split blocks stay there instead, scaled, as
-// [CTA][its first segment, its last][TOKENS][128].
-// place: 0 waits for the launch before. Of several with the same x, each with its own parts, 1 is the first and 2 any other:
-// the first lets the next start when it has itself waited, and x is there; the next waits only to end after it.
+// parts: 128 * TOKENS words a CTA, UNWRITTEN before and after. partial: the scaled partial sums of split blocks stay there,
+// as [CTA][its first segment, its last][TOKENS][128].
+// position: 0 waits for the previous launch. In a group of launches with the same x, each with its own parts, 1 is the first
+// and 2 any other: the first launches its dependents when x has arrived; the others wait only before they end.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
-       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int place, int open) {
+       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int position, int partial) {
   extern __shared__ __align__(128) u8 ring[];
   const u32 ring0 = shared_address(ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = gridDim.x - 1 - blockIdx.x;
   const int unit0 = first_unit(cta, share, extra), units = share + (cta < extra), block0 = (u32)unit0 / (u32)depth, step0 = unit0 - block0 * depth;
   const size_t step_bytes = (size_t)blocks * WEIGHT_BYTES;
-  // What is copied next.
+  // The next copy.
   int fill_unit = 0, fill_slot = 0, fill_block = block0, fill_step = step0;
   auto advance = [&]() {
     fill_unit++;
@@ -163,21 +163,21 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  if (place != 1) NEXT_MAY_START;
+  if (position != 1) LAUNCH_DEPENDENTS;
   const int ahead = units < STAGES ? units : STAGES;
   for (int i = 0; i < ahead; i++) {
-    if (threadIdx.x == 0) fill_weights();  // they do not depend on the kernel before, and come while it ends
+    if (threadIdx.x == 0) fill_weights();  // they do not depend on the previous kernel, and arrive while it ends
     advance();
   }
-  if (place != 2) WAIT_FOR_PREVIOUS;
-  if (place == 1) NEXT_MAY_START;
+  if (position != 2) WAIT_FOR_INPUTS;
+  if (position == 1) LAUNCH_DEPENDENTS;
   if (threadIdx.x == 0)
     for (int i = 0, from = step0; i < ahead; i++) {
       fill_x(i, from);
       if (++from == depth) from = 0;
     }
   int empty_phase = 0;
-  // The slot of the unit before this one is filled again once all warps have left it.
+  // The stage of the previous unit is refilled once all warps have left it.
   auto refill = [&](int unit) {
     if (unit && fill_unit < units) {
       if (threadIdx.x == 0) {
@@ -204,7 +204,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   };
   for (int i = 0; i < STAGES - 1; i++) fill();
 #endif
-  // Not through L1, which may still hold what the row scales were before: this kernel began early.
+  // Not through L1, which may hold older row scales: with PDL this kernel starts before they are written.
   __shared__ float x_scales[TOKENS];
   if (threadIdx.x < tokens) x_scales[threadIdx.x] = __ldcg(x_scale + threadIdx.x);
   __syncthreads();
@@ -222,7 +222,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     store(sums, to, x_scales, first_row + warp * (16 * ROW_TILES), limit, pitch, tokens, lane);
   };
   auto finish = [&]() { write(y, block * BLOCK_ROWS, rows, stride); };
-  auto leave = [&](int segment) { write((float*)parts + (size_t)(2 * cta + segment) * (BLOCK_ROWS * TOKENS), 0, BLOCK_ROWS, BLOCK_ROWS); };
+  auto write_partial = [&](int segment) { write((float*)parts + (size_t)(2 * cta + segment) * (BLOCK_ROWS * TOKENS), 0, BLOCK_ROWS, BLOCK_ROWS); };
   load_scales();
   for (int i = 0; i < units; i++) {
 #if BULK
@@ -241,12 +241,12 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
 #endif
     });
 #if BULK
-    // Every lane for itself: one for its warp is no faster, and that the others are with it no tool can see.
-    barrier_arrive(empty + 8 * slot, last, (u32)place >> 4);
+    // Every lane arrives: one lane for its warp is no faster, and no tool could check that the others are converged.
+    barrier_arrive(empty + 8 * slot, last, (u32)position >> 4);
 #endif
     if (++slot == STAGES) slot = 0, phase ^= 1;
     if (started && (step == depth - 1 || i == units - 1)) {
-      if (open) leave(0);
+      if (partial) write_partial(0);
       else UNROLL for (int f = 0; f < SUMS; f++) store_part(part_of(parts, cta, warp, lane) + f * 32, *(uint4*)sums[f]);
       if (i == units - 1) step = depth - 1;
     } else if (step == depth - 1) {
@@ -257,13 +257,13 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     if (++block < blocks) load_scales();
     UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
   }
-  if (step && open) {
-    leave(1);
+  if (step && partial) {
+    write_partial(1);
   } else if (step) {
     add_parts(sums, parts, cta + 1, cta_of(block * depth + depth - 1, share, extra), warp, lane);
     finish();
   }
-  if (place == 2) WAIT_FOR_PREVIOUS;
+  if (position == 2) WAIT_FOR_INPUTS;
 }
 
 // Rows of tiles to float16 [rows, 32 * pitch], each row times factor[row]. One warp a tile.

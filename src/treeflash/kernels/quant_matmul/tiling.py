@@ -1,25 +1,26 @@
-"""How the variants of tiles.cu are built for each number of rows, by architecture; knows no GPU and no disk.
+"""How the variants of tiles.cu are built for each number of rows, by architecture. Does no I/O.
 
-Whatever is chosen here, sums are added in the same order: text stays the same.
+A tiling does not change the order in which sums are added, so generated text does not depend on it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treeflash.kernels.quant_matmul.rows import BUCKETS
 
-MOST_STAGES = 8
+MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """For one number of rows. A card's shared memory may allow fewer stages, and no wide warps."""
+    """The tiling of one bucket. A card's shared memory may allow fewer stages and rule out wide warps."""
 
-    stages: int  # of tiles of 256 columns, at most; of smaller ones one more
+    stages: int  # of tiles of 256 columns, at most; one more of smaller tiles
     wide: bool  # a warp has two row tiles
-    halfway: bool  # a stage is filled again in the middle of the unit after it, not at its start
+    halfway: bool  # a stage is refilled in the middle of the next unit, not at its start
 
-    def beside(self, other: "Tiling") -> str:
-        """What it does otherwise, in words."""
+    def compare(self, other: "Tiling") -> str:
+        """Return how it differs from another tiling, in words."""
         words = {
             f"{self.stages} stages": self.stages != other.stages,
             "wide warps" if self.wide else "narrow warps": self.wide != other.wide,
@@ -32,9 +33,9 @@ class Tiling:
 # otherwise take more of the shared memory's bandwidth (128 bytes a cycle) than the weights take of the GPU's.
 # At 32 rows a unit of Q4_K takes 1430 cycles there and 1080 from memory; with two row tiles 920.
 _H200 = {bucket: Tiling(stages=4, wide=bucket >= 32, halfway=True) for bucket in BUCKETS}
-_BY_ARCHITECTURE = {"sm_90": _H200}  # those that were measured
+_BY_ARCHITECTURE = {"sm_90": _H200}  # the measured ones
 
 
-def tiling_of(arch: str, bucket: int) -> Tiling:
-    """What a card of this architecture gets unless something better was measured on it."""
-    return _BY_ARCHITECTURE.get(arch, _H200)[bucket]
+def built_in_tilings(arch: str) -> Mapping[int, Tiling]:
+    """Return the tiling of each bucket for cards of this architecture that were not tuned."""
+    return _BY_ARCHITECTURE.get(arch, _H200)

@@ -1,4 +1,4 @@
-"""The products with tiles in Triton, for GPUs the CUDA kernels were not made for; slower, same layout."""
+"""The matmuls with tiles in Triton, for GPUs without the CUDA C++ kernels; slower, same layout."""
 
 from functools import cache
 
@@ -12,12 +12,12 @@ from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 
 _ROWS = 64  # of a matrix in one program; with two warps one instruction serves every number of tokens
 _WARPS = 2
-_PROGRAMS = 1024  # columns are split until there are so many
+_PROGRAMS = 1024  # columns are split until there are this many
 
 
 @triton.jit
-def _word(place):
-    return tl.load(place.to(tl.pointer_type(tl.int32)))
+def _word(at):
+    return tl.load(at.to(tl.pointer_type(tl.int32)))
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _half(words, upper):
 
 @triton.jit
 def _number(code, offset: tl.constexpr):
-    """An integer below 2^23, less an offset, as float32. 2^23 + code has the code in its lowest bits: an
+    """An integer below 2^23, minus an offset, as float32. 2^23 + code has the code in its lowest bits: an
     addition is faster than a conversion."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + offset)
 
@@ -43,10 +43,10 @@ def _low(tile, g, r, c, LOW: tl.constexpr):
 
 @triton.jit
 def _high(tile, g, c, H: tl.constexpr, HIGH: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr):
-    place = tile + 2 * UNIT * LOW + (4 * g + ((c >> 1) & 3)) * (UNIT * HIGH // 16)
+    at = tile + 2 * UNIT * LOW + (4 * g + ((c >> 1) & 3)) * (UNIT * HIGH // 16)
     if HIGH == 1:
-        return _word(place + (c >> 3) * 4)
-    return _word(place + ((c >> 3) * 2 + H) * 4)
+        return _word(at + (c >> 3) * 4)
+    return _word(at + ((c >> 3) * 2 + H) * 4)
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def _scales(
     SCALES: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """What codes are multiplied by, and what is added: float32 [R, C]."""
-    SMALLEST: tl.constexpr = 5.9604644775390625e-08  # 2^-24, what a code of 1 stands for
+    """The factor of codes, and the offset: float32 [R, C]."""
+    SMALLEST: tl.constexpr = 5.9604644775390625e-08  # 2^-24, the value of a code of 1
     at = tile + 2 * UNIT * (LOW + HIGH)
     if SCALES == "six":
         pair = _word(at + (g + 8 * r) * 16 + (c >> 3) * 4) >> (16 * H)
@@ -102,7 +102,7 @@ def _weights(
 
     A word of a row holds PER neighbouring columns, or where codes are nibbles those of both halves H = 0, 1
     of 64 columns; c counts words in the order of columns, Q is the column among PER. So everything from a
-    word to the product is elementwise, and need not move between lanes.
+    word to the matmul is elementwise, and need not move between lanes.
     """
     if LOW == 16:
         return _half(low, Q)
@@ -144,7 +144,7 @@ def _matmul_kernel(
     UNIT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
-    """y [splits, tokens, rows]; a program's columns depend on the matrix alone: sums have one order."""
+    """y [splits, tokens, rows]; a program's columns depend on the matrix alone, so sums have one order."""
     PER: tl.constexpr = 2 if LOW == 16 else 4
     HALVES: tl.constexpr = 2 if LOW == 4 else 1
     WORDS: tl.constexpr = UNIT // (PER * HALVES)
@@ -174,13 +174,13 @@ def _matmul_kernel(
                 part = (several >> (16 * q)).to(tl.int16).to(tl.float16, bitcast=True)
                 sums = tl.dot(weight.to(tl.float16), part, sums)
     sums = sums * tl.load(row_scale + n)[:, None] * tl.load(x_scale + m, mask=m < tokens, other=0.0)
-    place = y + tl.program_id(1).to(tl.int64) * split_stride + m.to(tl.int64) * y_stride + n[:, None]
-    tl.store(place, sums, mask=(n[:, None] < rows) & (m < tokens))
+    target = y + tl.program_id(1).to(tl.int64) * split_stride + m.to(tl.int64) * y_stride + n[:, None]
+    tl.store(target, sums, mask=(n[:, None] < rows) & (m < tokens))
 
 
 @triton.jit
 def _add_kernel(parts, y, rows, splits, y_stride, split_stride, WIDTH: tl.constexpr):
-    """parts [splits, tokens, rows] to their sums y [tokens, rows], in order."""
+    """Reduce split-K partial sums parts [splits, tokens, rows] to y [tokens, rows], in order."""
     n = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     m = tl.program_id(1).to(tl.int64)
     sums = tl.zeros((WIDTH,), tl.float32)
@@ -229,18 +229,18 @@ def _expand_kernel(
             weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
             bits = (weight * times).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
             several |= bits << (16 * q)
-        # PER columns stand side by side
+        # PER columns are adjacent.
         column = step * UNIT + (c // (32 // PER) * HALVES + h) * 32 + c % (32 // PER) * PER
-        place = out + local[:, None].to(tl.int64) * padded + column
+        target = out + local[:, None].to(tl.int64) * padded + column
         if LOW == 16:
-            tl.store(place.to(tl.pointer_type(tl.int32)), several.to(tl.int32))
+            tl.store(target.to(tl.pointer_type(tl.int32)), several.to(tl.int32))
         else:
-            tl.store(place.to(tl.pointer_type(tl.int64)), several)
+            tl.store(target.to(tl.pointer_type(tl.int64)), several)
 
 
 @triton.jit
 def row_factor(peak):
-    """The power of two that takes a row's largest magnitude into [2^14, 2^15), and its inverse."""
+    """The power of two that scales a row's largest magnitude into [2^14, 2^15), and its inverse."""
     exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 16), 254)
     times = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return times, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -266,7 +266,7 @@ def _pack_rows_kernel(
 
 
 def constants(layout: Layout) -> dict[str, object]:
-    """What a layout fixes at compile time."""
+    """Return the constexpr arguments of a layout."""
     return {
         "LOW": layout.low,
         "HIGH": layout.high,
@@ -280,7 +280,7 @@ def constants(layout: Layout) -> dict[str, object]:
 
 @cache
 def _table(layout: Layout, device: torch.device) -> Tensor:
-    """What a code stands for."""
+    """Return the values of the codes."""
     return torch.tensor(layout.table or (0,), dtype=torch.float32, device=device) - layout.offset
 
 
@@ -325,7 +325,7 @@ def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
 
 
 def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
-    """Rows from `first` on as float16 into out [rows, padded columns], times weight.expand_factor."""
+    """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     _expand_kernel[(len(out) // _ROWS, weight.data.shape[0])](
         weight.data,
         _table(weight.layout, out.device),

@@ -1,4 +1,4 @@
-"""The tilings that were measured on this machine's GPUs, in a JSON file beside the compiled kernels."""
+"""The tilings that `treeflash tune` measured on this machine's GPUs, in a JSON file."""
 
 import json
 import logging
@@ -9,40 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import MOST_STAGES, Tiling
+from treeflash.kernels.quant_matmul.tiling import MAX_STAGES, Tiling
 from treeflash.kernels.runtime.nvrtc import cache_folder
 
 _VERSION = 1
-_NO_GOOD = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 log = logging.getLogger(__name__)
 
 
 class TunedFile:
-    """Tilings by kind of GPU and rows. What cannot be read is as if nothing had been measured."""
+    """Tilings by kind of GPU and bucket. A file that cannot be read counts as empty."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @classmethod
-    def usual(cls) -> "TunedFile":
+    def default(cls) -> "TunedFile":
         return cls(cache_folder() / "tilings.json")
 
     def load(self, kind: str) -> dict[int, Tiling]:
-        """What was measured on such GPUs, by rows. A file that is no good gives a warning and nothing."""
+        """Return the tilings measured on such GPUs, by bucket; warn about an invalid file and return none."""
         try:
             entry = self._kinds().get(kind, {})
             return {_bucket(rows): _tiling(values) for rows, values in entry.items()}
-        except _NO_GOOD as error:
+        except _INVALID as error:
             log.warning("%s is not used: %s; `treeflash tune --reset` removes it", self.path, error)
             return {}
 
     def save(self, kind: str, tilings: Mapping[int, Tiling]) -> None:
-        """Over what was kept for this kind, which without tilings is forgotten. A file that is no good is
-        replaced."""
+        """Replace the tilings of this kind of GPU, or remove its entry if there are none."""
         try:
             kinds = self._kinds()
-        except _NO_GOOD:
+        except _INVALID:
             kinds = {}
         kinds.pop(kind, None)
         if tilings:
@@ -56,19 +55,19 @@ class TunedFile:
         part.replace(self.path)
 
     def remove(self) -> bool:
-        """Whether there was one."""
-        there = self.path.exists()
+        """Delete the file, and return whether there was one."""
+        existed = self.path.exists()
         self.path.unlink(missing_ok=True)
-        return there
+        return existed
 
     def _kinds(self) -> dict[str, Any]:
         try:
-            book = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        if not isinstance(book, dict) or book.get("version") != _VERSION:
+        if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"it is not of version {_VERSION}")
-        return dict(book["kinds"])
+        return dict(content["kinds"])
 
 
 def _bucket(rows: str) -> int:
@@ -80,6 +79,6 @@ def _bucket(rows: str) -> int:
 def _tiling(values: Mapping[str, Any]) -> Tiling:
     tiling = Tiling(**values)
     switches = type(tiling.wide) is bool and type(tiling.halfway) is bool
-    if type(tiling.stages) is not int or not 2 <= tiling.stages <= MOST_STAGES or not switches:
-        raise ValueError(f"it holds {dict(values)}, needed 2 to {MOST_STAGES} stages and two switches")
+    if type(tiling.stages) is not int or not 2 <= tiling.stages <= MAX_STAGES or not switches:
+        raise ValueError(f"it holds {dict(values)}, needed 2 to {MAX_STAGES} stages and two switches")
     return tiling

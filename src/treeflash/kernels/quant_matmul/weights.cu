@@ -1,4 +1,4 @@
-// How a warp reads its weights from tiles (layout.py says how a tile is ordered); stands before tiles.cu, whose
+// How a warp reads its weights from tiles (layout.py describes their order); concatenated before tiles.cu, whose
 // macros it uses.
 
 typedef unsigned u32;
@@ -60,7 +60,7 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
-// Codes times one half of `s` plus one half of `m`, for both codes; choosing the half costs nothing.
+// Codes times one half of `s` plus one half of `m`, for both codes; selecting the half costs nothing.
 template <int S, int M>
 DEVICE u32 scaled(u32 codes, u32 s, u32 m) {
   u32 d;
@@ -104,7 +104,7 @@ DEVICE Constants constants(int lane) {
   return c;
 }
 
-// What a lane needs of a tile beside the low bits, for its rows g and g + 8.
+// A lane's share of a tile except the low bits, for its rows g and g + 8.
 struct Tile {
 #if SCALES == 1
   uint4 pairs[2];
@@ -176,14 +176,14 @@ DEVICE void weights(u32* a, const Tile& t, u32 at, uint4 low, int j, int h, int 
   const u32 m = mul2(word(t.minimum[(2 * j + h) >> 2], (2 * j + h) & 3), 0x04000400u);
 #endif
 #if TABLE
-  uint4 looked;
+  uint4 values;
   UNROLL for (int i = 0; i < 4; i++) {
     const u32 nibbles = h ? word(low, i) >> 16 : word(low, i);
     const u32 index = nibbles & 0x7777u;
     const u32 first = permute(c.table[0], c.table[1], index), second = permute(c.table[2], c.table[3], index);
-    (&looked.x)[i] = permute(first, second, ((nibbles & 0x8888u) >> 1) | 0x3210u);
+    (&values.x)[i] = permute(first, second, ((nibbles & 0x8888u) >> 1) | 0x3210u);
   }
-  low = looked;
+  low = values;
 #endif
   UNROLL for (int i = 0; i < 8; i++) {
     const int r = i & 1, p = (i >> 1) & 1;

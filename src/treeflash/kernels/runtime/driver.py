@@ -1,4 +1,4 @@
-"""Loads machine code and launches it on torch's current stream through the CUDA driver; knows no kernel."""
+"""Loads machine code and launches it on torch's current stream through the CUDA driver."""
 
 import ctypes
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def _check(status: int) -> None:
 
 
 class Module:
-    """Machine code on one device, for as long as the process lives; hands out its kernels."""
+    """Machine code loaded on one device until the process ends."""
 
     def __init__(self, cubin: bytes, device: torch.device):
         self.device = device
@@ -62,7 +62,8 @@ class Module:
 class Kernel:
     """One function of a module with its launch shape.
 
-    With `overlap` it may start before the kernel in front of it has ended; it then waits for it by itself.
+    With `overlap` it uses programmatic dependent launch (PDL): it may start before the previous kernel has
+    ended, and must wait for it.
     """
 
     def __init__(self, module: Module, function: ctypes.c_void_p, threads: int, shared: int, overlap: bool):
@@ -96,7 +97,7 @@ class Kernel:
 
     @property
     def occupancy(self) -> int:
-        """Blocks that an SM holds at a time."""
+        """The blocks an SM holds at a time."""
         count = ctypes.c_int()
         _check(
             _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -111,7 +112,7 @@ class Kernel:
 
     @property
     def spilled(self) -> int:
-        """Bytes of local memory a thread."""
+        """Bytes of local memory of a thread."""
         return self._attribute_of(_LOCAL_BYTES)
 
     def _attribute_of(self, number: int) -> int:

@@ -1,6 +1,6 @@
-"""Compiles CUDA C++ to machine code with the NVRTC library of torch's wheels, through ctypes; knows no GPU.
+"""Compiles CUDA C++ to machine code with the NVRTC library of torch's wheels, through ctypes. Needs no GPU.
 
-What was compiled is kept on disk beside Triton's own cache, under the hash of everything that went into it.
+Cubins are cached on disk beside Triton's own cache, by the hash of source, options and NVRTC version.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ class CompileFailed(RuntimeError):
 
 
 def compile_cubin(source: str, *, defines: Mapping[str, int], arch: str, cached: bool = True) -> bytes:
-    """Machine code of `source` for one architecture such as sm_90. Several threads may compile at once."""
+    """Return the machine code of `source` for one architecture such as sm_90. Thread-safe."""
     library = nvrtc()
     assert library is not None, "libnvrtc was not found"
     options = [
@@ -33,13 +33,13 @@ def compile_cubin(source: str, *, defines: Mapping[str, int], arch: str, cached:
         return path.read_bytes()
     cubin = _compile(library, source, options)
     if path is not None:
-        _keep(path, cubin)
+        _store(path, cubin)
     return cubin
 
 
 @cache
 def nvrtc() -> ctypes.CDLL | None:
-    """The library, of the CUDA version torch was built for where there are several; None without one."""
+    """Return the library, preferably of the CUDA version torch was built for; None if none is installed."""
     major = (torch.version.cuda or "13").split(".")[0]
     names = [f"libnvrtc.so.{major}", f"nvrtc64_{major}0_0.dll"]
     found = importlib.util.find_spec("nvidia")
@@ -98,8 +98,8 @@ def _cache_path(source: str, options: list[str], version: tuple[int, int]) -> Pa
     return cache_folder() / f"{key}.cubin"
 
 
-def _keep(path: Path, cubin: bytes) -> None:
-    # A disk that cannot be written to costs the time to compile again, nothing else.
+def _store(path: Path, cubin: bytes) -> None:
+    # A disk that cannot be written only costs compiling again.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

@@ -1,27 +1,29 @@
-"""Where a step's rows stand: what layers read of the slots' tables, and a tree's rows filled up to a size."""
+"""The slot mapping of a step's rows (KV pages and offsets), and trees padded to a size."""
 
 from torch import Tensor
 
 from treeflash.kernels.slot_mapping import reference
-from treeflash.kernels.slot_mapping.reference import Places
+from treeflash.kernels.slot_mapping.reference import SlotMapping
 
-__all__ = ["Places", "padded_tree", "row_places"]
+__all__ = ["SlotMapping", "padded_tree", "slot_mapping"]
 
 
 def _of(x: Tensor):
-    """The implementation for x's device."""
+    """Return the implementation for x's device."""
     if not x.is_cuda:
         return reference
-    from treeflash.kernels.slot_mapping import triton_kernels as kernel
+    from treeflash.kernels.slot_mapping import triton_kernels
 
-    return kernel
+    return triton_kernels
 
 
 def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
+    """See reference.padded_tree."""
     return _of(tree).padded_tree(tree, count, slots, lengths, size=size)
 
 
-def row_places(
+def slot_mapping(
     slots: Tensor, lengths: Tensor, page_table: Tensor, path: Tensor, count: Tensor, *, rows: int, page: int
-) -> Places:
-    return _of(slots).row_places(slots, lengths, page_table, path, count, rows=rows, page=page)
+) -> SlotMapping:
+    """See reference.slot_mapping."""
+    return _of(slots).slot_mapping(slots, lengths, page_table, path, count, rows=rows, page=page)

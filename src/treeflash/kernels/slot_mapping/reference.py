@@ -1,4 +1,4 @@
-"""Where a step's rows stand, in plain torch."""
+"""The slot mapping of a step's rows, and padded trees, in plain torch."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Of the step's slots only."""
+class SlotMapping:
+    """The step's rows of the slots' tables, and the page and offset of each row in the KV cache."""
 
     lengths: Tensor  # [B] committed tokens
     page_table: Tensor  # [B, pages a slot]
-    pages: Tensor  # [B * T] of the rows' keys and values
+    pages: Tensor  # [B * T] of the rows in the KV cache
     offsets: Tensor  # [B * T] in their pages
     path: Tensor  # [B, R] pending rows
-    count: Tensor  # [B] how many
+    count: Tensor  # [B] number of pending rows
 
 
 def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
-    """The first `size` rows of a tree [4, R]: tokens, parents, ancestors, positions.
+    """Return the first `size` rows of a tree as [4, size]: tokens, parents, ancestors, positions.
 
-    tree: tokens, parents, ancestors, depths. Rows from `count` [1] on are padding: the root's token, below
-    nothing, seen by themselves. Depth 0 stands behind the lengths of slots [1].
+    tree [4, R]: tokens, parents, ancestors, depths. Rows from `count` [1] on are padding: the root's token,
+    without a parent, visible to themselves. Depth 0 is at position lengths[slots], slots [1].
     """
     columns = torch.arange(size, device=tree.device)
     spare = columns >= count
@@ -33,11 +33,14 @@ def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, 
     return torch.stack([tokens, parents.masked_fill(spare, -1), ancestors, positions])
 
 
-def row_places(
+def slot_mapping(
     slots: Tensor, lengths: Tensor, page_table: Tensor, path: Tensor, count: Tensor, *, rows: int, page: int
-) -> Places:
-    """slots [B]; lengths, count [slots], page_table and path [slots, ...]: rows stand behind the lengths."""
+) -> SlotMapping:
+    """Return the slot mapping of `rows` rows after the committed tokens of each of slots [B].
+
+    lengths, count [slots]; page_table, path [slots, ...].
+    """
     own, table = lengths[slots], page_table[slots]
-    behind = own[:, None] + torch.arange(rows, device=slots.device)
-    pages, offsets = table.gather(1, behind // page).flatten(), (behind % page).flatten()
-    return Places(own, table, pages, offsets, path[slots], count[slots])
+    index = own[:, None] + torch.arange(rows, device=slots.device)
+    pages, offsets = table.gather(1, index // page).flatten(), (index % page).flatten()
+    return SlotMapping(own, table, pages, offsets, path[slots], count[slots])

@@ -1,11 +1,11 @@
-"""Triton kernels that say where a step's rows stand: one launch each for what torch takes a dozen."""
+"""Triton kernels of the slot mapping and of padded trees: one launch each, where torch takes a dozen."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from treeflash.kernels.slot_mapping.reference import Places
+from treeflash.kernels.slot_mapping.reference import SlotMapping
 
 
 @triton.jit
@@ -27,12 +27,12 @@ def _pad_kernel(tree, count, slots, lengths, out, tree_stride, SIZE: tl.constexp
 
 
 @triton.jit
-def _places_kernel(
+def _slot_mapping_kernel(
     slots, lengths, page_table, path, count, own_lengths, own_table, pages, offsets, own_path, own_count,
     table_stride, path_stride, T, PAGE: tl.constexpr, PAGES: tl.constexpr, SAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program copies a part of one slot's table; the first of them does all the rest."""
+    """One program copies a part of one slot's table; the first one does all the rest."""
     item, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = tl.load(slots + item)
     table = page_table + slot * table_stride
@@ -44,10 +44,10 @@ def _places_kernel(
         tl.store(own_count + item, tl.load(count + slot))
         for start in range(0, T, BLOCK):
             row = start + tl.arange(0, BLOCK)
-            place = length + row
-            page = tl.load(table + place // PAGE, mask=(row < T) & (place < PAGES * PAGE), other=0)
+            index = length + row
+            page = tl.load(table + index // PAGE, mask=(row < T) & (index < PAGES * PAGE), other=0)
             tl.store(pages + item * T + row, page, mask=row < T)
-            tl.store(offsets + item * T + row, place % PAGE, mask=row < T)
+            tl.store(offsets + item * T + row, index % PAGE, mask=row < T)
         for start in range(0, SAVED, BLOCK):
             row = start + tl.arange(0, BLOCK)
             saved = tl.load(path + slot * path_stride + row, mask=row < SAVED)
@@ -65,17 +65,17 @@ def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, 
     return out
 
 
-def row_places(
+def slot_mapping(
     slots: Tensor, lengths: Tensor, page_table: Tensor, path: Tensor, count: Tensor, *, rows: int, page: int
-) -> Places:
-    """See reference.row_places."""
+) -> SlotMapping:
+    """See reference.slot_mapping."""
     batch, table_pages, saved = len(slots), page_table.shape[1], path.shape[1]
     assert page_table.stride(1) == 1 and path.stride(1) == 1, f"{page_table.stride()}, {path.stride()}"
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=slots.device)
 
-    places = Places(
+    mapping = SlotMapping(
         lengths=new(batch),
         page_table=new(batch, table_pages),
         pages=new(batch * rows),
@@ -84,10 +84,10 @@ def row_places(
         count=new(batch),
     )
     block = 256
-    _places_kernel[(triton.cdiv(table_pages, block), batch)](
+    _slot_mapping_kernel[(triton.cdiv(table_pages, block), batch)](
         slots, lengths, page_table, path, count,
-        places.lengths, places.page_table, places.pages, places.offsets, places.path, places.count,
+        mapping.lengths, mapping.page_table, mapping.pages, mapping.offsets, mapping.path, mapping.count,
         page_table.stride(0), path.stride(0), rows,
         PAGE=page, PAGES=table_pages, SAVED=saved, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return places
+    return mapping

@@ -1,4 +1,4 @@
-"""The products of a model's layers, from its header alone."""
+"""The matmuls of a model's layers, from its header alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import has_layout
-from treeflash.models.matmuls import layer_products
+from treeflash.models.matmuls import layer_matmuls
 from treeflash.models.spec import ModelSpec
 
 PAIR = Path(__file__).parents[2] / "src/treeflash/pair/target.gguf"
@@ -16,7 +16,7 @@ PAIR = Path(__file__).parents[2] / "src/treeflash/pair/target.gguf"
 
 def test_the_embedded_target_has_a_delta_layer_and_an_attention_layer() -> None:
     with GGUFFile.open(PAIR) as file:
-        found, spec = layer_products(file), ModelSpec.from_gguf(file)
+        found, spec = layer_matmuls(file), ModelSpec.from_gguf(file)
     assert spec.delta is not None
     assert [columns for _, columns in found] == [
         spec.width, spec.delta.inner, spec.width, spec.feed_forward,
@@ -34,7 +34,7 @@ def test_the_embedded_target_has_a_delta_layer_and_an_attention_layer() -> None:
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "qwen2", "llama"])
 def test_every_family_has_products_that_can_be_timed(family: str, tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model(family)) as file:
-        found = layer_products(file)
+        found = layer_matmuls(file)
     assert found and all(
         rows > 0 and columns > 0 and (has_layout(type) or type == QuantType.F16)
         for matrices, columns in found
