@@ -1,13 +1,11 @@
 """Attention of tree steps, prompt chunks and draft blocks over the KV cache, against the references."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.gpu.attention_tiles import OTHER_TILES, other_tiles
 from tests.gpu.inputs import (
     ATTENTION_HEADS,
     DEVICE,
@@ -24,7 +22,7 @@ from tests.gpu.inputs import (
     random_trees,
 )
 from tests.gpu.numerics import assert_close, assert_same_bits, captured, nan_filled_memory
-from treeflash.kernels.attention import cuda, prefill
+from treeflash.kernels.attention import prefill
 from treeflash.kernels.attention import reference as attention_reference
 from treeflash.kernels.attention import triton_kernels as attention_triton
 from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
@@ -118,33 +116,6 @@ def test_triton_row_0_does_not_depend_on_the_other_rows(rows: int) -> None:
     step.positions = step.positions[:, :1]
     alone = step.attention(attention_triton.paged_attention)
     assert_close(found, alone, tolerance=2 * tolerance(("f16",), bf16=0))
-
-
-# Tiles of the CUDA kernel, and splits of the context, other than those that are chosen.
-OTHER_TILES = (
-    {"queries": 48},
-    {"queries": 96},
-    {"queries": 144, "stages": 2},
-    {"stages": 2},
-    {"stages": 3},
-    {"stages": 4, "resident": 1},
-    {"grouped": False},
-    {"SPLITS": 32},
-)
-
-
-@contextmanager
-def other_tiles(changes: dict[str, int]) -> Iterator[None]:
-    """Replace fields of the chosen tile, or the number of splits."""
-    tile_of, splits, fields = cuda.tile_of, attention_triton.SPLITS, dict(changes)
-    attention_triton.SPLITS = cuda.SPLITS = fields.pop("SPLITS", splits)
-    cuda.tile_of = lambda *shape, **options: replace(tile_of(*shape, **options), **fields)
-    cuda._kernel.cache_clear()
-    try:
-        yield
-    finally:
-        cuda.tile_of, attention_triton.SPLITS, cuda.SPLITS = tile_of, splits, splits
-        cuda._kernel.cache_clear()
 
 
 @pytest.mark.parametrize(

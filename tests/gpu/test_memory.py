@@ -74,7 +74,7 @@ def check_limited(folder: Path, limit: int, tokens: int) -> None:
     used.append(in_use())
     assert 0 < len(found) <= 64, f"{len(found)} tokens after a prompt of {count}"
     assert max(used) <= plan.total, f"{max(used)} bytes in use, planned {plan.total}"
-    assert max(used) <= plan.room.limit, f"{max(used)} bytes in use, limit {plan.room.limit}"
+    assert max(used) <= limit, f"{max(used)} bytes in use, limit {limit}"
 
 
 @pytest.mark.slow

@@ -1,11 +1,19 @@
 """The prefix cache on a GPU: a hit from any tier gives the text of a miss."""
 
-import struct
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.gpu.conversation import (
+    HELLO,
+    SYSTEM,
+    assistant,
+    evict_to_host,
+    raise_context_length,
+    second_turns,
+    user,
+)
 from tests.gpu.fresh_process import run_in_fresh_process
 from tests.gpu.inputs import KV_FORMATS
 from tests.gpu.texts import (
@@ -21,30 +29,10 @@ from treeflash.session.session import Session
 
 pytestmark = pytest.mark.gpu
 
-SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 40}
-HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
-
 
 def without_cache(session: Session, messages: Messages) -> Finished:
     session.engine.prefixes.clear()
     return generate(session, messages, sampling=GREEDY_WITH_LOGPROBS)
-
-
-def evict_to_host(session: Session) -> None:
-    """Evict every cached page from the pool, as a prompt that needs the whole pool does."""
-    states = session.engine.states
-    with torch.inference_mode():
-        slot = states.open()
-        session.engine.prefixes.make_room(slot, states.buffers.page_table.shape[1] * 64)
-        states.close(slot)
 
 
 def test_hits_of_a_conversation_give_the_texts_of_misses() -> None:
@@ -94,43 +82,11 @@ def assert_restores_bits(session: Session, messages: Messages) -> None:
             engine.states.close(slot)
 
 
-def document(session: Session, tokens: int) -> str:
-    lines: list[str] = []
-    while len(session.tokenizer.encode("\n".join(lines))) < tokens:
-        lines += [
-            f"{n}: the {n * 7919 % 1009}th value is {n * n % 977}, then {n % 31}."
-            for n in range(len(lines), len(lines) + 200)
-        ]
-    return session.tokenizer.decode(session.tokenizer.encode("\n".join(lines))[:tokens])
-
-
-def second_turns(session: Session, folder: Path, tokens: int) -> dict[str, Finished]:
-    """Run the second turn of a long conversation with its prefix in every tier of the cache."""
-    asked = [SYSTEM, user(document(session, tokens))]
-    generate(session, [user("Hello")])  # compiles
-    first = generate(session, asked)
-    messages = [*asked, assistant(session.tokenizer.decode(first.tokens)), user("Why?")]
-    turns = {"first": first, "pool": generate(session, messages)}
-    # An answer that comes back changed, as from templates that drop reasoning: the last boundary counts.
-    turns["rewritten"] = generate(session, [*asked, assistant("Because."), user("Why?")])
-    assert_restores_bits(session, messages)
-    evict_to_host(session)
-    turns["host"] = generate(session, messages)
-    session.engine.prefixes.clear()
-    turns["disk"] = generate(session, messages)
-    session.engine.prefixes.clear()
-    for file in folder.iterdir():
-        file.unlink()
-    turns["none"] = generate(session, messages, sampling=GREEDY_WITH_LOGPROBS)
-    session.engine.prefixes.clear()  # once everything is written
-    return turns
-
-
 def check_second_turns(target: Path, draft: Path, folder: Path, tokens: int) -> None:
     session = load_session(
         target, draft, prefix_cache_dir=folder, max_ctx=tokens + 2048, prefix_cache=24 << 30
     )
-    turns = second_turns(session, folder, tokens)
+    turns = second_turns(session, folder, tokens, assert_restores_bits)
     assert_same_text_as(turns["pool"], turns["none"])
     for tier in ("pool", "rewritten", "host", "disk"):
         cached = turns[tier].stats.cached_tokens
@@ -141,7 +97,7 @@ def test_a_second_turn_is_the_same_from_every_tier(tmp_path: Path) -> None:
     # The embedded pair has 2048 positions.
     target, draft = embedded_pair()
     session = load_session(target, draft, prefix_cache_dir=tmp_path, prefix_cache=1 << 30)
-    turns = second_turns(session, tmp_path, 700)
+    turns = second_turns(session, tmp_path, 700, assert_restores_bits)
     for tier in ("pool", "host", "disk"):
         assert_same_text_as(turns[tier], turns["none"])
         assert turns[tier].stats.cached_tokens > 700
@@ -154,15 +110,3 @@ def test_a_second_turn_of_24000_tokens_at_27b_size(grown_27b: Path, tmp_path: Pa
     for file in (target, draft):
         raise_context_length(file, 24_000 + 2048)
     run_in_fresh_process(check_second_turns, target, draft, tmp_path, 24_000)
-
-
-def raise_context_length(file: Path, context: int) -> None:
-    """Write a larger context length to a GGUF header: the small pair was trained on short texts."""
-    with file.open("r+b") as stream:
-        start = stream.read(1 << 16)
-        key = start.index(b".context_length") + len(b".context_length")
-        kind, value = struct.unpack_from("<II", start, key)
-        assert kind == 4, kind  # UINT32
-        if value < context:
-            stream.seek(key + 4)
-            stream.write(struct.pack("<I", context))

@@ -78,7 +78,7 @@ def assert_same_text(found: list[int], expected: ExpectedText, count: int) -> No
 
 
 def assert_same_text_as(found: Finished, uncached: Finished) -> None:
-    """Let a text diverge only at a near tie of `uncached`, generated with log probabilities and no cache hit."""
+    """Let a text diverge only at a near tie of `uncached`, which has log probabilities and no cache hit."""
     assert uncached.logprobs is not None and uncached.stats.cached_tokens == 0
     index = divergence(found.tokens, uncached.tokens)
     if index is None:
