@@ -19,14 +19,17 @@ from treeflash.convert.grow import grow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip without a CUDA device, before any fixture writes a large model; order slow tests first."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)
-def cuda_device() -> Iterator[None]:
-    """Skip without a CUDA device; seed torch; release the memory of a test."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def cuda_memory() -> Iterator[None]:
+    """Seed torch, and release the memory of a test."""
     torch.manual_seed(0)
     yield
     if torch.cuda.is_initialized():
