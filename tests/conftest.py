@@ -1,11 +1,16 @@
-"""Fixtures that more than one layer uses."""
+"""Fixtures that more than one layer uses.
 
+Imports nothing beyond torch and the engine's dependencies: the GPU machine has neither Hypothesis nor
+pytest-timeout.
+"""
+
+import contextlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from treeflash.convert.tiny import make_tiny
 
@@ -13,9 +18,38 @@ from treeflash.convert.tiny import make_tiny
 torch.set_num_threads(1)
 
 # The gate tries the same examples every time; `pytest --hypothesis-profile=search` looks for new ones.
-settings.register_profile("gate", derandomize=True)
-settings.register_profile("search", derandomize=False, print_blob=True)
-settings.load_profile("gate")
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    settings.register_profile("gate", derandomize=True)
+    settings.register_profile("search", derandomize=False, print_blob=True)
+    settings.load_profile("gate")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gpu", "tests marked gpu")
+    group.addoption("--shard", default="0/1", metavar="I/N", help="run part I of N of the selected tests")
+    group.addoption(
+        "--grown-27b", type=Path, metavar="DIR", help="target.gguf and draft.gguf of `treeflash grow` 27b"
+    )
+    group.addoption("--random-27b", type=Path, metavar="DIR", help="the same shapes with random weights")
+    group.addoption("--humaneval", type=Path, metavar="DIR", help="folder of humaneval/test.jsonl.gz")
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every N-th test from the I-th on, so that N processes compile kernels side by side."""
+    part, parts = (int(number) for number in config.getoption("--shard").split("/"))
+    dropped = [item for index, item in enumerate(items) if index % parts != part]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = items[part::parts]
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,10 @@ def on_cpu(data: Path, prompts: int, count: int, out: Path, threads: int) -> Non
     out.write_text(json.dumps([[r.prompt, r.tokens, r.gaps, r.ended] for r in found]))
 
 
+def read_references(path: Path) -> list[Reference]:
+    return [Reference(*each) for each in json.loads(path.read_text())]
+
+
 def compared(
     name: str,
     engine: Engine,
@@ -177,7 +181,7 @@ def main() -> int:
     plain = references(engine, prompts_of(session, options.data, options.prompts), options.n_gen, stops)
     lines = [compared("tree against plain", engine, plain, options.n_gen, stops, None)]
     process.join()
-    small = [Reference(*each) for each in json.loads(aside.read_text())]
+    small = read_references(aside)
     aside.unlink()
     same = [a.prompt for a in small] == [b.prompt for b in plain]
     # Ids are the small vocabulary's in both: the grown one only adds fillers behind them.

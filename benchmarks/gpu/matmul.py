@@ -1,18 +1,21 @@
-"""Quantised products on a CUDA device: checks every layout against float64, then times them.
+"""Times quantised matmuls on a CUDA device: single ones, those of a 27B step, prefill, Triton, tilings.
 
-python benchmarks/gpu/matmul.py --out lines.jsonl [--parts check,bandwidth,time,model,prefill,triton,tune]
+    PYTHONPATH=src:. python benchmarks/gpu/matmul.py --out matmul.jsonl [--parts time,model]
+
+tests/gpu/test_quant_matmul.py checks them.
 """
 
 import argparse
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
-from matmul_checks import DEVICE, TUNED, Log, Q, bound, check, error, spread_rows
+from report import Report
 
+from tests.gpu.inputs import DEVICE, TUNED_TYPES
 from treeflash.bench.tuning import (
     LAYERS_27B,
     Shapes,
@@ -25,19 +28,22 @@ from treeflash.bench.tuning import (
 from treeflash.bench.tuning import tune as tune_card
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul import (
+    BUCKETS,
     PackedWeight,
     backend,
     cuda,
     expand_weight,
+    layout_of,
     pack,
     pack_rows,
     packed_matmul,
-    packed_matmuls,
+    packed_products,
+    prepare,
     triton_kernels,
-    unpack,
 )
-from treeflash.kernels.runtime.device import card_of
+from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
 
+Q = QuantType
 ROWS = (1, 8, 16, 24, 32, 48, 64)
 SHAPES = ((17408, 5120), (5120, 17408), (14336, 5120), (10240, 5120), (5120, 6144))
 
@@ -47,16 +53,35 @@ def copies(weight: PackedWeight, bytes: float = 6.4e8) -> list[PackedWeight]:
     return [weight, *(replace(weight, data=weight.data.clone()) for _ in range(count - 1))]
 
 
-def bandwidth(log: Log) -> None:
+def variants(report: Report) -> None:
+    """Compile every layout and bucket; registers, spilled bytes, blocks an SM holds and stages of each."""
+    start = time.time()
+    prepare([*LAYOUTS.values(), DENSE], DEVICE)
+    print(f"{len(BUCKETS) * (len(LAYOUTS) + 1)} variants compiled in {time.time() - start:.1f} s", flush=True)
+    card = cuda.card_of(DEVICE)
+    for type in (*TUNED_TYPES, Q.F16):
+        found = []
+        for bucket in BUCKETS:
+            matmul = cuda.variant(card, layout_of(type), bucket, DEVICE).matmul
+            depth = cuda.stages(card, layout_of(type), bucket)
+            found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")
+            report.write(
+                variant=type.name, bucket=bucket, registers=matmul.registers, spilled=matmul.spilled,
+                occupancy=matmul.occupancy, stages=depth,
+            )  # fmt: skip
+        print(f"variants {type.name} {'; '.join(found)}", flush=True)
+
+
+def bandwidth(report: Report) -> None:
     source, target = (torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_() for _ in range(2))
     seconds = timed(lambda: target.copy_(source))
-    log.say(f"copy of 2 GiB: {2 * source.numel() / seconds / 1e9:.0f} GB/s read and written")
-    log.record(time="copy", gbps=2 * source.numel() / seconds / 1e9)
+    print(f"copy of 2 GiB: {2 * source.numel() / seconds / 1e9:.0f} GB/s read and written", flush=True)
+    report.write(time="copy", gbps=2 * source.numel() / seconds / 1e9)
 
 
-def time_products(log: Log) -> None:
+def time_matmuls(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
-    for type in TUNED:
+    for type in TUNED_TYPES:
         for rows, columns in (*SHAPES, (248320, 5120)):
             if rows > 200000 and type != Q.Q6_K:
                 continue
@@ -66,13 +91,15 @@ def time_products(log: Log) -> None:
             weight = pack(data, type)
             torch.cuda.synchronize()
             packing = data.numel() / (time.time() - start) / 1e9
-            time_weight(log, type, weight, ROWS, f" repack {packing:.0f} GB/s")
+            time_weight(report, type, weight, ROWS, f" repack {packing:.0f} GB/s")
     for type in (Q.Q3_K, Q.IQ4_XS, Q.IQ4_NL, Q.Q4_0, Q.Q5_0, Q.F16):
         weight = pack(random_rows(type, 17408, 5120, generator), type)
-        time_weight(log, type, weight, (1, 24, 64), "")
+        time_weight(report, type, weight, (1, 24, 64), "")
 
 
-def time_weight(log: Log, type: QuantType, weight: PackedWeight, counts: tuple[int, ...], note: str) -> None:
+def time_weight(
+    report: Report, type: QuantType, weight: PackedWeight, counts: tuple[int, ...], note: str
+) -> None:
     found = []
     weights = copies(weight)
     for count in counts:
@@ -81,15 +108,15 @@ def time_weight(log: Log, type: QuantType, weight: PackedWeight, counts: tuple[i
         seconds = timed(lambda: [packed_matmul(x, w, out) for w in weights]) / len(weights)  # noqa: B023
         rate = weight.nbytes / seconds / 1e9
         found.append(f"{count}: {rate:.0f}")
-        log.record(
+        report.write(
             time="product", type=type.name, n=weight.rows, k=weight.columns, rows=count,
             microseconds=seconds * 1e6, gbps=rate,
         )  # fmt: skip
-    log.say(f"GB/s {type.name} {weight.rows}x{weight.columns}  {'  '.join(found)}{note}")
+    print(f"GB/s {type.name} {weight.rows}x{weight.columns}  {'  '.join(found)}{note}", flush=True)
 
 
 def model_shapes() -> list[Shapes]:
-    """The products of a 27B hybrid in the Q4_K_M mix: matrices that read the same x, and its columns."""
+    """Return the matmuls of a 27B hybrid in the Q4_K_M mix: matrices that read one x, and its columns."""
     steps: list[Shapes] = []
     for layer in range(64):
         more = layer < 8 or layer >= 56 or (layer - 8) % 3 == 2
@@ -106,24 +133,24 @@ def model_shapes() -> list[Shapes]:
 
 
 def model_steps() -> list[Step]:
-    """Random weights for `model_shapes`, and the columns of each x."""
+    """Return random weights for `model_shapes`, and the columns of each x."""
     return random_steps(model_shapes(), DEVICE)
 
 
-def products_together(steps: list[Step], count: int) -> Callable[[], None]:
-    """All products of a step, those with the same x overlapping."""
+def overlapping_matmuls(steps: list[Step], count: int) -> Callable[[], None]:
+    """Return a function that launches all matmuls of a step, those with the same x overlapping."""
     packed = {k: pack_rows(torch.randn(count, k, device=DEVICE)) for k in (5120, 6144, 17408)}
     out = torch.empty(count, 248320, device=DEVICE)
 
-    def together() -> None:
+    def run() -> None:
         for weights, columns in steps:
             sizes = [weight.rows for weight in weights]
-            cuda.matmuls(packed[columns], weights, out[:, : sum(sizes)].split(sizes, 1))
+            cuda.products(packed[columns], weights, out[:, : sum(sizes)].split(sizes, 1))
 
-    return together
+    return run
 
 
-def time_model(log: Log) -> None:
+def time_model(report: Report) -> None:
     steps = model_steps()
     total = sum(weight.nbytes for weights, _ in steps for weight in weights)
     launches = sum(len(weights) for weights, _ in steps)
@@ -132,29 +159,30 @@ def time_model(log: Log) -> None:
         packed = {columns: pack_rows(x) for columns, x in inputs.items()}
         out = torch.empty(count, 248320, device=DEVICE)
 
-        def products() -> None:
+        def matmuls() -> None:
             for weights, columns in steps:
                 for weight in weights:
                     packed_matmul(packed[columns], weight, out[:, : weight.rows])  # noqa: B023
 
         def with_packing() -> None:
             for weights, columns in steps:
-                packed_matmuls(inputs[columns], weights)  # noqa: B023
+                packed_products(inputs[columns], weights)  # noqa: B023
 
-        launched = (products, products_together(steps, count), with_packing)
+        launched = (matmuls, overlapping_matmuls(steps, count), with_packing)
         bare, joined, whole = (timed(each, repeats=3) for each in launched)
-        log.say(
-            f"model {count} rows: {launches} products {bare * 1e3:.2f} ms, together {joined * 1e3:.2f} ms "
+        print(
+            f"model {count} rows: {launches} matmuls {bare * 1e3:.2f} ms, overlapping {joined * 1e3:.2f} ms "
             f"({total / joined / 1e9:.0f} GB/s), with {len(steps)} packings {whole * 1e3:.2f} ms; "
-            f"{total / 1e9:.2f} GB"
+            f"{total / 1e9:.2f} GB",
+            flush=True,
         )
-        log.record(
+        report.write(
             time="model", rows=count, ms=bare * 1e3, together_ms=joined * 1e3, with_packing_ms=whole * 1e3,
             bytes=total,
         )  # fmt: skip
 
 
-def time_prefill(log: Log) -> None:
+def time_prefill(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(3)
     for type, rows, columns in ((Q.Q4_K, 34816, 5120), (Q.Q6_K, 5120, 17408), (Q.Q5_K, 10240, 5120)):
         weight = pack(random_rows(type, rows, columns, generator), type)
@@ -171,32 +199,18 @@ def time_prefill(log: Log) -> None:
             dense = torch.randn(rows, columns, device=DEVICE).half()
             bare = timed(lambda: torch.mm(halves, dense.T, out_dtype=torch.float32))  # noqa: B023
             found.append(f"{count}: {work / seconds / 1e12:.0f} (dense mm alone {work / bare / 1e12:.0f})")
-            log.record(
+            report.write(
                 time="prefill", type=type.name, n=rows, k=columns, rows=count, tflops=work / seconds / 1e12
             )
-        log.say(f"TFLOP/s {type.name} {rows}x{columns}  {'  '.join(found)}  expand writes {written:.0f} GB/s")
+        print(
+            f"TFLOP/s {type.name} {rows}x{columns}  {'  '.join(found)}  expand writes {written:.0f} GB/s",
+            flush=True,
+        )
 
 
-def check_triton(log: Log) -> None:
+def time_triton(report: Report) -> None:
     """The Triton kernels, which other cards use, on this one."""
     generator = torch.Generator(DEVICE).manual_seed(4)
-    for type in (Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q8_0, Q.Q3_K, Q.IQ4_XS, Q.Q5_1, Q.F16):
-        weight = pack(random_rows(type, 300, 512, generator), type)
-        values = unpack(weight).double()
-        first, all_rows = None, spread_rows(64, 512, generator)
-        for count in (1, 24, 64) if type in TUNED else (13, 64):
-            x = all_rows[:count]
-            out = torch.full((count, 300), float("nan"), device=DEVICE)
-            triton_kernels.matmul(triton_kernels.pack_rows(x), weight, out)
-            found = error(out, x.double() @ values.T)
-            good = found < bound(type)
-            log.check(f"triton {type.name} {count} rows", good, "" if good else f"{found:.1e}")
-            first = out[0].clone() if first is None else first
-            log.check(f"triton {type.name} {count} rows, row 0 equal", torch.equal(first, out[0]))
-        space = torch.full((384, 512), float("nan"), dtype=torch.float16, device=DEVICE)
-        triton_kernels.expand(weight, 0, space)
-        found = error(space[:300].double() * weight.expand_scale.double(), values)
-        log.check(f"triton expand {type.name}", found < 1e-3, "" if found < 1e-3 else f"{found:.1e}")
     for type, rows, columns in ((Q.Q4_K, 17408, 5120), (Q.Q4_K, 5120, 6144), (Q.Q6_K, 5120, 17408)):
         weight = pack(random_rows(type, rows, columns, generator), type)
         weights, found = copies(weight), []
@@ -205,51 +219,47 @@ def check_triton(log: Log) -> None:
             out = torch.empty(count, rows, device=DEVICE)
             seconds = timed(lambda: [triton_kernels.matmul(x, w, out) for w in weights]) / len(weights)  # noqa: B023
             found.append(f"{count}: {weight.nbytes / seconds / 1e9:.0f}")
-        log.say(f"GB/s Triton {type.name} {rows}x{columns}  {'  '.join(found)}")
-        log.record(time="triton", type=type.name, n=rows, k=columns, gbps=found)
+        print(f"GB/s Triton {type.name} {rows}x{columns}  {'  '.join(found)}", flush=True)
+        report.write(time="triton", type=type.name, n=rows, k=columns, gbps=found)
 
 
-def tune(log: Log) -> None:
-    """The best tiling for each number of rows, as `treeflash tune` finds it; all must give equal sums."""
+def tune(report: Report) -> None:
+    """Find the best tiling for each number of rows, as `treeflash tune` does."""
     stack = Stack(LAYERS_27B, DEVICE)
-    for found in tune_card(card_of(DEVICE), stack.layouts, stack.measure):
-        log.check(f"{found.rows} rows: all tilings give equal sums", not found.differing)
-        for tiling in found.differing:
-            log.say(f"{found.rows} rows: other sums with {tiling.compare(found.built_in)}")
+    for found in tune_card(cuda.card_of(DEVICE), stack.layouts, stack.measure):
         built_in, best, setting = (
             found.built_in_s * 1e3,
             found.best_s * 1e3,
-            found.best.compare(found.built_in),
+            found.best.beside(found.built_in),
         )
-        log.say(f"best for {found.rows:2d} rows: {setting:30s} {best:.4f} ms, as built in {built_in:.4f}")
-        log.record(tune=found.rows, setting=setting, ms=best, built_in_ms=built_in)
+        print(
+            f"best for {found.rows:2d} rows: {setting:30s} {best:.4f} ms, as built in {built_in:.4f}",
+            flush=True,
+        )
+        report.write(tune=found.rows, setting=setting, ms=best, built_in_ms=built_in)
+
+
+PARTS: dict[str, Callable[[Report], None]] = {
+    "variants": variants, "bandwidth": bandwidth, "time": time_matmuls, "model": time_model,
+    "prefill": time_prefill, "triton": time_triton, "tune": tune,
+}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out")
-    parser.add_argument("--parts", default="check,bandwidth,time,model,prefill,triton,tune")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", default=",".join(PARTS))
     arguments = parser.parse_args()
-    log = Log(arguments.out)
+    report = Report(arguments.out)
     properties = torch.cuda.get_device_properties(DEVICE)
     processors = properties.multi_processor_count
-    log.say(f"{properties.name}, {processors} SMs, torch {torch.__version__}, {backend(DEVICE)}")
-    log.record(gpu=properties.name, torch=torch.__version__, backend=backend(DEVICE))
-    parts = {
-        "check": check, "bandwidth": bandwidth, "time": time_products, "model": time_model,
-        "prefill": time_prefill, "triton": check_triton, "tune": tune,
-    }  # fmt: skip
+    print(f"{properties.name}, {processors} SMs, torch {torch.__version__}, {backend(DEVICE)}", flush=True)
+    report.write(gpu=properties.name, torch=torch.__version__, backend=backend(DEVICE))
     for name in arguments.parts.split(","):
         start = time.time()
-        try:
-            parts[name](log)
-        except Exception:
-            log.failures += 1
-            log.say(f"FAIL part {name}\n{traceback.format_exc()}")
-        torch.cuda.empty_cache()
-        log.say(f"part {name} took {time.time() - start:.1f} s")
-    log.say(f"{'FAIL' if log.failures else 'PASS'}: {log.failures} failures")
-    return 1 if log.failures else 0
+        report.part(PARTS[name])
+        print(f"part {name} took {time.time() - start:.1f} s", flush=True)
+    return int(report.failed)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Prompt text on a GPU: the kernels against their references, then whole prefills of a random 27B model.
+"""Times prefill on a GPU: its kernels, then whole prompts of a random 27B model.
 
-PYTHONPATH=src python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 200] [--only checks,kernels]
+    PYTHONPATH=src:. python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 200] [--only kernels]
 
-Checks run side by side, each in a process of its own, since most of their time goes into compiling; the
-model is written meanwhile. --device cpu --only checks tries them on small shapes (with TRITON_INTERPRET=1).
+The model is written meanwhile. tests/gpu/test_delta_rule.py and test_attention.py check the kernels,
+test_memory.py the logits and the memory of long prompts.
 """
 
 import argparse
@@ -21,26 +21,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefill_checks import (
-    LARGE,
-    AttentionWork,
-    DeltaWork,
-    checks,
-    error,
-    prefill_flops,
-)
-from report import Report
+from report import Report, eager_ms
 from step import GROWING_CORES, guarded, load, place, waited, write_models
 from torch import Tensor
 
+from tests.gpu.inputs import (
+    ATTENTION_HEADS,
+    DELTA_DIM,
+    KEY_HEADS,
+    VALUE_HEADS,
+    AttentionChunk,
+    DeltaChunk,
+)
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.delta_rule import chunk as delta
 from treeflash.memory.estimate import prefill_bytes
+from treeflash.models.spec import ModelSpec
 
-# Columns, stages, warps of the walk; rows, keys, stages, warps of attention.
-WALKS = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
+DELTA_SHAPE = (KEY_HEADS, VALUE_HEADS, DELTA_DIM)
+# Columns, stages, warps of the scan over blocks; rows, keys, stages, warps of attention.
+SCAN_TILES = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
 TILES = ((128, 32, 3, 8), (128, 32, 2, 8), (64, 64, 2, 8), (128, 64, 2, 8), (64, 32, 3, 4))
 GROUPS = {
     "delta: inverse": ("_prepare_kernel",),
@@ -56,19 +58,11 @@ GROUPS = {
 
 def median_ms(work: Callable[[], object], repeats: int = 5) -> float:
     work()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return eager_ms(work, repeats=repeats)
 
 
 def arithmetic(report: Report) -> float:
-    """Multiplications and additions a second of 8192 cubed in bf16 on random data."""
+    """Return the operations a second of a matmul of 8192 cubed in bf16 on random data."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     rate = 2 * 8192**3 / median_ms(lambda: a @ b, 20) * 1e3
     report.tell("arithmetic", bf16_8192_tflops=round(rate / 1e12, 1))
@@ -76,34 +70,34 @@ def arithmetic(report: Report) -> float:
 
 
 def time_delta(report: Report) -> None:
-    """48 layers take 48 times as long; two in turn, so that little of a layer is left in L2 from before."""
+    """Time one of the 48 layers; two in turn, so that little of a layer is left in the L2 cache."""
     for tokens in (2048, 8192):
-        works = [DeltaWork(LARGE["delta"], tokens, 0, "cuda") for _ in range(2)]
-        report.tell("fold, a layer", tokens=tokens, ms=round(median_ms(partial(fold, works)) / 2, 4))
-        report.tell("convolution, a layer", tokens=tokens, ms=round(median_ms(partial(heads, works)) / 2, 3))
-        run = partial(deltas, works, heads(works))
+        chunks = [DeltaChunk(DELTA_SHAPE, tokens, 0) for _ in range(2)]
+        report.tell("fold, a layer", tokens=tokens, ms=round(median_ms(partial(fold, chunks)) / 2, 4))
+        report.tell("convolution, a layer", tokens=tokens, ms=round(median_ms(partial(heads, chunks)) / 2, 3))
+        run = partial(deltas, chunks, heads(chunks))
         report.tell("delta rule, a layer", tokens=tokens, ms=round(median_ms(run) / 2, 3))
     guarded(report, "delta tiles", partial(tune_delta, report, run))
 
 
-def fold(works: list[DeltaWork]) -> None:
-    for work in works:
-        work.fold()
+def fold(chunks: list[DeltaChunk]) -> None:
+    for chunk in chunks:
+        chunk.fold()
 
 
-def heads(works: list[DeltaWork]) -> list[tuple[Tensor, ...]]:
-    return [work.heads() for work in works]
+def heads(chunks: list[DeltaChunk]) -> list[tuple[Tensor, ...]]:
+    return [chunk.heads() for chunk in chunks]
 
 
-def deltas(works: list[DeltaWork], ready: list[tuple[Tensor, ...]]) -> None:
-    for work, parts in zip(works, ready, strict=True):
-        delta.slot_delta(*parts, work.state, slots=work.places["slots"])
+def deltas(chunks: list[DeltaChunk], inputs: list[tuple[Tensor, ...]]) -> None:
+    for chunk, parts in zip(chunks, inputs, strict=True):
+        delta.slot_delta(*parts, chunk.state, slots=chunk.slots)
 
 
 def tune_delta(report: Report, run: Callable[[], None]) -> None:
     walk, prepare = delta.scan_tiles, delta.prepare_tiles
     try:
-        for columns, stages, warps in WALKS:
+        for columns, stages, warps in SCAN_TILES:
             chosen = {"COLUMNS": columns, "num_stages": stages, "num_warps": warps}
             delta.scan_tiles = lambda *_, chosen=chosen: chosen
             tried(report, "walk tiles", run, **chosen)
@@ -117,7 +111,7 @@ def tune_delta(report: Report, run: Callable[[], None]) -> None:
 
 
 def tried(report: Report, name: str, run: Callable[[], None], **chosen: Any) -> None:
-    """Tiles that a card may have no room for."""
+    """Time tiles, some of which need more than a card has."""
     if report.left < 5:
         return
     try:
@@ -130,29 +124,31 @@ def time_attention(report: Report) -> None:
     for rows, length in ((2048, 0), (8192, 0), (8192, 24576), (8192, 122880)):
         flops = 4 * 24 * 256 * (rows * length + rows * rows / 2)
         for format in ("f16", "q8_0"):
-            work = AttentionWork(LARGE["attention"], rows, length, [format] * 2, "cuda")
-            ms = median_ms(work.run, 3)
+            chunk = AttentionChunk(ATTENTION_HEADS, rows, length, (format, format))
+            ms = median_ms(chunk.attention, 3)
             facts = {"rows": rows, "behind": length, "format": format, "ms": round(ms, 2)}
             report.tell("attention, a layer", tflops=round(flops / ms / 1e9), **facts)
             if format == "f16" and length == 24576:
-                guarded(report, "attention tiles", partial(tune_attention, report, work, flops))
+                guarded(report, "attention tiles", partial(tune_attention, report, chunk, flops))
 
 
-def tune_attention(report: Report, work: AttentionWork, flops: float) -> None:
+def tune_attention(report: Report, chunk: AttentionChunk, flops: float) -> None:
     plain = attention.tiles
     for tile in TILES if report.left > 8 else ():
         chosen = dict(zip(("BLOCK_M", "BLOCK_N", "num_stages", "num_warps"), tile, strict=True))
         attention.tiles = lambda *_, chosen=chosen: dict(chosen)
         try:
-            report.tell("attention tiles", tflops=round(flops / median_ms(work.run, 3) / 1e9), **chosen)
+            report.tell(
+                "attention tiles", tflops=round(flops / median_ms(chunk.attention, 3) / 1e9), **chosen
+            )
         except Exception as failure:
             report.tell("attention tiles", failed=str(failure)[:80], **chosen)
         finally:
             attention.tiles = plain
 
 
-def time_products(report: Report) -> None:
-    """What many rows' products spend beside the arithmetic: their scales are a second pass."""
+def time_matmuls(report: Report) -> None:
+    """Time the matmul of many rows and the scaling of its output, which is a second kernel."""
     for rows in (2048, 8192):
         x, scale = torch.randn(rows, 5120, device="cuda").half(), torch.rand(rows, 1, device="cuda")
         weight = torch.randn(12800, 5120, device="cuda").half().T
@@ -176,7 +172,7 @@ def time_products(report: Report) -> None:
 
 
 def in_pieces(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
-    """Results small enough to be still in L2 when they are scaled."""
+    """Scale pieces of the output while they are in the L2 cache."""
     space = torch.empty(1024, 6400, device=x.device)
     for rows in range(0, len(x), 1024):
         for columns in range(0, weight.shape[1], 6400):
@@ -187,26 +183,9 @@ def in_pieces(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
 
 def kernels(report: Report) -> None:
     torch.manual_seed(1)
-    for timing in (arithmetic, time_delta, time_attention, time_products):
+    for timing in (arithmetic, time_delta, time_attention, time_matmuls):
         if report.left > 10:
             guarded(report, timing.__name__, lambda timing=timing: timing(report))
-
-
-def check_all(options: argparse.Namespace, seconds: float) -> int:
-    """Side by side; on a CPU one after the other."""
-    begin, failed, running = time.perf_counter(), 0, {}
-    for name in checks(options.device):
-        running[name] = subprocess.Popen(command_of(options, name, seconds))
-        if options.device == "cpu":
-            running[name].wait()
-    for name, process in running.items():
-        try:
-            failed |= process.wait(timeout=max(1.0, seconds - (time.perf_counter() - begin)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            print("FAIL", name, "took too long", flush=True)
-            failed = 1
-    return failed
 
 
 def command_of(options: argparse.Namespace, part: str, seconds: float) -> list[str]:
@@ -226,21 +205,20 @@ def first_token_s(engine: Engine, tokens: int, seed: int) -> float:
     return done.stats.ttft_s
 
 
-@torch.inference_mode()
-def last_logits(engine: Engine, prompt: list[int], chunk: int) -> Tensor:
-    ends = [*range(chunk, len(prompt), chunk), len(prompt)]
-    slot = engine.states.open()
-    engine.drafter.open()
-    try:
-        *_, (hidden, _) = engine._prefill(Request(prompt=prompt), slot, ends)
-        return engine.target.logits(hidden)[0]
-    finally:
-        engine.states.close(slot)
+def prefill_flops(spec: ModelSpec, tokens: int) -> float:
+    """Return the operations of matmuls and attention; the delta rule's own 0.9 percent are left out."""
+    weights = 3 * spec.width * spec.feed_forward * len(spec.layers)
+    inner = spec.heads * spec.head_dim
+    weights += spec.attention_layers * spec.width * (3 * inner + 2 * spec.kv_heads * spec.head_dim)
+    if spec.delta is not None:
+        wide = spec.delta.channels + 2 * spec.delta.inner + 2 * spec.delta.value_heads
+        weights += spec.delta_layers * spec.width * wide
+    return 2.0 * weights * tokens + 2.0 * spec.attention_layers * inner * tokens**2
 
 
 def model(report: Report) -> None:
     folder = waited(report, "random")
-    longest = 131072 if report.device == "cuda" else 700
+    longest = 131072
     options = {
         "max_ctx": longest + 256,
         "speculation": SpecConfig(budget=22, adaptive=False),
@@ -249,16 +227,6 @@ def model(report: Report) -> None:
     session = load(report, "random 27b", folder / "target.gguf", folder / "draft.gguf", **options)
     shutil.rmtree(folder, ignore_errors=True)
     engine, spec = session.engine, session.engine.target.spec
-    prompt = prompt_of(700)
-    one, other = last_logits(engine, prompt, 8192), last_logits(engine, prompt, 150)
-    report.check(
-        "logits of one chunk and of several",
-        error(one, other) < 3e-2 and bool(one.isfinite().all()),
-        error=f"{error(one, other):.1e}",
-        same_first=int(one.argmax()) == int(other.argmax()),
-    )
-    if report.device != "cuda":
-        return
     rate = arithmetic(report)
     for tokens in (512, 2048, 8192, 32768, longest):
         if report.left < 6 + tokens / 4000:
@@ -280,7 +248,6 @@ def model(report: Report) -> None:
             peak_mib=round(peak / 2**20),
             planned_mib=round(planned / 2**20),
         )
-        report.check(f"memory of {tokens} tokens", peak <= planned, over=round(peak / planned, 2))
     guarded(report, "chunks", lambda: chunks(report, engine))
     guarded(report, "groups", lambda: groups(report, engine))
 
@@ -295,7 +262,7 @@ def chunks(report: Report, engine: Engine) -> None:
 
 
 def groups(report: Report, engine: Engine) -> None:
-    """Milliseconds of a prefill of 8192 tokens by what they are spent on, and the kernels that take most."""
+    """Profile a prefill of 8192 tokens: milliseconds by group, and the kernels that take most."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         first_token_s(engine, 8192, 2)
         torch.cuda.synchronize()
@@ -314,11 +281,11 @@ def groups(report: Report, engine: Engine) -> None:
         print(f"    {ms:9.2f} ms {name}", flush=True)
 
 
-PARTS = {"kernels": kernels, "model": model}  # beside the checks
+PARTS = {"kernels": kernels, "model": model}
 
 
 def orchestrate(options: argparse.Namespace) -> int:
-    """Each part in a process of its own, so that an error that spoils the device spoils one part only."""
+    """Run each part in its own process, so that a CUDA error ends one part only."""
     begin, folder, writer, failed = time.perf_counter(), place().with_name("treeflash-prefill"), None, 0
     if options.out:
         options.out.unlink(missing_ok=True)
@@ -334,11 +301,7 @@ def orchestrate(options: argparse.Namespace) -> int:
     try:
         for name in chosen:
             left = options.seconds - (time.perf_counter() - begin)
-            if name == "checks":
-                failed |= check_all(options, min(80.0, left))
-                print(f"checks took {time.perf_counter() - begin:.0f} s", flush=True)
-                continue
-            # What is left for the model stays for it.
+            # The model gets the rest of the time.
             share = min(left, 60.0) if name == "kernels" and "model" in chosen else left
             while name == "model" and writer and writer.is_alive() and not (folder / "random").exists():
                 time.sleep(0.2)
@@ -358,23 +321,14 @@ def orchestrate(options: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def named(work: Callable[[Report], None], name: str) -> Callable[[Report], None]:
-    def run(report: Report) -> None:
-        torch.manual_seed(1)
-        work(report)
-
-    run.__name__ = name
-    return run
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="checks,kernels,model", help="parts, in their order")
+    parser.add_argument("--only", default="kernels,model", help="parts, in their order")
     parser.add_argument("--shape", default="27b", help="of the model: 27b, or double for a trial")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is None:
@@ -384,8 +338,8 @@ def main() -> int:
     if options.device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
     report.tell(options.part, **facts)
-    work = checks(options.device)[options.part] if options.part not in PARTS else PARTS[options.part]
-    report.part(named(work, options.part), needs=5.0)
+    torch.manual_seed(1)
+    report.part(PARTS[options.part], needs=5.0)
     return int(report.failed)
 
 

@@ -1,33 +1,22 @@
-"""Sampling, ranking, tree building and walk on a GPU: checked against the references, then timed.
+"""Times sampling, ranking, tree building and acceptance on a GPU.
 
-PYTHONPATH=src python benchmarks/gpu/sampling.py --out sampling.jsonl
+    PYTHONPATH=src:. python benchmarks/gpu/sampling.py --out sampling.jsonl
+
+tests/gpu/test_sampling.py and test_tree.py check them.
 """
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import triton
-from sampling_checks import (
-    DEVICE,
-    FILTERS,
-    VOCABULARY,
-    Report,
-    ask,
-    batches,
-    draws,
-    make_logits,
-    near_ties,
-    poisoned,
-    ranks,
-    tree_of,
-    trees,
-)
+from report import Report, graph_ms
 
+from tests.gpu.inputs import DEVICE
+from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
 from treeflash.kernels.sampling import (
     DrawState,
     draw_rows,
@@ -35,77 +24,37 @@ from treeflash.kernels.sampling import (
     make_workspace,
     rank_rows,
 )
-from treeflash.kernels.sampling import state as plain
 from treeflash.kernels.tree import Correction, build_tree, walk_tree
 
 
 def measure(run: Callable[[int], object], buffers: int) -> float:
-    """Microseconds of one call, median of 15 replays of a graph that goes once round the buffers."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(buffers):
-            run(index)
-    times = []
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / buffers)
-    return round(statistics.median(times), 2)
+    """Return the microseconds of one call, from a graph that goes once round the buffers."""
+    ms = graph_ms(lambda: [run(index) for index in range(buffers)], repeats=15)
+    return round(1000 * ms / buffers, 2)
 
 
-def draw_times(report: Report) -> None:
+def time_sampling(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(6)
     for kind, rows in itertools.product(("model", "normal", "flat"), (1, 24, 64)):
         buffers = max(4, 160 // rows)
-        logits = [make_logits(kind, rows, VOCABULARY, generator) for _ in range(buffers)]
+        logits = [random_logits(kind, rows, VOCABULARY, generator) for _ in range(buffers)]
         state, work = DrawState.empty(rows, VOCABULARY, DEVICE), make_workspace(rows, VOCABULARY, DEVICE)
-        rest = (torch.arange(rows, device=DEVICE), *tree_of(rows, VOCABULARY, generator), state, work)
+        rest = (torch.arange(rows, device=DEVICE), *random_tree(rows, VOCABULARY, generator), state, work)
         line = {}
         for name in ("greedy", "temperature", "top-p", "top-k", "min-p", "everything"):
-            ask(state, FILTERS[name], generator)
+            set_request(state, FILTERS[name], generator)
             line[name] = measure(lambda i, of=logits, rest=rest: draw_rows(of[i], *rest), buffers)
         line["torch argmax"] = measure(lambda i, of=logits: of[i].argmax(-1), buffers)
         report.time("draw", kind=kind, rows=rows, unit="us", **line)
 
 
-def one_graph(report: Report) -> None:
-    """A recorded draw serves requests with other numbers."""
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    state, work = DrawState.empty(24, VOCABULARY, DEVICE), poisoned(24, VOCABULARY)
-    logits = make_logits("normal", 24, VOCABULARY, generator)
-    tokens, ancestors = tree_of(24, VOCABULARY, generator)
-    positions = torch.arange(24, device=DEVICE)
-    draw_rows(logits, positions, tokens, ancestors, state, work)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = draw_rows(logits, positions, tokens, ancestors, state, work)
-    same = True
-    for options in FILTERS.values():
-        ask(state, options, generator)
-        positions += 100
-        graph.replay()
-        want = draw_rows(logits, positions, tokens, ancestors, state, None)
-        adjusted = plain.adjusted(logits, tokens, ancestors, state)
-        same &= near_ties(adjusted, positions, out, want, state.settings())
-    report.check("one graph serves every request", same)
-
-
-def other_times(report: Report) -> None:
+def time_trees(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(8)
-    logits = [make_logits("model", 15, VOCABULARY, generator) for _ in range(12)]
+    logits = [random_logits("model", 15, VOCABULARY, generator) for _ in range(12)]
     state, work = DrawState.empty(15, VOCABULARY, DEVICE), make_workspace(15, VOCABULARY, DEVICE)
     positions, anchor = torch.arange(15, device=DEVICE), torch.tensor([5], device=DEVICE)
     for name in ("greedy", "temperature", "top-p", "everything"):
-        ask(state, FILTERS[name], generator)
+        set_request(state, FILTERS[name], generator)
         spent = measure(lambda i: rank_rows(logits[i], positions, anchor, 16, state, work), 12)
         report.time("rank 15 rows, 16 best", filters=name, us=spent)
     report.time("torch topk of the same", us=measure(lambda i: logits[i].topk(16, -1), 12))
@@ -123,7 +72,7 @@ def other_times(report: Report) -> None:
         report.time("build", candidates=width, chains=count, nodes=nodes, us=measure(build, 16))
         rows = build(0)
         stops, room = torch.tensor([1, 2], device=DEVICE), torch.tensor([64], device=DEVICE)
-        # Behind every row its first child: the walk goes as deep as the best path.
+        # The target samples every row's first child: the accepted path is as deep as the best one.
         chosen = torch.full_like(rows.tokens, -5)
         for row in range(nodes, 0, -1):
             chosen[rows.parents[row]] = rows.tokens[row]
@@ -134,14 +83,14 @@ def other_times(report: Report) -> None:
         report.time("walk", nodes=nodes, accepted=int(walk(0).count), us=measure(walk, 16))
 
 
-def breakdown(report: Report) -> None:
+def time_kernels(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(9)
     state, work = DrawState.empty(24, VOCABULARY, DEVICE), make_workspace(24, VOCABULARY, DEVICE)
-    logits = [make_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
-    tokens, ancestors = tree_of(24, VOCABULARY, generator)
+    logits = [random_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
+    tokens, ancestors = random_tree(24, VOCABULARY, generator)
     positions = torch.arange(24, device=DEVICE)
     for name in ("greedy", "top-p", "everything"):
-        ask(state, FILTERS[name], generator)
+        set_request(state, FILTERS[name], generator)
         draw_rows(logits[0], positions, tokens, ancestors, state, work)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for part in logits:
@@ -155,37 +104,37 @@ def breakdown(report: Report) -> None:
         report.time("kernels of a draw, 24 rows", filters=name, unit="us", **kernels)
 
 
-def choices(report: Report) -> None:
-    """Times with other numbers of programs than those in use."""
+def time_launches(report: Report) -> None:
+    """Time other block sizes and numbers of programs than those in use."""
     generator = torch.Generator(DEVICE).manual_seed(10)
-    logits = [make_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
+    logits = [random_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
     state = DrawState.empty(24, VOCABULARY, DEVICE)
-    rest = (torch.arange(24, device=DEVICE), *tree_of(24, VOCABULARY, generator), state)
+    rest = (torch.arange(24, device=DEVICE), *random_tree(24, VOCABULARY, generator), state)
     for name, values, filters in (
         ("_BLOCK", (2048, 4096), "greedy"),
         ("_PROGRAMS", (264, 528, 1056), "greedy"),
         ("_PROGRAMS", (264, 528, 1056), "top-p"),
         ("_NOISE_PROGRAMS", (528, 1056, 2112), "temperature"),
     ):
-        usual = getattr(launch, name)
-        ask(state, FILTERS[filters], generator)
+        chosen_value = getattr(launch, name)
+        set_request(state, FILTERS[filters], generator)
         for value in values:
             setattr(launch, name, value)
             work = make_workspace(24, VOCABULARY, DEVICE)
             spent = measure(lambda i, work=work: draw_rows(logits[i], *rest, work), 6)
             report.time("24 rows", filters=filters, us=spent, **{name: value})
-        setattr(launch, name, usual)
+        setattr(launch, name, chosen_value)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     report = Report(parser.parse_args().out)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
-    for part in (draws, batches, one_graph, ranks, trees, draw_times, other_times, breakdown, choices):
+    for part in (time_sampling, time_trees, time_kernels, time_launches):
         report.part(part)
-    sys.exit(report.failed)
+    return int(report.failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Whole steps on a GPU: the text of graphs, of eager steps and of a CPU; what the parts of a 27B step take.
+"""Times whole steps on a GPU, and the parts of a 27B step; tests/gpu/test_text.py checks texts.
 
-PYTHONPATH=src python benchmarks/gpu/step.py --out step.jsonl [--seconds 150]
+PYTHONPATH=src:. python benchmarks/gpu/step.py --out step.jsonl [--seconds 150]
 
 The large models are written beside it, in another process on other cores. --device cpu tries the small parts.
 """
@@ -36,7 +36,6 @@ from treeflash.session.requests import Finished, TextRequest
 from treeflash.session.session import Session
 
 GREEDY = SamplingParams(seed=1)
-NEAR_TIE = 0.05  # a gap between the two likeliest logits that rounding may close
 TREE = SpecConfig(adaptive=False)
 GROWING_CORES = 12
 
@@ -73,20 +72,6 @@ def answer(session: Session, prompt: str, count: int) -> Finished:
     return last
 
 
-def compare(report: Report, name: str, found: list[list[int]], expected: list[dict], count: int) -> None:
-    """Token for token; a difference has to be a near tie of the CPU's."""
-    for number, (tokens, entry) in enumerate(zip(found, expected, strict=False)):
-        wanted = entry["tokens"][:count]
-        if tokens == wanted:
-            report.check(f"{name}: text {number} is the CPU's", True, tokens=len(tokens))
-            continue
-        places = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
-        place = next(places, min(len(tokens), len(wanted)))
-        gap = entry["gaps"][place] if place < len(entry["gaps"]) else None
-        tie = gap is not None and gap < NEAR_TIE
-        report.check(f"{name}: text {number} is the CPU's but for a near tie", tie, place=place, gap=gap)
-
-
 def pair() -> Any:
     found = named("treeflash-40m")
     assert found is not None and found[0].pair is not None
@@ -94,7 +79,7 @@ def pair() -> Any:
 
 
 def texts() -> list[dict]:
-    return json.loads(Path(__file__).with_name("step_texts.json").read_text())
+    return json.loads((Path(__file__).parents[2] / "tests/gpu/expected_texts.json").read_text())
 
 
 def small(report: Report) -> None:
@@ -111,7 +96,6 @@ def small(report: Report) -> None:
         answer(session, expected[-1]["prompt"], 16)
         runs = [answer(session, entry["prompt"], 96) for entry in expected]
         found[name] = [run.tokens for run in runs]
-        compare(report, name, found[name], expected, 96)
         seconds = sum((s.generated_tokens - 1) / s.decode_tok_s for s in (r.stats for r in runs) if s.steps)
         tokens = sum(run.stats.generated_tokens - 1 for run in runs)
         steps, committed = sum(r.stats.steps for r in runs), sum(r.stats.step_tokens for r in runs)
@@ -122,18 +106,10 @@ def small(report: Report) -> None:
             step_ms=round(1000 * seconds / steps, 3),
         )
         if name == "tree graphs":
-            repeated(report, session, expected)
             sampled(report, session, expected)
     for name in ("tree eager", "tree graphs"):
         same = sum(a == b for a, b in zip(found[name], found["plain"], strict=True))
         report.tell(f"{name}: texts equal to plain ones", same=same, of=len(expected))
-
-
-def repeated(report: Report, session: Session, expected: list[dict]) -> None:
-    """Requests leave nothing in the graphs' tensors."""
-    first = [answer(session, entry["prompt"], 48).tokens for entry in expected[:2]]
-    again = [answer(session, entry["prompt"], 48).tokens for entry in expected[:2]]
-    report.check("the same request gives the same text again", first == again)
 
 
 def sampled(report: Report, session: Session, expected: list[dict]) -> None:
@@ -260,7 +236,6 @@ def exact_large(report: Report) -> None:
             *_, last = session.generate(request)
             assert isinstance(last, Finished)
             runs.append(last)
-        compare(report, f"grown, {name}", [run.tokens for run in runs], expected, 128)
         all_stats = [run.stats for run in runs]
         speeds[name] = statistics.median(stats.decode_tok_s for stats in all_stats)
         steps = sum(stats.steps for stats in all_stats)

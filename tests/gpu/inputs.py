@@ -1,0 +1,295 @@
+"""Random inputs of the kernels at the shapes of a 27B hybrid, for tests and timing scripts."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.attention import paged_attention
+from treeflash.kernels.attention import prefill as chunk_attention
+from treeflash.kernels.attention import reference as attention_reference
+from treeflash.kernels.causal_conv import chunk as chunk_conv
+from treeflash.kernels.causal_conv import cuda as conv_cuda
+from treeflash.kernels.causal_conv import reference as conv_reference
+from treeflash.kernels.causal_conv import triton_kernels as conv_triton
+from treeflash.kernels.delta_rule import chunk as chunk_delta
+from treeflash.kernels.delta_rule import cuda as delta_cuda
+from treeflash.kernels.delta_rule import reference as delta_reference
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.kv_cache.reference import encode
+from treeflash.kernels.kv_cache.rotation import rotate
+
+# A CPU serves only to try the inputs themselves: the tests skip there.
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+EPS = 1e-6
+WIDTH, FEED_FORWARD = 5120, 17408
+KEY_HEADS, VALUE_HEADS, DELTA_DIM, TAPS = 16, 48, 128, 4
+CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DELTA_DIM
+HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, PAGE = 24, 4, 256, 64, 64
+ATTENTION_HEADS = (HEADS, KV_HEADS, HEAD_DIM)
+MAX_TREE_ROWS = 64
+ROW_COUNTS = (1, 8, 16, 24, 32, 48, 64)
+KV_FORMATS = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
+# The types of a Q4_K_M mix, whose tilings are tuned.
+TUNED_TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """Topology of a batch of trees, [B, T] int64 each."""
+
+    parents: Tensor  # -1: the root
+    ancestors: Tensor  # bit j set: row j is this row or above it
+    depths: Tensor  # 0: the root
+
+
+def tree_rows(parents: list[list[int]], device: torch.device = DEVICE) -> TreeRows:
+    ancestors: list[list[int]] = []
+    for tree in parents:
+        bits: list[int] = []
+        for row, parent in enumerate(tree):
+            bits.append((bits[parent] if parent >= 0 else 0) | 1 << row)
+        ancestors.append(bits)
+    depths = [[bits.bit_count() - 1 for bits in tree] for tree in ancestors]
+    signed = [[bits - 2**64 if bits >= 2**63 else bits for bits in tree] for tree in ancestors]
+    return TreeRows(*(torch.tensor(numbers, device=device) for numbers in (parents, signed, depths)))
+
+
+def random_trees(
+    rows: int, batch: int = 1, *, depth: int = 16, seed: int = 0, device: torch.device = DEVICE
+) -> TreeRows:
+    """Return random trees, no path longer than `depth`."""
+    choose = random.Random(seed + rows)
+    trees = []
+    for _ in range(batch):
+        parents, depths = [-1], [1]
+        for row in range(1, rows):
+            parent = choose.choice([i for i in range(max(0, row - 6), row) if depths[i] < depth] or [0])
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+        trees.append(parents)
+    return tree_rows(trees, device)
+
+
+def binary_trees(rows: int, batch: int = 1, device: torch.device = DEVICE) -> TreeRows:
+    """Return trees in which row i is a child of row (i - 1) // 2."""
+    return tree_rows([[(row - 1) // 2 for row in range(rows)]] * batch, device)
+
+
+def spread_rows(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Return rows of very different magnitude with outliers: float16 alone would overflow."""
+    x = torch.randn(rows, columns, device=generator.device, generator=generator)
+    x[:, :: max(1, columns // 7)] *= 50
+    return x * torch.logspace(-4, 6, rows, device=x.device)[:, None] if rows > 1 else x * 1e5
+
+
+class DeltaLayers:
+    """States and inputs of several delta layers for a tree step, `count` accepted rows pending in each."""
+
+    def __init__(
+        self, rows: int, count: int, layers: int = 1, *, batch: int = 1, dtype: torch.dtype = torch.float16
+    ):
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device=DEVICE)
+
+        saved = MAX_TREE_ROWS
+        self.tree, self.rows, self.layers = random_trees(rows, batch), rows, layers
+        self.slots = torch.arange(batch, device=DEVICE).flip(0)
+        self.state = normal(layers, batch, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
+        self.window = normal(layers, batch, TAPS - 1, CHANNELS).to(dtype)
+        self.tree_inputs = normal(layers, batch, saved, CHANNELS).to(dtype)
+        self.tree_gates = torch.rand(layers, batch, saved, 2, VALUE_HEADS, device=DEVICE)
+        self.tree_gates[:, :, :, 0] *= -3
+        self.inputs = normal(layers, batch, rows, CHANNELS + VALUE_HEADS * DELTA_DIM + 2 * VALUE_HEADS)
+        self.weights = normal(CHANNELS, TAPS), -torch.rand(VALUE_HEADS, device=DEVICE), normal(VALUE_HEADS)
+        self.norm = normal(DELTA_DIM)
+        paths = [torch.randperm(saved, device=DEVICE).sort().values for _ in range(batch)]
+        self.path = torch.stack(paths)
+        self.count = torch.full((batch,), count, device=DEVICE)
+        self.index = conv_triton.conv_index(self.tree.parents, TAPS, self.count, saved)
+
+    def projections(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the convolution's inputs, the output gate, beta and alpha."""
+        sizes = [CHANNELS, VALUE_HEADS * DELTA_DIM, VALUE_HEADS, VALUE_HEADS]
+        return self.inputs[layer].split(sizes, -1)
+
+    def conv(self, layer: int = 0, implementation: ModuleType = conv_cuda) -> tuple[Tensor, ...]:
+        inputs, _, beta, alpha = self.projections(layer)
+        return implementation.tree_conv(
+            inputs,
+            alpha,
+            beta,
+            *self.weights,
+            window=self.window[layer],
+            tree_inputs=self.tree_inputs[layer],
+            tree_gates=self.tree_gates[layer],
+            slots=self.slots,
+            path=self.path,
+            count=self.count,
+            index=self.index,
+            key_heads=KEY_HEADS,
+        )
+
+    @property
+    def rows_of_step(self) -> dict[str, Tensor]:
+        return {"slots": self.slots, "count": self.count, "ancestors": self.tree.ancestors}
+
+    def delta(self, layer: int, heads: tuple[Tensor, ...], implementation: ModuleType = delta_cuda) -> Tensor:
+        return implementation.tree_delta(*heads, self.state[layer], **self.rows_of_step)
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return self.window, self.tree_inputs, self.tree_gates, self.state
+
+    def saved_buffers(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self.buffers]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        for buffer, old in zip(self.buffers, saved, strict=True):
+            buffer.copy_(old)
+
+
+class DeltaChunk:
+    """Inputs and buffers of one delta layer for a prompt chunk, `count` accepted rows pending."""
+
+    def __init__(self, shape: tuple[int, int, int], tokens: int, count: int):
+        key_heads, value_heads, dim = shape
+        channels, saved = (2 * key_heads + value_heads) * dim, 24
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, device=DEVICE)
+
+        wide = normal(1, tokens, channels + 2 * value_heads + 6)
+        self.rows = wide.split([channels, value_heads, value_heads, 6], -1)[:3]
+        self.weights = normal(channels, TAPS), -torch.rand(value_heads, device=DEVICE), normal(value_heads)
+        self.state = normal(2, value_heads, dim, dim)
+        self.window, self.tree_inputs = normal(2, TAPS - 1, channels), normal(2, saved, channels)
+        self.tree_gates = torch.rand(2, saved, 2, value_heads, device=DEVICE)
+        self.tree_gates[:, :, 0] *= -1
+        self.slots = torch.tensor([1], device=DEVICE)
+        self.pending = {
+            "slots": self.slots,
+            "path": torch.randperm(saved, device=DEVICE).sort().values[None],
+            "count": torch.tensor([count], device=DEVICE),
+            "key_heads": key_heads,
+        }
+
+    def heads(self) -> tuple[Tensor, ...]:
+        buffers = {"window": self.window, "tree_inputs": self.tree_inputs}
+        return chunk_conv.chunk_heads(*self.rows, *self.weights, **buffers, **self.pending)
+
+    def fold(self) -> None:
+        buffers = {"window": self.window, "tree_inputs": self.tree_inputs, "tree_gates": self.tree_gates}
+        chunk_delta.fold_path(self.state, self.weights[0], **buffers, **self.pending)
+
+    def run(self, *, reference: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs, the state and the convolution's window after the chunk; change no buffer."""
+        state, window = self.state.clone(), self.window.clone()
+        buffers = {"window": window, "tree_inputs": self.tree_inputs}
+        delta, conv = (delta_reference, conv_reference) if reference else (chunk_delta, chunk_conv)
+        delta.fold_path(state, self.weights[0], tree_gates=self.tree_gates, **buffers, **self.pending)
+        heads = conv.chunk_heads(*self.rows, *self.weights, **buffers, **self.pending)
+        return delta.slot_delta(*heads, state, slots=self.slots), state, window
+
+
+def encoded_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
+    """Return a pool whose rows are random vectors, stored as the cache stores them."""
+    pool = HeadPool.empty(FORMATS[format], shape, dim, DEVICE)
+    rows = torch.randn(*shape, dim, device=DEVICE)
+    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
+    for plane, part in zip(pool.planes, parts, strict=True):
+        plane.copy_(part)
+    return pool
+
+
+def noise_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
+    """Return a pool of random codes: made at once, for timing."""
+    pool = HeadPool.empty(FORMATS[format], shape, dim, DEVICE)
+    if pool.scales is None:
+        pool.codes.normal_()
+    else:
+        pool.codes.random_(0, 256)
+        pool.scales.uniform_(0.01, 0.02)
+    return pool
+
+
+class PagedStep:
+    """Queries of a tree step over contexts whose pages are in any order; several layers only for timing."""
+
+    def __init__(
+        self,
+        formats: tuple[str, str],
+        rows: int,
+        lengths: tuple[int, ...],
+        *,
+        heads: tuple[int, int, int] = ATTENTION_HEADS,
+        window: int | None = None,
+        layers: int | None = None,
+        trees: Callable[[int, int], TreeRows] = binary_trees,
+    ):
+        query_heads, kv_heads, dim = heads
+        batch, pages = len(lengths), -(-(max(lengths) + MAX_TREE_ROWS) // PAGE)
+        shape = (batch * pages, kv_heads, PAGE)
+        self.window, self.tree = window, trees(rows, batch)
+        self.q = torch.randn(batch, rows, query_heads, dim, device=DEVICE)
+        self.gate = torch.randn(batch, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
+        self.pools = [
+            encoded_pool(name, shape, dim) if layers is None else noise_pool(name, (layers, *shape), dim)
+            for name in formats
+        ]
+        self.page_table = torch.randperm(batch * pages, device=DEVICE).view(batch, pages)
+        self.lengths = torch.tensor(lengths, device=DEVICE)
+        self.positions = self.lengths[:, None] + self.tree.depths
+
+    @property
+    def mapping(self) -> tuple[Tensor, ...]:
+        return self.page_table, self.lengths, self.tree.ancestors, self.positions
+
+    def attention(
+        self, implementation: Callable[..., Tensor] = paged_attention, pools: list[HeadPool] | None = None
+    ) -> Tensor:
+        options = {"window": self.window, "gate": self.gate}
+        return implementation(self.q, *(pools or self.pools), *self.mapping, **options)
+
+    def reference(self) -> Tensor:
+        """Return the attention in float64."""
+        return attention_reference.paged_attention(
+            self.q.double(), *self.pools, *self.mapping, window=self.window, gate=self.gate.double()
+        )
+
+
+class AttentionChunk:
+    """Queries of a prompt chunk over a context in pages; pages that nobody may read hold NaN."""
+
+    def __init__(self, heads: tuple[int, int, int], rows: int, length: int, formats: tuple[str, str]):
+        query_heads, kv_heads, dim = heads
+        pages = -(-(rows + length) // PAGE)
+        table = torch.randperm(pages + 3, device=DEVICE)[None, : pages + 1].contiguous()
+        used = table[0, :pages]
+        pools = [_pool_with_nan(format, pages + 3, kv_heads, dim, used) for format in formats]
+        self.q = torch.randn(1, rows, query_heads, dim, device=DEVICE)
+        self.gate = torch.randn(1, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
+        self.cache = (*pools, table, torch.tensor([length], device=DEVICE))
+        self.span = rows + length
+
+    def attention(self) -> Tensor:
+        return chunk_attention.chunk_attention(self.q, *self.cache, span=self.span, gate=self.gate)
+
+    def reference(self) -> Tensor:
+        return attention_reference.paged_attention(self.q, *self.cache, None, gate=self.gate)
+
+
+def _pool_with_nan(format: str, pages: int, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
+    pool = HeadPool.empty(FORMATS[format], (pages, kv_heads, PAGE), dim, DEVICE)
+    rows = torch.randn(len(used), kv_heads, PAGE, dim, device=DEVICE)
+    if pool.scales is None:
+        pool.codes.fill_(torch.nan)
+        pool.codes[used] = rows.to(pool.codes.dtype)
+        return pool
+    pool.scales.fill_(torch.nan)
+    pool.codes[used], pool.scales[used] = encode(rotate(rows), pool.format)
+    return pool

@@ -1,0 +1,205 @@
+"""Norms, activations, rotary embedding and the draft's KV ring against the reference."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.gpu.inputs import (
+    DELTA_DIM,
+    DEVICE,
+    EPS,
+    FEED_FORWARD,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    ROTARY_DIM,
+    ROW_COUNTS,
+    VALUE_HEADS,
+    WIDTH,
+)
+from tests.gpu.numerics import assert_close, assert_packed_rows, assert_same_bits, nan_filled_memory
+from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
+from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.norm_rope import cuda as norm_cuda
+from treeflash.kernels.norm_rope import reference, ring
+from treeflash.kernels.norm_rope import triton_kernels as norm_triton
+from treeflash.kernels.quant_matmul.cuda import card_of
+from treeflash.kernels.runtime.nvrtc import compile_cubin
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
+
+FLOAT32 = 1e-6  # relative RMS error of kernels that compute and store float32
+FLOAT16 = 1e-4  # of those that store float16
+HEAD_DIMS = (128, 32)
+# Thread blocks of a cluster that share a row, with rows and widths; cards without clusters have one.
+SIZES = ((1, WIDTH), (8, WIDTH), (24, 1000), (64, WIDTH), (3, 100), (2, FEED_FORWARD))
+CLUSTER_SIZES = [(cluster, *size) for cluster in (1, 8) for size in SIZES] + [(2, 8, WIDTH), (4, 8, WIDTH)]
+
+
+def gated_heads(width: int) -> int:
+    return 4 * (width // 512) + 1
+
+
+@pytest.fixture
+def clusters() -> Iterator[dict]:
+    """Give the number of thread blocks that share a row, to be changed by a test."""
+    chosen = dict(norm_cuda.CLUSTERS)
+    yield norm_cuda.CLUSTERS
+    norm_cuda.CLUSTERS.update(chosen)
+
+
+def compile_in_parallel(width: int) -> None:
+    """Compile the variants of a width at once: without clusters each takes seconds."""
+    card = card_of(DEVICE)
+    shapes = {
+        *(norm_cuda.shape_of(kind, width, clusters=True) for kind in (norm_cuda.NORM, norm_cuda.SILU)),
+        *(
+            norm_cuda.shape_of(norm_cuda.GATED, gated_heads(width) * dim, dim, clusters=True)
+            for dim in HEAD_DIMS
+        ),
+    }
+
+    def build(shape: norm_cuda.Shape) -> bytes:
+        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.bulk), arch=card.arch)
+
+    with ThreadPoolExecutor(len(shapes)) as pool:
+        list(pool.map(build, shapes))
+
+
+@pytest.mark.parametrize(("cluster", "rows", "width"), CLUSTER_SIZES)
+def test_cuda_kernels_match_the_reference(clusters: dict, cluster: int, rows: int, width: int) -> None:
+    clusters.update(dict.fromkeys(clusters, cluster))
+    compile_in_parallel(width)
+    wide = torch.randn(1, rows, 2 * width + 8, device=DEVICE)
+    wide *= 10.0 ** torch.randint(-6, 6, (1, rows, 1), device=DEVICE)
+    x, y, weight = wide[..., :width], wide[..., width + 4 : 2 * width + 4], torch.randn(width, device=DEVICE)
+    assert norm_cuda.takes(x, y)
+    with nan_filled_memory():
+        total, packed = norm_cuda.add_rms_norm(x, y, weight, EPS)
+        alone = norm_cuda.add_rms_norm(x, None, weight, EPS)[1]
+        activated = norm_cuda.silu_mul(x.clamp(-30, 30), y)
+    assert_close(total, x + y, tolerance=FLOAT32, name="residual")
+    assert_packed_rows(packed, reference.add_rms_norm(x, y, weight, EPS)[1], "norm")
+    assert_packed_rows(alone, reference.rms_norm(x, weight, EPS), "norm without addition")
+    assert_packed_rows(activated, reference.silu_mul(x.clamp(-30, 30), y), "silu")
+    for dim in HEAD_DIMS:
+        count, weight = gated_heads(width), torch.randn(dim, device=DEVICE)
+        heads = torch.randn(1, rows, count, dim, device=DEVICE)
+        gate = torch.randn(1, rows, count * dim + 4, device=DEVICE)[..., 4:]
+        with nan_filled_memory():
+            packed = norm_cuda.gated_rms_norm(heads, gate, weight, EPS)
+        expected = reference.gated_rms_norm(heads, gate, weight, EPS)
+        assert_packed_rows(packed, expected, f"gated norm, {count} heads of {dim}")
+
+
+@pytest.mark.parametrize("kind", ["norm", "silu", "gated norm"])
+def test_cuda_row_0_has_the_same_bits_in_every_row_count(kind: str) -> None:
+    wide, weight = torch.randn(64, 2 * FEED_FORWARD, device=DEVICE), torch.randn(FEED_FORWARD, device=DEVICE)
+    first = None
+    for rows in ROW_COUNTS:
+        x, y = wide[None, :rows, :FEED_FORWARD], wide[None, :rows, FEED_FORWARD:]
+        if kind == "norm":
+            packed = norm_cuda.add_rms_norm(x, y, weight, EPS)[1]
+        elif kind == "silu":
+            packed = norm_cuda.silu_mul(x, y)
+        else:
+            inner = VALUE_HEADS * DELTA_DIM
+            heads = x[..., :inner].contiguous().unflatten(-1, (VALUE_HEADS, DELTA_DIM))
+            packed = norm_cuda.gated_rms_norm(heads, y[..., :inner], weight[:DELTA_DIM], EPS)
+        first = packed if first is None else first
+        assert_same_bits(packed.data[:, 0], first.data[:, 0], f"{rows} rows")
+        assert_same_bits(packed.scale[:1], first.scale[:1], f"{rows} rows, scale")
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, WIDTH), (64, WIDTH), (3, 1000)])
+def test_triton_norms_and_activations_match_the_reference(rows: int, width: int) -> None:
+    wide = torch.randn(2, rows, 3 * width + 8, device=DEVICE)
+    x, add, weight = wide[..., :width], wide[..., width : 2 * width], torch.randn(width, device=DEVICE)
+    with nan_filled_memory():
+        total, normed = norm_triton.add_rms_norm(x, add, weight, EPS)
+        activated = norm_triton.silu_mul(x, add)
+        packed_norm = norm_triton.add_rms_norm(x, add, weight, EPS, pack=True)[1]
+        packed_activated = norm_triton.silu_mul(x, add, pack=True)
+    expected = reference.add_rms_norm(x, add, weight, EPS)
+    assert_close(total, expected[0], tolerance=FLOAT32, name="residual")
+    assert_close(normed, expected[1], tolerance=FLOAT32, name="norm")
+    assert_close(activated, reference.silu_mul(x, add), tolerance=FLOAT32, name="silu")
+    assert_packed_rows(packed_norm, expected[1], "packed norm")
+    assert_packed_rows(packed_activated, reference.silu_mul(x, add), "packed silu")
+
+
+def test_triton_gated_norm_matches_the_reference() -> None:
+    heads = torch.randn(2, 7, VALUE_HEADS, DELTA_DIM, device=DEVICE)
+    gate = torch.randn(2, 7, VALUE_HEADS * DELTA_DIM + 4, device=DEVICE)[..., 4:]
+    weight = torch.randn(DELTA_DIM, device=DEVICE)
+    with nan_filled_memory():
+        found = norm_triton.gated_rms_norm(heads, gate, weight, EPS)
+        packed = norm_triton.gated_rms_norm(heads, gate, weight, EPS, pack=True)
+    expected = reference.gated_rms_norm(heads, gate, weight, EPS)
+    assert_close(found, expected, tolerance=FLOAT32)
+    assert_packed_rows(packed, expected)
+
+
+def rope_angles(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.randint(0, 9000, (2, rows), device=DEVICE)
+    return reference.rope_angles(positions, torch.rand(ROTARY_DIM // 2, device=DEVICE))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_triton_rope_matches_the_reference(interleaved: bool) -> None:
+    x = torch.randn(2, 5, KV_HEADS, 2 * HEAD_DIM, device=DEVICE)[..., :HEAD_DIM]
+    cos, sin = rope_angles(5)
+    weight = torch.randn(HEAD_DIM, device=DEVICE)
+    with nan_filled_memory():
+        found = norm_triton.head_rope(x, weight, EPS, cos, sin, interleaved=interleaved)
+    expected = reference.head_rope(x, weight, EPS, cos, sin, interleaved=interleaved)
+    assert_close(found, expected, tolerance=FLOAT32)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fused_rope_and_cache_write_match_the_reference(interleaved: bool) -> None:
+    k, v = torch.randn(2, 2, 5, KV_HEADS, 2 * HEAD_DIM, device=DEVICE)[..., :HEAD_DIM]
+    q = torch.randn(2, 5, HEADS, 2 * HEAD_DIM, device=DEVICE)[..., :HEAD_DIM]
+    cos, sin = rope_angles(5)
+    weight = torch.randn(HEAD_DIM, device=DEVICE)
+    slots = torch.randperm(40, device=DEVICE)[:10]
+    mapping = {"pages": slots // 8, "offsets": slots % 8}
+    pools, queries = [], []
+    for implementation in (cache_kernel, reference):
+        both = HeadPool.empty(FORMATS["f16"], (2, 5, KV_HEADS, 8), HEAD_DIM, DEVICE)
+        with nan_filled_memory():
+            queries.append(
+                implementation.cache_heads(
+                    q, k, v, (1 - weight, weight), EPS, cos, sin, keys=both[0], values=both[1], **mapping,
+                    interleaved=interleaved,
+                )
+            )  # fmt: skip
+        pools.append(both.codes)
+    assert_close(pools[0], pools[1], tolerance=FLOAT16, name="KV cache")
+    assert_close(queries[0], queries[1], tolerance=FLOAT32, name="queries")
+
+
+@pytest.mark.parametrize("counts", [(0, 16), (1, 5)])
+def test_the_drafts_kv_ring_matches_the_reference(counts: tuple[int, int]) -> None:
+    """`counts` rows of each sequence are written, around the end of the ring; no other slot changes."""
+    rows, heads, dim, size = 16, 8, 128, 40
+    positions = torch.randint(0, 9000, (2, rows), device=DEVICE)
+    cos, sin = reference.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
+    k, v = torch.randn(2, 2, rows, heads, dim + 4, device=DEVICE)[..., :dim]
+    weight = torch.randn(dim, device=DEVICE)
+    before = torch.randn(2, 3, size, heads, dim, device=DEVICE).half()
+    mapping = {
+        "slots": torch.tensor([2, 0], device=DEVICE),
+        "lengths": torch.tensor([33, 99, 30], device=DEVICE),
+        "count": torch.tensor(counts, device=DEVICE),
+    }
+    results = []
+    for implementation in (ring, reference):
+        keys, values = (part.clone() for part in before)
+        implementation.ring_heads(k, v, weight, EPS, cos, sin, keys=keys, values=values, **mapping)
+        results.append(torch.stack([keys, values]))
+    found, expected = results
+    assert_close(found, expected, tolerance=FLOAT16)
+    assert_same_bits(found == before, expected == before, "written elements")

@@ -1,0 +1,30 @@
+"""The engine's sampler on a GPU: grammar masks over a vocabulary of real size."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.inputs import DEVICE
+from tests.gpu.sampling_inputs import VOCABULARY
+from tests.gpu.texts import GREEDY
+from treeflash.engine.sampler import Sampler
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
+
+
+def test_each_row_has_its_own_mask() -> None:
+    """Every fifth row has none."""
+    rows, choose = 23, np.random.default_rng(1)
+    logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    masks = [
+        None if row % 5 == 4 else choose.integers(-(2**31), 2**31, VOCABULARY // 32, dtype=np.int32)
+        for row in range(rows)
+    ]
+    sampler = Sampler(GREEDY, [1], VOCABULARY, DEVICE)
+    nothing, positions = torch.empty(0, dtype=torch.int64, device=DEVICE), torch.arange(rows, device=DEVICE)
+    found = sampler.draw(logits.to(DEVICE), positions, nothing, nothing.expand(rows, 0).bool(), masks)
+    for row, (token, mask) in enumerate(zip(found.tolist(), masks, strict=True)):
+        allowed = np.ones(VOCABULARY, bool)
+        if mask is not None:
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
+        assert token == int(np.where(allowed, logits[row].numpy(), -np.inf).argmax()), f"row {row}"

@@ -1,0 +1,68 @@
+"""Building a draft tree and accepting its path, on the device against the CPU's reference."""
+
+import random
+
+import pytest
+import torch
+
+from tests.gpu.inputs import DEVICE
+from tests.gpu.numerics import assert_same_bits
+from treeflash.kernels.tree import Correction, TreeRows, build_tree, walk_tree
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
+
+FIELDS = ("tokens", "parents", "weights", "ancestors", "positions")
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("scores", ["distinct", "with ties"])
+def test_a_tree_is_built_and_accepted_as_on_the_cpu(scores: str, seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    depths, width = random.choice(((15, 24), (15, 16), (7, 5)))
+    chains, nodes = random.randint(0, 2), random.choice((1, 7, 22, 63))
+    ids = torch.stack([torch.randperm(40)[:width] for _ in range(depths)])
+    log_probabilities = (torch.randn(depths, width) * 2).log_softmax(-1)
+    if scores == "with ties":
+        log_probabilities = (log_probabilities * 2).round() / 2
+    parts = (
+        torch.tensor([99]),
+        torch.tensor([2**33]),
+        ids,
+        log_probabilities,
+        torch.randint(-1, 40, (chains, depths)),
+        -torch.randint(0, 4, (chains, depths)).float() / 2,
+    )
+    edges, bins = torch.linspace(-4, -0.1, 9), (torch.arange(depths) // 3).clamp(max=5)
+    correction = Correction(edges, torch.randn(6, 10) / 4, bins) if seed % 2 else None
+    options = {
+        "nodes": nodes,
+        "rows": random.choice([bucket for bucket in (8, 16, 24, 64) if bucket > nodes]),
+        "spine": random.choice((1.0, -4.0, -20.0)),
+    }
+    expected = build_tree(*parts, correction=correction, **options)
+    if correction:
+        correction = Correction(edges.to(DEVICE), correction.table.to(DEVICE), bins.to(DEVICE))
+    found = build_tree(*(part.to(DEVICE) for part in parts), correction=correction, **options)
+    for name in FIELDS:
+        assert_same_bits(getattr(found, name).cpu(), getattr(expected, name), name)
+    check_acceptance(expected)
+
+
+def check_acceptance(rows: TreeRows) -> None:
+    sampled = rows.tokens[torch.randint(len(rows.tokens), (len(rows.tokens),))]
+    for row in range(len(sampled)):
+        children = (rows.parents == row).nonzero()[:, 0].tolist()
+        if children and random.random() < 0.9:
+            sampled[row] = rows.tokens[random.choice(children)]
+    stops = sampled[torch.randint(len(sampled), (random.choice((0, 1)),))]
+    room = torch.tensor([random.choice((1, 3, 64))])
+    tree = (rows.tokens, rows.parents, rows.ancestors, sampled)
+    results = []
+    for device in (torch.device("cpu"), DEVICE):
+        written = torch.zeros(100, device=device)
+        arguments = [part.to(device) for part in tree]
+        accepted = walk_tree(*arguments, stops=stops.to(device), room=room.to(device), written=written)
+        results.append((accepted.flat.cpu(), written.cpu()))
+    for name, expected, found in zip(("path", "counts"), *results, strict=True):
+        assert_same_bits(found, expected, name)
