@@ -183,7 +183,7 @@ class FromTheHost(TorchDispatchMode):
 
 
 @every_type
-def test_decoding_again_takes_nothing_from_the_host(type: QuantType) -> None:
+def test_decoding_again_copies_nothing_from_the_host(type: QuantType) -> None:
     """As a captured graph needs it."""
     data = random_rows(type, 2, blocks=3)
     dequantise(data, type)

@@ -330,7 +330,7 @@ def test_pipe_does_not_block(path: Path) -> None:
         GGUFFile.open(path)
 
 
-def test_system_errors_are_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_errors_are_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
 
     def denied(*_: object, **__: object) -> None:

@@ -242,7 +242,7 @@ def test_tensor_data_is_checked(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_exception_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"the old file")
     with pytest.raises(KeyboardInterrupt), declared(path) as writer:
@@ -286,7 +286,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
         GGUFWriter(tmp_path / "folder.gguf", "test").write_header()
 
 
-def test_a_disk_without_room_is_told_before_writing(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_before_writing(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "x.gguf", "test")
     writer.add_tensor("huge", (2**30, 2**30), QuantType.F32)
     with pytest.raises(
@@ -312,7 +312,7 @@ class FailingFile:
 
 @pytest.mark.parametrize("call", ["seek", "write", "flush"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_that_fills_up_or_breaks_later(tmp_path: Path, call: str, code: int) -> None:
+def test_disk_errors_while_writing(tmp_path: Path, call: str, code: int) -> None:
     writer = declared(tmp_path / "x.gguf")
     writer._file = FailingFile(writer._file, call, code)  # type: ignore[assignment]
     expected = TreeFlashError if code == errno.EIO else ResourceError
@@ -326,7 +326,7 @@ def test_a_disk_that_fills_up_or_breaks_later(tmp_path: Path, call: str, code: i
     assert not os.listdir(tmp_path)
 
 
-def test_a_full_disk_for_real(tmp_path: Path) -> None:
+def test_a_file_size_limit_while_writing(tmp_path: Path) -> None:
     """The system's own limit on file sizes makes a write fail halfway."""
     script = """if True:
         import resource, signal, sys

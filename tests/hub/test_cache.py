@@ -55,7 +55,7 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_there(cache):
+def test_contents(cache):
     assert names(cache) == {
         "me/Model-GGUF:Q4_K_M",
         "me/Model-GGUF:Q8_0",
@@ -86,7 +86,7 @@ def test_removing_one_file_leaves_the_others(cache):
     assert names(cache) == {"me/Model-GGUF:Q4_K_M", "me/Model-GGUF:F16", "z-lab/Model-DFlash"}
 
 
-def test_removing_all_of_a_commit_leaves_no_trace_but_other_repositories(cache):
+def test_removing_a_whole_commit_leaves_other_repositories(cache):
     (draft,) = [each for each in contents(cache) if not each.quant]
     plan = removal([draft], cache)
     assert plan.size == 50 + len(CONFIG)
@@ -97,7 +97,7 @@ def test_removing_all_of_a_commit_leaves_no_trace_but_other_repositories(cache):
     assert len(names(cache)) == 3
 
 
-def test_an_older_commit_goes_too_and_shared_bytes_stay(cache):
+def test_older_commits_are_removed_and_shared_blobs_stay(cache):
     add(cache, "me/Model-GGUF", "bbb", {"m-Q4_K_M.gguf": b"better", "copy.gguf": b"four" * 100})
     (model,) = [each for each in of_repo("me/Model-GGUF", cache) if each.quant == "Q4_K_M"]
     removal([model], cache).execute()
@@ -105,7 +105,7 @@ def test_an_older_commit_goes_too_and_shared_bytes_stay(cache):
     assert (cache / "models--me--Model-GGUF/snapshots/bbb/copy.gguf").read_bytes() == b"four" * 100
 
 
-def test_split_files_go_together(cache):
+def test_split_files_are_removed_together(cache):
     (model,) = [each for each in contents(cache) if each.quant == "F16"]
     removal([model], cache).execute()
     assert not list(cache.rglob("*F16-0000*")) and list(cache.rglob("mmproj-F16.gguf"))

@@ -60,7 +60,7 @@ def test_the_embedded_pair_is_in_the_package():
 
 
 @pytest.mark.parametrize("card", FETCHED, ids=lambda card: card.name)
-def test_values_make_sense(card):
+def test_values_are_in_range(card):
     assert card.target is not None and card.target.quant == "Q4_K_M" and card.target.repo.endswith("-GGUF")
     assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b"))
     if card.draft is not None:
@@ -75,7 +75,7 @@ def test_values_make_sense(card):
 
 
 @pytest.mark.parametrize("card", FETCHED, ids=lambda card: card.name)
-def test_a_card_knows_its_own_files_and_no_other_does(card):
+def test_a_card_matches_its_own_files_only(card):
     shape = {
         "architecture": card.match.architecture,
         "width": card.match.width,
@@ -103,7 +103,7 @@ def test_other_models_of_the_same_shape(name):
         assert catalog.recognise([name], architecture="qwen3", width=width, layers=36) is None
 
 
-def test_the_first_name_that_is_known_counts():
+def test_the_first_matching_name_counts():
     shape = {"architecture": "qwen35", "width": 5120, "layers": 64}
     assert catalog.recognise(["Qwen3.5-27B", "Qwen3.6-27B"], **shape).name == "qwen3.5-27b"
     assert catalog.recognise(["weights", "Qwen3.6-27B"], **shape).name == "qwen3.6-27b"

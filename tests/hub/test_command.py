@@ -12,7 +12,7 @@ from tests.hub.fake_hub import FakeHub
 PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
 
 
-def test_a_name_on_the_hub_is_fetched_and_answers(tiny_model, tmp_path):
+def test_a_name_on_the_hub_is_downloaded_and_loaded(tiny_model, tmp_path):
     with contextlib.closing(FakeHub()) as hub:
         hub.repos["me/Tiny-GGUF"] = {"tiny-Q8_0.gguf": tiny_model().read_bytes(), "tiny-Q4_K_M.gguf": b"x"}
         hub.break_off = [300_000]

@@ -87,7 +87,7 @@ def test_offline_without_a_copy(hub, tmp_path):
         get(hub, tmp_path, RepoName(REPO.repo, "Q6_K"), offline=True)
 
 
-def test_hub_out_of_reach_uses_the_copy_and_says_so(hub, tmp_path):
+def test_without_a_network_the_cached_copy_is_used_with_a_notice(hub, tmp_path):
     path = get(hub, tmp_path)
     seen = Recorder()
     nowhere = {"endpoint": "http://127.0.0.1:9", "cache": tmp_path}
@@ -102,7 +102,7 @@ def test_hub_out_of_reach_uses_the_copy_and_says_so(hub, tmp_path):
         get(hub, tmp_path, RepoName("someone/else"))
 
 
-def test_a_broken_transfer_goes_on_where_it_stopped(hub, tmp_path):
+def test_a_broken_transfer_is_resumed(hub, tmp_path):
     hub.break_off = [1_200_000, 700_000]
     assert get(hub, tmp_path).read_bytes() == MODEL
     ranges = [headers["Range"] for headers in hub.downloads()]
@@ -111,7 +111,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped(hub, tmp_path):
     assert starts == [0, 1_200_000, 1_900_000]
 
 
-def test_a_new_run_goes_on_where_the_last_one_was_interrupted(hub, tmp_path):
+def test_a_new_run_resumes_the_download(hub, tmp_path):
     class Impatient(Recorder):
         def downloading(self, name: str, done: int, total: int) -> None:
             if done > 1_500_000:
@@ -132,7 +132,7 @@ def test_a_server_that_ignores_ranges_starts_again(hub, tmp_path):
     assert get(hub, tmp_path).read_bytes() == MODEL
 
 
-def test_gives_up_when_nothing_more_comes(hub, tmp_path):
+def test_fails_after_several_tries_without_progress(hub, tmp_path):
     hub.break_off = [0] * 50
     with pytest.raises(DownloadFailed, match="cannot be reached"):
         get(hub, tmp_path)
@@ -179,7 +179,7 @@ def test_missing_repository_and_quantisation(hub, tmp_path):
     assert not hub.downloads()
 
 
-def test_full_disk_is_noticed_before_the_download(hub, tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_before_the_download(hub, tmp_path, monkeypatch):
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=1000))
     with pytest.raises(ResourceError, match=r"needs 3.0 MB, 0.0 MB are free in") as caught:

@@ -38,7 +38,7 @@ def fetched(hub: FakeHub) -> list[str]:
     return sorted({path.rpartition("/")[2] for method, path, _ in hub.requests if "/resolve/" in path})
 
 
-def test_takes_just_the_config_and_the_weights(hub, tmp_path):
+def test_downloads_only_the_config_and_the_weights(hub, tmp_path):
     path = fetch_draft(REPO)
     assert path.name == "model.safetensors" and path.read_bytes() == WEIGHTS
     assert (path.parent / "config.json").read_bytes() == CONFIG
@@ -50,21 +50,21 @@ def test_takes_just_the_config_and_the_weights(hub, tmp_path):
     assert fetch_draft(REPO) == path and len(hub.downloads()) == 1
 
 
-def test_nothing_here(hub):
+def test_a_draft_that_is_not_cached(hub):
     assert cached_draft(REPO) is None
     with pytest.raises(ModelNotFound, match="not in the cache"):
         fetch_draft(REPO, offline=True)
     assert not hub.requests
 
 
-def test_goes_on_where_it_was_broken_off(hub):
+def test_an_interrupted_download_is_resumed(hub):
     hub.break_off = [300_000]
     assert fetch_draft(REPO).read_bytes() == WEIGHTS
     assert [headers["Range"] for headers in hub.downloads()] == ["bytes=0-", "bytes=300000-"]
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DFlash2DraftModel"])
-def test_weights_of_something_else_are_not_fetched(hub, architecture):
+def test_weights_of_other_models_are_not_downloaded(hub, architecture):
     hub.repos[REPO.repo]["config.json"] = json.dumps({"architectures": [architecture]}).encode()
     with pytest.raises(UnsupportedModel, match=f"is '{architecture}', needed 'DFlashDraftModel'"):
         fetch_draft(REPO)

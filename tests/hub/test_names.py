@@ -38,7 +38,7 @@ def test_parsing(name, wanted):
 
 
 @pytest.mark.parametrize("name", ["u/r:", "hf://", "hf://u", "https://huggingface.co/u", "hf://u/r/file.txt"])
-def test_names_that_cannot_be_meant(name):
+def test_invalid_names(name):
     with pytest.raises(UsageError):
         parse_repo(name)
 

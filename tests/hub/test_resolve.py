@@ -25,12 +25,12 @@ def test_a_file_is_itself(folder):
     assert resolve("model.gguf").samefile(folder / "model.gguf")
 
 
-def test_what_is_on_disk_wins_over_a_repository(folder):
+def test_a_path_on_disk_takes_precedence_over_a_repository(folder):
     touch(folder / "user/repo/model-Q4_0.gguf")
     assert resolve("user/repo").samefile(folder / "user/repo/model-Q4_0.gguf")
 
 
-def test_home_is_known(folder, monkeypatch):
+def test_home_is_expanded(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     touch(folder / "models/a.gguf")
     assert resolve("~/models/a.gguf").samefile(folder / "models/a.gguf")
@@ -70,7 +70,7 @@ def test_folders(folder):
         ("x" * 5000, "is not a file name", ""),
     ],
 )
-def test_names_of_nothing(folder, name, message, hint):
+def test_names_without_a_file_or_repository(folder, name, message, hint):
     touch(folder / "qwen-Q4_K_M.gguf")
     with pytest.raises(ModelNotFound) as caught:
         resolve(name)
@@ -78,7 +78,7 @@ def test_names_of_nothing(folder, name, message, hint):
     assert hint in caught.value.hint
 
 
-def test_a_link_to_nothing_is_named(folder):
+def test_a_broken_link_is_named(folder):
     for name in ("model.gguf", "user/repo", "qwen3.6-27b"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to("gone.gguf")
@@ -116,7 +116,7 @@ def cache_file(cache, repo, name):
     touch(cache / f"models--{repo.replace('/', '--')}/snapshots/abc/{name}")
 
 
-def test_short_names_take_what_is_in_the_cache(folder):
+def test_short_names_use_the_cache(folder):
     repo = "unsloth/Qwen3.6-27B-GGUF"
     assert meaning("qwen3.6-27b").fetched == RepoName(repo, "Q4_K_M")
     assert meaning("qwen3.6-27b:Q8_0").fetched == RepoName(repo, "Q8_0")

@@ -1,4 +1,4 @@
-"""Grammars, tools, reasoning budgets, stop strings on the embedded pair: obeyed, the same with any tree.
+"""Grammars, tools, reasoning budgets and stop strings on the embedded pair, identical with any tree.
 
 The model was hardly trained on JSON and tools, so valid answers are due to the grammar.
 """
@@ -76,7 +76,7 @@ TOOLS = [
 
 @cache
 def session(kind: str, template: str | None = None) -> Session:
-    """plain, tree or controlled; with another chat template on demand."""
+    """Return the session of this kind: plain, tree or controlled; `template` replaces its chat template."""
     if template is not None:
         made = session(kind)
         controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -90,7 +90,7 @@ def session(kind: str, template: str | None = None) -> Session:
     return load_session(pair.target, config)
 
 
-class Answer:
+class Output:
     def __init__(self, made: Session, **options: Any):
         request = {"messages": MESSAGES, "max_tokens": 64, "sampling": GREEDY, **options}
         self.events = list(made.generate(TextRequest(**request)))
@@ -114,10 +114,10 @@ class Answer:
         )
 
 
-def everywhere(template: str | None = None, **options: Any) -> Answer:
-    """The answer, which is the same with trees and without."""
-    plain = Answer(session("plain", template), **options)
-    assert Answer(session("tree", template), **options).key() == plain.key()
+def everywhere(template: str | None = None, **options: Any) -> Output:
+    """Return the output, which is identical with and without trees."""
+    plain = Output(session("plain", template), **options)
+    assert Output(session("tree", template), **options).key() == plain.key()
     return plain
 
 
@@ -126,7 +126,7 @@ def everywhere(template: str | None = None, **options: Any) -> Answer:
 def test_the_same_constrained_text_with_every_tree(name: str, sampling: SamplingParams) -> None:
     options = {"grammar": GRAMMARS[name], "sampling": sampling, "max_tokens": 40}
     answer = everywhere(**options)
-    assert Answer(session("controlled"), **options).key() == answer.key()
+    assert Output(session("controlled"), **options).key() == answer.key()
     if name == "schema":
         jsonschema.validate(json.loads(answer.text), PERSON)
         assert answer.done.reason == "stop"
@@ -134,8 +134,8 @@ def test_the_same_constrained_text_with_every_tree(name: str, sampling: Sampling
         assert answer.text.startswith(("yes, because ", "no, because ")) and answer.text.endswith(".")
 
 
-def test_a_grammar_is_proposed_along() -> None:
-    found = Answer(session("tree"), grammar=GRAMMARS["schema"])
+def test_forced_tokens_are_proposed() -> None:
+    found = Output(session("tree"), grammar=GRAMMARS["schema"])
     assert found.done.stats.acceptance_length > 1.5
 
 
@@ -153,7 +153,7 @@ def fits_random_schemas(count: int) -> None:
         schema = random_schema(choose)
         sampling = SamplingParams(temperature=choose.choice([0.0, 1.0, 1.5]), seed=case)
         grammar = Grammar("json_schema", schema)
-        found = Answer(made, grammar=grammar, sampling=sampling, max_tokens=300)
+        found = Output(made, grammar=grammar, sampling=sampling, max_tokens=300)
         assert found.done.reason == "stop", schema
         jsonschema.validate(json.loads(found.text), schema)
 
@@ -176,7 +176,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_that_has_to_come_comes(case: str) -> None:
+def test_a_required_call_is_generated(case: str) -> None:
     template, choice, sampling = CALLS[case]
     options = {"tools": TOOLS, "tool_choice": choice, "sampling": sampling, "parallel_tool_calls": False}
     found = everywhere(template, thinking=False, max_tokens=120, **options)
@@ -193,7 +193,7 @@ def test_a_call_that_has_to_come_comes(case: str) -> None:
 
 
 @pytest.mark.parametrize("template", [None, QWEN35], ids=["json", "xml"])
-def test_a_strict_tool_is_called_right_when_the_model_calls_it(template: str | None) -> None:
+def test_calls_of_strict_tools_match_their_schema(template: str | None) -> None:
     tag = session("plain").tokenizer.id_of("<tool_call>")
     sampling = SamplingParams(temperature=1.0, logit_bias={tag: 60.0}, seed=3)
     options = {"tools": TOOLS[:1], "parallel_tool_calls": False, "sampling": sampling, "thinking": False}
@@ -202,28 +202,28 @@ def test_a_strict_tool_is_called_right_when_the_model_calls_it(template: str | N
     assert json.loads(found.calls[0][1]).keys() == {"city", "days", "units"}
 
 
-def test_calls_go_on_while_they_may() -> None:
+def test_parallel_calls() -> None:
     found = everywhere(tools=TOOLS[1:], tool_choice="required", max_tokens=60, sampling=WARM)
     assert len(found.calls) >= 1 and all(name == "clock" for name, _ in found.calls)
 
 
 @pytest.mark.parametrize("tool", ["weather", "clock"])
-def test_thoughts_before_a_call_are_not_read_again(tool: str) -> None:
+def test_reasoning_before_a_call_is_cached(tool: str) -> None:
     made = session("tree", QWEN35)
-    # A plain word for its thoughts: tokens of nonsense are not those that its text is read as again.
+    # Reasoning that is a plain word: random tokens would be encoded differently when they are sent back.
     word = SamplingParams(logit_bias={made.tokenizer.encode("Yes")[0]: 60.0}, seed=1)
     tools = {"tools": TOOLS, "tool_choice": tool, "parallel_tool_calls": False}
-    first = Answer(made, thinking=True, thinking_budget=1, sampling=word, max_tokens=150, **tools)
+    first = Output(made, thinking=True, thinking_budget=1, sampling=word, max_tokens=150, **tools)
     call = {"id": "call_1", "function": {"name": tool, "arguments": first.calls[0][1]}}
     turn = {"role": "assistant", "content": "", "reasoning_content": first.reasoning, "tool_calls": [call]}
     messages = [*MESSAGES, turn, {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]
-    second = Answer(made, messages=messages, thinking=True, tools=TOOLS, max_tokens=2)
-    # All but the last token, from which nothing had been computed.
+    second = Output(made, messages=messages, thinking=True, tools=TOOLS, max_tokens=2)
+    # All but the last token, after which no forward pass has run.
     assert second.done.stats.cached_tokens == first.done.stats.prompt_tokens + len(first.done.tokens) - 1
     assert first.reasoning.startswith("Yes")
 
 
-def test_no_calls_where_none_are_wanted() -> None:
+def test_no_calls_with_tool_choice_none() -> None:
     made = session("plain")
     without = made.encode(TextRequest(messages=MESSAGES))
     assert made.encode(TextRequest(messages=MESSAGES, tools=TOOLS, tool_choice="none")) == without
@@ -242,7 +242,7 @@ def test_reasoning_ends_at_its_budget(budget: int, grammar: Grammar | None) -> N
         assert found.text.startswith(("yes, because ", "no, because "))
 
 
-def test_a_grammar_is_due_even_if_reasoning_would_end_the_text() -> None:
+def test_the_grammar_follows_reasoning_that_would_end_the_text() -> None:
     ends = {token: 50.0 for token in session("plain").tokenizer.stop_ids}
     sampling = SamplingParams(logit_bias=ends, seed=1)
     found = everywhere(
@@ -251,7 +251,7 @@ def test_a_grammar_is_due_even_if_reasoning_would_end_the_text() -> None:
     assert found.text in ("yes", "no")
 
 
-def test_stop_strings_cut_the_answer_and_are_named() -> None:
+def test_stop_strings_end_the_answer_and_are_reported() -> None:
     whole = everywhere()
     for stop in ("vowels", whole.text[20:23]):
         found = everywhere(stop=["never there", stop])
@@ -259,8 +259,8 @@ def test_stop_strings_cut_the_answer_and_are_named() -> None:
         assert (found.done.reason, found.done.stop_string) == ("stop", stop)
 
 
-def test_trees_are_shown_when_asked_for() -> None:
-    found = Answer(session("tree"), trees=True, max_tokens=30)
+def test_trees_are_reported_on_request() -> None:
+    found = Output(session("tree"), trees=True, max_tokens=30)
     trees = [event for event in found.events if isinstance(event, TreeStep)]
     assert len(trees) == found.done.stats.steps
     for tree in trees:
@@ -271,34 +271,34 @@ def test_trees_are_shown_when_asked_for() -> None:
     # Without the first token, which the prompt gives, and the last, which no tree has confirmed.
     shown = "".join(tree.tokens[row] for tree in trees for row in tree.accepted)
     assert found.text.startswith(shown[: len(found.text)]) and len(shown) > 20
-    assert not any(isinstance(event, TreeStep) for event in Answer(session("tree"), max_tokens=5).events)
+    assert not any(isinstance(event, TreeStep) for event in Output(session("tree"), max_tokens=5).events)
 
 
-def test_a_request_may_want_smaller_trees() -> None:
+def test_a_request_can_limit_its_trees() -> None:
     for budget, most in ((0, 1), (3, 4), (1000, 23)):
-        found = Answer(session("tree"), draft_budget=budget, trees=True, max_tokens=30)
+        found = Output(session("tree"), draft_budget=budget, trees=True, max_tokens=30)
         rows = [len(event.tokens) for event in found.events if isinstance(event, TreeStep)]
         assert max(rows) == most
     assert found.key() == everywhere(max_tokens=30).key()
 
 
-def test_no_limit_means_what_fits() -> None:
+def test_without_a_limit_the_context_is_the_limit() -> None:
     made = session("plain")
     prompt = (made.tokenizer.encode("1 2 3 4 5 6 7 8 9 10 11 12 ") * 30)[:740]
-    found = Answer(made, messages=None, prompt=prompt, max_tokens=None)
+    found = Output(made, messages=None, prompt=prompt, max_tokens=None)
     assert found.done.reason == "length"
     assert len(found.done.tokens) == made.max_ctx - 740 + 1
 
 
 def test_log_probabilities_come_with_the_text() -> None:
-    found = Answer(session("tree"), sampling=SamplingParams(logprobs=2, seed=1), max_tokens=20)
+    found = Output(session("tree"), sampling=SamplingParams(logprobs=2, seed=1), max_tokens=20)
     along = [each for event in found.events if isinstance(event, Text) for each in event.logprobs or []]
     assert found.done.logprobs is not None
     assert [each.token for each in along] == found.done.tokens[: len(along)]
     assert [each.token for each in found.done.logprobs] == found.done.tokens
 
 
-def test_recommended_sampling_is_the_cards() -> None:
+def test_recommended_sampling_comes_from_the_card() -> None:
     made = session("plain")
     assert made.card is not None and made.card.name == "treeflash-40m"
     assert made.sampling_for(None) == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str) -> None:
+def test_invalid_requests(case: str) -> None:
     options, reason = REFUSED[case]
     with pytest.raises(UsageError, match=reason):
-        Answer(session("plain"), **options)
+        Output(session("plain"), **options)

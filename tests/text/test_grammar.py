@@ -52,13 +52,13 @@ def follows(matcher: Matcher, text: str) -> bool:
         Grammar("lark", "start: a\na: b\nb: a"),
     ],
 )
-def test_rules_that_lead_nowhere_are_refused(grammar: Grammar) -> None:
+def test_rules_that_match_no_text_are_refused(grammar: Grammar) -> None:
     with pytest.raises(UsageError, match="matches no text") as caught:
         COMPILER.compile(grammar)
     assert "\n" not in caught.value.message
 
 
-def test_a_schema_is_followed_to_its_end() -> None:
+def test_a_schema_is_complete_at_its_end() -> None:
     matcher = COMPILER.compile(Grammar("json_schema", PERSON))
     start = allowed(matcher)
     for text in ('{"name": "Bo", "age": 3}', '{"name": "", "age": -12}'):
@@ -77,7 +77,7 @@ def test_a_schema_is_followed_to_its_end() -> None:
     assert not matcher.complete
 
 
-def test_control_tokens_are_no_text() -> None:
+def test_control_tokens_never_match() -> None:
     matcher = COMPILER.compile(Grammar("regex", r"(?s:.*)"))
     found = allowed(matcher)
     assert TOKENIZER.id_of("<think>") in found
@@ -85,7 +85,7 @@ def test_control_tokens_are_no_text() -> None:
     assert found >= TOKENIZER.stop_ids
 
 
-def test_a_fork_goes_its_own_way() -> None:
+def test_a_fork_is_independent() -> None:
     matcher = COMPILER.compile(Grammar("regex", "ab|ac"))
     a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
     assert matcher.advance(a)
@@ -106,7 +106,7 @@ def test_a_fork_goes_its_own_way() -> None:
         (Grammar("yaml", "x"), "kind is 'yaml'"),  # ty: ignore[invalid-argument-type]
     ],
 )
-def test_refusals(grammar: Grammar, reason: str) -> None:
+def test_invalid_requests(grammar: Grammar, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         COMPILER.compile(grammar)
 
@@ -119,7 +119,7 @@ def test_refusals(grammar: Grammar, reason: str) -> None:
         max_leaves=6,
     )
 )
-def test_any_object_as_python_writes_it(value: object) -> None:
+def test_any_json_object(value: object) -> None:
     matcher = COMPILER.compile(Grammar("json_object"))
     text = json.dumps({"value": value}, ensure_ascii=False)
     # JSON has no raw control characters; the library wants them, and DEL, escaped in one way.
@@ -171,7 +171,7 @@ def test_the_grammar_of_xml_calls() -> None:
     assert follows(opened, XML.format("Rome", "").removeprefix("<tool_call>"))
 
 
-def test_strings_in_xml_calls_keep_to_their_schema() -> None:
+def test_strings_in_xml_calls_match_their_schema() -> None:
     limits = {
         "length": {"type": "string", "minLength": 1, "maxLength": 3},
         "form": {"type": "string", "pattern": "^[a-c]/+$"},
@@ -203,7 +203,7 @@ def test_the_grammar_of_json_calls() -> None:
     assert not follows(one, written("cook", {}))
 
 
-def test_tools_as_they_are_described() -> None:
+def test_parsing_tools() -> None:
     assert [(tool.name, tool.strict) for tool in TOOLS] == [("weather", True), ("clock", False)]
     assert read_tools(None) == []
     for bad, reason in [

@@ -29,7 +29,7 @@ def test_leading_system_messages_become_one():
     assert contents({"role": "system", "content": ""}, ASK) == [("system", ""), ("user", "Hi")]
 
 
-def test_later_system_messages_stay_where_they_are():
+def test_later_system_messages_become_user_text():
     assert contents(ASK, {"role": "developer", "content": "now this"}, ASK) == [
         ("user", "Hi"),
         ("user", "<system>\nnow this\n</system>"),
@@ -108,7 +108,7 @@ def test_arguments_become_an_object(arguments: object, expected: dict):
 
 
 @given(value=st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
-def test_arguments_survive_their_spelling(value: object):
+def test_arguments_round_trip_through_json(value: object):
     call = {"function": {"name": "f", "arguments": json.dumps({"value": value})}}
     assert reply(tool_calls=[call])["tool_calls"][0]["function"]["arguments"] == {"value": value}
 
@@ -132,7 +132,7 @@ def test_empty_fields_are_left_out():
         ("<think>a</think>say </think>", "say </think>"),
     ],
 )
-def test_thoughts_are_taken_out_of_history(content: str, left: str):
+def test_reasoning_is_split_from_earlier_replies(content: str, left: str):
     assert reply(content=content)["content"] == left
     assert normalise([{"role": "user", "content": content}])[0]["content"] == content
 

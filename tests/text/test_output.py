@@ -165,7 +165,7 @@ def test_json_calls() -> None:
         "x \n <tool_call>\n\nplain",
     ],
 )
-def test_what_is_no_call_is_content(text: str) -> None:
+def test_malformed_calls_are_content(text: str) -> None:
     assert shown(text, tools=TOOLS) == [("content", text)]
 
 
@@ -188,7 +188,7 @@ def test_a_call_that_breaks_off_leaves_the_rest_as_content() -> None:
     assert shown(unclosed, tools=TOOLS, whole=False)[1] == ("arguments", '{"city": "Rome')
 
 
-def test_how_far_calls_are() -> None:
+def test_counts_of_begun_and_complete_calls() -> None:
     parser = OutputParser(reasoning="open", tools=TOOLS)
     assert parser.in_reasoning
     parser.push("</think>")
@@ -247,7 +247,7 @@ def test_any_split_gives_the_same_deltas(text: str, cuts: list[int], reasoning: 
 
 @settings(max_examples=300, deadline=None)
 @given(text=texts, reasoning=st.sampled_from(["open", "possible", "none"]))
-def test_nothing_but_tags_and_space_is_lost(text: str, reasoning: str) -> None:
+def test_only_tags_and_whitespace_are_dropped(text: str, reasoning: str) -> None:
     kept = "".join(delta.text for delta in parse([text], reasoning=reasoning, tools=TOOLS))
     assert kept.count("Rome") == text.count("Rome")
     assert kept.count("🙂") == text.count("🙂")
@@ -255,7 +255,7 @@ def test_nothing_but_tags_and_space_is_lost(text: str, reasoning: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.text().filter(lambda text: "</parameter>" not in text), min_size=1, max_size=4))
-def test_strings_come_through_unchanged(values: list[str]) -> None:
+def test_string_arguments_are_unchanged(values: list[str]) -> None:
     tool = Tool("f", {"properties": {f"p{i}": {"type": "string"} for i in range(len(values))}})
     written = call("f", *((f"p{i}", value) for i, value in enumerate(values)))
     deltas = parse([written], tools=[tool])

@@ -23,7 +23,7 @@ def test_any_split_ends_before_the_first_stop_string(text: str, stops: list[str]
     assert (scanner.hit is not None) == bool(found)
 
 
-def test_text_that_cannot_become_a_stop_string_is_shown_at_once() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
     scanner = StopStrings(["\n\nUser:"])
     assert scanner.push("one\n") == "one"
     assert scanner.push("two\n\nUs") == "\ntwo"

@@ -48,7 +48,7 @@ def test_a_character_is_never_split(text: str):
     assert stream.flush() == ""
 
 
-def test_an_unfinished_character_is_held_back_until_flushed():
+def test_an_incomplete_character_is_held_back_until_flush():
     ids = [TOKENIZER.encode("🦊")[0]]
     assert TOKENIZER.token_bytes(ids[0]) != "🦊".encode()
     stream = TOKENIZER.stream()

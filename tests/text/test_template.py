@@ -112,27 +112,27 @@ def test_a_round_of_tool_calls(arguments: object):
         {"content": [{"type": "thinking", "thinking": "Let me see."}, {"type": "text", "text": "Yes."}]},
     ],
 )
-def test_reasoning_of_the_current_turn_is_the_template_s_to_show(reply: dict):
+def test_the_template_decides_which_reasoning_it_renders(reply: dict):
     reply = {"role": "assistant", **reply}
     assert "<think>\nLet me see.\n</think>\n\nYes." in render(ASK, reply)
     assert "Let me see." not in render(ASK, reply, ASK)
 
 
-def test_variables_may_have_any_name_that_is_not_taken():
+def test_template_variables():
     for name in ("self", "cls", "extra", "a b", ""):
         assert TEMPLATE.render([ASK], **{name: "x"}).text == TEMPLATE.render([ASK]).text
     with pytest.raises(UsageError, match="'messages' cannot be set"):
         TEMPLATE.render([ASK], **{"messages": "x"})
 
 
-def test_templates_that_insist_on_turns_get_them():
+def test_messages_are_merged_for_templates_that_require_alternating_roles():
     template = ChatTemplate(TURNS, bos="<s>", eos="</s>")
     messages = [ASK, {"role": "user", "content": "there"}, {"role": "system", "content": "new rule"}]
     text = template.render(messages).text
     assert text == "<s>[user] Hi\n\nthere\n\n<system>\nnew rule\n</system></s>"
 
 
-def test_a_refusal_carries_the_template_s_words():
+def test_an_error_has_the_message_of_the_template():
     with pytest.raises(TemplateFailed, match=r"No user query found in messages\."):
         render({"role": "system", "content": "Alone"})
 
@@ -151,7 +151,7 @@ def test_a_file_without_a_template_gets_chatml():
         fallback.render([ASK], tools=[WEATHER])
 
 
-def test_tokens_of_the_file_are_known_to_its_template():
+def test_templates_can_use_the_tokens_of_the_file():
     source = "{{ bos_token }}|{{ eos_token }}"
     metadata = trained("qwen35")[0] | {"tokenizer.chat_template": source, f"{KEY}bos_token_id": 500}
     assert ChatTemplate.from_metadata(metadata).render([ASK]).text == "<|endoftext|>|<|im_end|>"
@@ -159,7 +159,7 @@ def test_tokens_of_the_file_are_known_to_its_template():
         ChatTemplate.from_metadata({"tokenizer.chat_template": []}, source="m.gguf")
 
 
-def test_what_templates_may_use():
+def test_filters_and_functions_of_templates():
     assert evaluate("{{ {'a': '<é>&'} | tojson }}") == '{"a": "<é>&"}'
     assert evaluate("{{ {'b': 1, 'a': [1]} | tojson(indent=1, sort_keys=true) }}") == (
         '{\n "a": [\n  1\n ],\n "b": 1\n}'
@@ -199,7 +199,7 @@ def test_the_sandbox_holds(source: str):
 
 
 @pytest.mark.parametrize("name", ["raise_exception", "strftime_now", "lipsum", "messages", "range"])
-def test_the_sandbox_shows_nothing(name: str):
+def test_the_sandbox_exposes_nothing(name: str):
     for attribute in ("__globals__", "__class__", "__init__", "__code__", "__closure__", "__self__"):
         assert evaluate(f"{{{{ {name}.{attribute} }}}}") == ""
 
@@ -232,7 +232,7 @@ def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPa
         ("{{ raise_exception('my own words') }}", "refused the conversation: my own words"),
     ],
 )
-def test_failures_of_the_template_are_told(source: str, message: str):
+def test_failures_of_the_template_are_reported(source: str, message: str):
     with pytest.raises(TemplateFailed, match=message):
         evaluate(source)
 
@@ -307,7 +307,7 @@ def test_a_growing_conversation_keeps_its_boundaries():
     assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
 
 
-def test_the_last_question_has_a_boundary_of_its_own():
+def test_the_last_user_message_has_a_boundary():
     conversation = [
         {"role": "system", "content": "Be brief."},
         ASK,

@@ -58,7 +58,7 @@ def test_round_trip(pre: str, text: str):
 
 
 @given(text=marked_text, special=st.booleans())
-def test_fillers_are_never_produced_and_controls_only_when_asked(text: str, special: bool):
+def test_fillers_are_never_encoded_and_control_tokens_only_with_special(text: str, special: bool):
     ids = TOKENIZERS["llama-bpe"].encode(text, special=special)
     assert not set(ids) & set(range(PAD, PAD + len(UNUSED)))
     if not special:
@@ -117,7 +117,7 @@ def test_lone_surrogates_become_replacement_characters():
     )
 
 
-def test_numbers_are_cut_as_the_model_expects():
+def test_numbers_are_split_as_the_model_expects():
     def pieces(pre: str, text: str) -> list[str]:
         alphabet = changed(pre)[f"{KEY}tokens"][:256]
         metadata = changed(pre, merges=["1 2", "12 3", "123 4"], token_type=[1] * 259)
@@ -162,7 +162,7 @@ def test_stop_set_holds_every_end_token():
     assert Tokenizer.from_metadata(changed(eos_token_id=None)).eos_id is None
 
 
-def test_bos_only_where_the_file_or_its_family_asks_for_it():
+def test_bos_only_where_the_file_or_its_family_has_it():
     def bos(pre: str, **values) -> int | None:
         return Tokenizer.from_metadata(changed(pre, bos_token_id=3, **values)).bos_id
 

@@ -53,7 +53,7 @@ def one_argument(schema: Any, **more: Any) -> Tool:
         ({"type": ["string", "null"]}, "null", None),
     ],
 )
-def test_arguments_have_the_types_their_schema_means(schema: dict, text: str, value: object) -> None:
+def test_arguments_are_converted_to_the_types_of_their_schema(schema: dict, text: str, value: object) -> None:
     tool = one_argument(schema, **{"$defs": {"Place": PLACE}})
     assert typed(text, tool.schema("a")) == value
     parser = OutputParser(tools=[tool])
@@ -83,7 +83,7 @@ def test_patterns_with_slashes(pattern: str, sound: str, unsound: str) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(schema=SCHEMAS, text=st.sampled_from(["1", "x", "[1", "True"]), strict=st.booleans())
-def test_no_schema_breaks_more_than_its_own_request(schema: Any, text: str, strict: bool) -> None:
+def test_an_invalid_schema_is_a_usage_error(schema: Any, text: str, strict: bool) -> None:
     for parameters in ({"properties": {"a": schema}}, schema if isinstance(schema, dict) else {}):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
         tools = read_tools([tool])

@@ -136,12 +136,12 @@ class _Fit:
     minimum_codes: Tensor
 
     def integers(self, blocks: _Blocks) -> Tensor:
-        """The best q: [blocks, subs, width]."""
+        """Return the best q: [blocks, subs, width]."""
         shifted = blocks.x + self.minimum * self.minimum_codes
         return _rounded(shifted, _inverse(self.scale * self.scale_codes), blocks.levels)
 
     def errors(self, blocks: _Blocks) -> Tensor:
-        """Weighted squared error of each sub-block with the best q: [blocks, subs, 1]."""
+        """Return the weighted squared error of each sub-block with the best q: [blocks, subs, 1]."""
         shifted = blocks.x + self.minimum * self.minimum_codes
         step = self.scale * self.scale_codes
         q = _rounded(shifted, _inverse(step), blocks.levels)
@@ -149,7 +149,7 @@ class _Fit:
 
 
 def _importance(x: Tensor) -> Tensor:
-    """What a squared error counts for: more on large weights, whatever the scale of the sub-block."""
+    """Return the weights of squared errors: higher for large values, independent of the sub-block's scale."""
     return x.abs() * _inverse(x.square().mean(-1, keepdim=True).sqrt_()) + 1
 
 
@@ -158,7 +158,7 @@ def _rounded(x: Tensor, inverse_scale: Tensor, levels: tuple[int, int]) -> Tenso
 
 
 def _fit_affine(blocks: _Blocks) -> tuple[Tensor, Tensor]:
-    """Scale and minimum, neither negative, of each sub-block, x ~ scale * q - minimum: [blocks, subs, 1]."""
+    """Fit x ~ scale * q - minimum, neither negative, to each sub-block: [blocks, subs, 1] each."""
     x, weights, top = blocks.x, blocks.weights, blocks.levels[1]
     weighted = weights * x
     sum_w, sum_x = weights.sum(-1, keepdim=True), weighted.sum(-1, keepdim=True)
@@ -189,7 +189,7 @@ def _fit_affine(blocks: _Blocks) -> tuple[Tensor, Tensor]:
 
 
 def _fit_symmetric(blocks: _Blocks) -> Tensor:
-    """Signed scale of each sub-block, x ~ scale * q: [blocks, subs, 1]."""
+    """Fit x ~ scale * q with a signed scale to each sub-block: [blocks, subs, 1]."""
     x, weights, bottom = blocks.x, blocks.weights, blocks.levels[0]
     weighted = weights * x
     inverse_peak = _inverse(x.gather(-1, x.abs().argmax(-1, keepdim=True)))
@@ -206,7 +206,7 @@ def _fit_symmetric(blocks: _Blocks) -> Tensor:
 
 
 def _super_scale(scales: Tensor, top: int, codes: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """A float16 value, in float32, that `top` times reaches the largest sub-block scale; the codes of all."""
+    """Return a float16 value whose `top`-fold is the largest sub-block scale, in float32, and all codes."""
     largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))
     half = (largest / top).clamp_(-_HALF_MAX, _HALF_MAX).half()
     # near the smallest float16 the nearest value may be far too small, even zero
@@ -217,7 +217,7 @@ def _super_scale(scales: Tensor, top: int, codes: tuple[int, int]) -> tuple[Tens
 
 
 def _step_codes(blocks: _Blocks, fit: _Fit, moves: tuple[tuple[int, int], ...]) -> _Fit:
-    """The best of the fit and its neighbours, for each sub-block."""
+    """Return the best of the fit and its neighbours for each sub-block."""
     least = fit.errors(blocks)
     scale_codes, minimum_codes = fit.scale_codes, fit.minimum_codes
     for scale_step, minimum_step in moves:
@@ -235,7 +235,7 @@ def _step_codes(blocks: _Blocks, fit: _Fit, moves: tuple[tuple[int, int], ...]) 
 
 
 def _refit_super_scales(blocks: _Blocks, fit: _Fit) -> _Fit:
-    """The fit with the scale and minimum that suit the integers of a super-block best, where that helps."""
+    """Refit scale and minimum of a super-block to its integers, where that lowers the error."""
     steps = fit.integers(blocks) * fit.scale_codes
     minima = fit.minimum_codes
     weighted = blocks.weights * steps
@@ -265,7 +265,7 @@ def _refined(blocks: _Blocks, fit: _Fit, moves: tuple[tuple[int, int], ...]) -> 
 
 
 def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Header (scales and minima) and integers of Q4_K and Q5_K: uint8 [blocks, 16], [blocks, 8, 32]."""
+    """Encode header (scales and minima) and integers of Q4_K and Q5_K: uint8 [blocks, 16], [blocks, 8, 32]."""
     x = x.unflatten(1, (8, 32))
     blocks = _Blocks(x, _importance(x), levels=(0, top), codes=(0, 63))
     scales, minima = _fit_affine(blocks)
@@ -284,13 +284,13 @@ def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _nibbles_64(q: Tensor) -> Tensor:
-    """Low nibbles of each even sub-block packed with the next: uint8 [blocks, 8, 32] -> [blocks, 128]."""
+    """Pack the low nibbles of each even sub-block with the next: uint8 [blocks, 8, 32] -> [blocks, 128]."""
     pairs = q.unflatten(1, (4, 2)) & 15
     return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
 
 
 def _packed(fields: Tensor, bits: int) -> Tensor:
-    """Small fields into bytes, the first lowest: uint8 [..., 8 / bits, n] -> [..., n]."""
+    """Pack small fields into bytes, the first lowest: uint8 [..., 8 / bits, n] -> [..., n]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=fields.device).unsqueeze(1)
     return (fields << shifts).sum(-2, dtype=torch.uint8)
 

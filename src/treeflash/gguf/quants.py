@@ -41,12 +41,12 @@ def dequantise(data: Tensor, type: QuantType, *, dtype: torch.dtype = torch.floa
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """A fresh contiguous copy, because viewing bytes as wider words needs an aligned start."""
+    """Return a contiguous copy: viewing bytes as wider words needs an aligned start."""
     return data.clone(memory_format=torch.contiguous_format)
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 field at a byte offset: [blocks, bytes] -> float32 [blocks, 1]."""
+    """Return the float16 field at a byte offset: [blocks, bytes] -> float32 [blocks, 1]."""
     return _aligned(blocks[:, offset : offset + 2]).view(torch.float16).float()
 
 
@@ -65,7 +65,7 @@ def _spread(fields: Tensor, *, count: int, bits: int, span: int) -> Tensor:
 
 
 def _pairs(fields: Tensor) -> Tensor:
-    """Both nibbles of each byte side by side, low first: uint8 [blocks, n] -> [blocks, 2 n]."""
+    """Return both nibbles of each byte side by side, low first: uint8 [blocks, n] -> [blocks, 2 n]."""
     return torch.stack((fields & 15, fields >> 4), dim=2).flatten(1)
 
 
@@ -75,7 +75,7 @@ def _lookup(table: tuple[int, ...], index: Tensor) -> Tensor:
 
 @cache
 def _values(table: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached, because a CUDA graph that decodes rows of an embedding may not copy from the host."""
+    """Return a cached table: a CUDA graph that decodes rows of an embedding may not copy from the host."""
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
@@ -84,7 +84,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _nibbles_32(fields: Tensor) -> Tensor:
-    """The 32 nibbles of a small block: uint8 [blocks, 16] -> [blocks, 32], low nibbles first."""
+    """Return the 32 nibbles of a small block: uint8 [blocks, 16] -> [blocks, 32], low nibbles first."""
     return torch.cat((fields & 15, fields >> 4), dim=1)
 
 
@@ -139,7 +139,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The sub-block scales and minima of Q4_K and Q5_K in float32, each [blocks, 8, 1]."""
+    """Return the sub-block scales and minima of Q4_K and Q5_K in float32, each [blocks, 8, 1]."""
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = torch.cat((first & 63, (rest & 15) | ((first >> 6) << 4)), dim=1)
     minimum = torch.cat((second & 63, (rest >> 4) | ((second >> 6) << 4)), dim=1)
@@ -188,7 +188,7 @@ def _iq3_s(blocks: Tensor) -> Tensor:
 
 @cache
 def _iq3_s_grid(device: torch.device) -> Tensor:
-    """The 512 x 4 code book of IQ3_S, which only the gguf package carries."""
+    """Return the 512 x 4 code book of IQ3_S, which only the gguf package has."""
     try:
         from gguf.quants import IQ3_S
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""OutputStream: turns committed tokens into session events and finds stop strings. Imports no torch."""
+"""OutputStream: turns committed tokens into session events and finds stop strings."""
 
 import secrets
 from collections.abc import Iterator, Sequence

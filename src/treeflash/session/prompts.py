@@ -1,7 +1,4 @@
-"""Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it.
-
-Imports no torch.
-"""
+"""Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
