@@ -1,4 +1,4 @@
-"""A small server that speaks OpenAI's chat protocol and says what it is told to."""
+"""A small server with OpenAI's chat protocol and scripted replies."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, with the screen it draws and how often it draws what."""
+"""A program on a terminal of its own, with its screen and a count of what was written to each row."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,13 @@ import pyte
 
 
 class Screen(pyte.HistoryScreen):
-    """Knows each row by its number since the start, and what was drawn over."""
+    """Numbers rows from the start, and counts characters that were written and overwritten."""
 
     def __init__(self, columns: int, lines: int):
         self.scrolled = 0
-        self.drawn: dict[int, int] = {}  # characters, by row
-        self.overdrawn: dict[int, int] = {}  # those that replaced another one, or were erased
-        self.order: list[int] = []  # rows in the order they were drawn in
+        self.written: dict[int, int] = {}  # characters, by row
+        self.overwritten: dict[int, int] = {}  # those that replaced another one, or were erased
+        self.order: list[int] = []  # rows in the order they were written
         super().__init__(columns, lines, history=10_000, ratio=1)
 
     def index(self) -> None:
@@ -30,9 +30,9 @@ class Screen(pyte.HistoryScreen):
             row = before + (self.cursor.x >= self.columns and pyte.modes.DECAWM in self.mode)
             column = self.cursor.x if row == before else 0
             taken = row == before and self.buffer[self.cursor.y][min(column, self.columns - 1)].data.strip()
-            self.drawn[row] = self.drawn.get(row, 0) + 1
+            self.written[row] = self.written.get(row, 0) + 1
             if taken:
-                self.overdrawn[row] = self.overdrawn.get(row, 0) + 1
+                self.overwritten[row] = self.overwritten.get(row, 0) + 1
             if not self.order or self.order[-1] != row:
                 self.order.append(row)
             super().draw(character)
@@ -43,7 +43,7 @@ class Screen(pyte.HistoryScreen):
             erased = sum(bool(self.buffer[y][x].data.strip()) for x in range(kept, self.columns))
             if erased:
                 row = self.scrolled + y
-                self.overdrawn[row] = self.overdrawn.get(row, 0) + erased
+                self.overwritten[row] = self.overwritten.get(row, 0) + erased
                 self.order.append(row)
         super().erase_in_display(how, *args, **options)
 

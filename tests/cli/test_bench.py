@@ -1,4 +1,4 @@
-"""`treeflash bench` from the command line: the embedded pair, a tiny model, a server of somebody else's."""
+"""`treeflash bench` from the command line: the embedded pair, a tiny model, another server."""
 
 import json
 from pathlib import Path

@@ -21,10 +21,10 @@ def test_grows_and_runs(treeflash, tmp_path, tiny_model, draft):
     assert "16 layers, 128 wide, 640 tokens" in result.stdout and "--draft" in result.stdout
     assert specification(folder / "target.gguf").width == 128
 
-    question = ("the", "-n", 12, "-t", 0, "--json")
-    small = json.loads(treeflash("run", target, *question, "--draft", draft).stdout)
+    prompt = ("the", "-n", 12, "-t", 0, "--json")
+    small = json.loads(treeflash("run", target, *prompt, "--draft", draft).stdout)
     grown = json.loads(
-        treeflash("run", folder / "target.gguf", *question, "--draft", folder / "draft.gguf").stdout
+        treeflash("run", folder / "target.gguf", *prompt, "--draft", folder / "draft.gguf").stdout
     )
     assert grown["text"] == small["text"]
 

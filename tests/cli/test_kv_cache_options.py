@@ -1,4 +1,4 @@
-"""How keys and values are kept, from the command line to what is told of an answer."""
+"""The options of the KV cache, from the command line to the statistics of an answer."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_every_command_that_answers_has_them(treeflash, command: str) -> None:
     assert refused.exit_code == 2 and "Invalid value for '--kv': 'q3' is not one of" in refused.stderr
 
 
-def test_what_is_approximate_is_told(treeflash, tiny_model) -> None:
+def test_approximations_are_shown(treeflash, tiny_model) -> None:
     ask = ("run", tiny_model(), "hello", "-n", 8)
     exact = treeflash(*ask, "--kv-q8")
     assert exact.exit_code == 0 and "pproximate" not in exact.stderr and "q8_0" not in exact.stderr

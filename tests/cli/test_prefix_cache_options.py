@@ -1,4 +1,4 @@
-"""The flags of the prefix cache: what they come to, and that a second run finds what the first one left."""
+"""The options of the prefix cache: their values, and that a second run finds the first one's snapshots."""
 
 import json
 import threading

@@ -29,7 +29,7 @@ def test_only_the_answer_goes_to_standard_output(treeflash, model):
     answer = json.loads(result.stdout)
     assert plain.stdout == answer["text"].removesuffix("\n") + "\n"
     assert "12 tok · " in plain.stderr and "accept 1.00/step · 1.0 rows/step" in plain.stderr
-    assert "seed" not in plain.stderr  # nothing was drawn
+    assert "seed" not in plain.stderr  # nothing was sampled
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1
 
@@ -82,7 +82,7 @@ def test_raw_text_is_taken_as_it_is(treeflash, model):
 
 
 def test_stop_strings_end_the_text(treeflash, model):
-    # They are the answer's: reasoning, which this model begins with, goes on over them.
+    # Stop texts apply to the answer; the reasoning that this model begins with ignores them.
     asked = ("run", model, "hello", "-n", 40, "--json", "--no-think")
     whole = json.loads(treeflash(*asked).stdout)["text"]
     stop = whole[10:13]
@@ -98,9 +98,9 @@ def test_a_seed_repeats_the_text_and_is_shown(treeflash, model):
     first, second, other = sample("--seed", 7), sample("--seed", 7), sample("--seed", 8)
     assert first.stdout == second.stdout != other.stdout
     assert "seed 7" in first.stderr
-    drawn = [json.loads(sample("--json").stdout)["stats"]["seed"] for _ in range(2)]
-    assert drawn[0] != drawn[1]
-    assert json.loads(sample("--json", "--seed", drawn[0]).stdout)["stats"]["seed"] == drawn[0]
+    seeds = [json.loads(sample("--json").stdout)["stats"]["seed"] for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    assert json.loads(sample("--json", "--seed", seeds[0]).stdout)["stats"]["seed"] == seeds[0]
 
 
 def test_quiet(treeflash, model):
@@ -204,8 +204,8 @@ def test_a_bar_for_bytes_and_then_for_graphs(monkeypatch):
             bar.warming(done, 9)
             time.sleep(0.05)
     shown = screen.getvalue()
-    assert "Loading model.gguf" in shown and "Making CUDA graphs" in shown and "/9" in shown
-    assert shown.index("Loading") < shown.index("Making")
+    assert "Loading model.gguf" in shown and "Capturing CUDA graphs" in shown and "/9" in shown
+    assert shown.index("Loading") < shown.index("Capturing")
 
 
 def test_without_a_chat_template_chatml_is_a_notice(treeflash, tmp_path, model):
@@ -246,8 +246,8 @@ def test_without_a_model_the_embedded_pair_answers(treeflash, tmp_path):
     assert plain["text"] == answer["text"]
     assert plain["stats"]["acceptance_length"] == 1
     assert answer["stats"]["steps"] < plain["stats"]["steps"]
-    told = treeflash("run", "-p", "Hello", "-n", 3)
-    assert told.stderr.startswith("No model given: using treeflash-40m")
+    result = treeflash("run", "-p", "Hello", "-n", 3)
+    assert result.stderr.startswith("No model given: using treeflash-40m")
 
 
 def test_the_environment_names_the_default(treeflash, monkeypatch, model):

@@ -26,8 +26,8 @@ def test_facts(treeflash, tiny_model, family):
     assert sum(row["weights"] for row in facts["types"]) == model["parameters"]["total"]
     assert memory[-1]["context"] == model["context_length"] == 4096
     for row in memory:
-        for place, size in (("cpu", 4), ("gpu", 2)):
-            need = row[place]
+        for device, size in (("cpu", 4), ("gpu", 2)):
+            need = row[device]
             assert need["total"] == need["weights"] + need["recurrent"] + need["kv"]
             values = 2 * model["layers"]["attention"] * model["kv_heads"] * model["head_dim"]
             assert need["kv"] == row["context"] * values * size

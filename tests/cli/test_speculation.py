@@ -44,7 +44,7 @@ def model(tiny_model) -> Path:
 
 @pytest.fixture
 def card(monkeypatch, tmp_path) -> catalog.Card:
-    """The catalogue knows the tiny model and its draft."""
+    """The catalogue lists the tiny model and its draft."""
     folder = tmp_path / "cards"
     folder.mkdir()
     (folder / "tiny.toml").write_text(CARD.format(draft=DRAFT))
@@ -94,7 +94,7 @@ def test_a_draft_shows_in_the_line_and_its_budget_counts(treeflash, model, draft
     assert answer("--draft", draft, "--budget", 5)["stats"]["rows_per_step"] <= 6
 
 
-def test_without_a_known_draft_one_quiet_line(treeflash, model):
+def test_without_a_listed_draft_one_quiet_line(treeflash, model):
     result = treeflash("run", model, "hello", "-n", 3)
     assert result.stderr.splitlines()[1:] == [
         "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
@@ -151,7 +151,7 @@ def test_the_environment_names_a_draft(answer, monkeypatch, draft, treeflash, mo
     assert result.exit_code == 2 and "--chain and DFLASH_DRAFT=none exclude each other" in result.stderr
 
 
-def test_a_known_draft_that_is_not_here(treeflash, model, card):
+def test_a_listed_draft_that_is_not_here(treeflash, model, card):
     result = treeflash("run", model, "hello", "-n", 4)
     assert result.exit_code == 0
     assert result.stderr.splitlines()[:2] == [
@@ -230,7 +230,7 @@ def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
     assert treeflash("run", model, "hello", "-n", 4, *flags).exit_code == 0
     costs = tmp_path / "cache/treeflash/step-costs.json"
     (entry,) = (book := json.loads(costs.read_text())).values()
-    entry["step"]["1"] = 1e6  # plain steps seem so slow that the draft is asked every time, however it fares
+    entry["step"]["1"] = 1e6  # plain steps seem so slow that the draft is called every time
     costs.write_text(json.dumps(book))
     result = treeflash("run", model, "hello", "-n", 250, *flags)
     assert result.exit_code == 0
@@ -239,7 +239,7 @@ def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
     assert "draft of this target" in note
 
 
-def test_penalties_and_bias_reach_the_draw(answer):
+def test_penalties_and_bias_reach_the_sampler(answer):
     plain = answer()["tokens"]
     assert answer("--logit-bias", f"{plain[0]}=-inf")["tokens"][0] != plain[0]
     assert set(answer("--logit-bias", "7=1e6", "--logit-bias", "9=-1")["tokens"]) == {7}

@@ -95,10 +95,10 @@ def test_what_is_no_amount_of_memory(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("24", "24 bytes, .* 24g are"), ("1000", "1000 b"), ("0g", "0 b")]
+    ("text", "message"), [("24", "24 bytes, .* 24g are"), ("1000", "1000 b"), ("0g", "0 b")]
 )
-def test_a_forgotten_unit_is_told(text, told):
+def test_a_forgotten_unit_is_named(text, message):
     for parse in (memory, memory_or_none):
-        with pytest.raises(typer.BadParameter, match=f"means {told}"):
+        with pytest.raises(typer.BadParameter, match=f"means {message}"):
             parse(text)
     assert memory_or_none("0") == 0

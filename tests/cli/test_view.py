@@ -1,4 +1,4 @@
-"""What is drawn, on streams that say they are terminals."""
+"""Output on streams that are terminals."""
 
 import io
 import re
@@ -67,9 +67,9 @@ def test_long_work_shows_a_bar_and_takes_it_away(monkeypatch):
     with view.Screen().loading("Loading [red]x\x1b.gguf") as bar:
         bar.update(5_000_000, 10_000_000)
         time.sleep(0.3)
-    drawn = stream.getvalue()
-    assert "Loading [red]x␛.gguf" in drawn and "5.0/10.0 MB" in drawn
-    assert drawn.rstrip().endswith("\x1b[2K")  # the line was erased
+    shown = stream.getvalue()
+    assert "Loading [red]x␛.gguf" in shown and "5.0/10.0 MB" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the line was erased
 
 
 @pytest.mark.parametrize(("quiet", "stream"), [(True, Terminal()), (False, io.StringIO())])
@@ -135,11 +135,11 @@ def test_tables_of_what_is_not_here_are_dim(monkeypatch):
     stream = terminal(monkeypatch)
     view.table("Here", ["name", "size"], [["a\x1b", "1"]])
     view.table("Not here", ["name", "what"], [["b", "[bold]"]], texts=("what",), dim=True)
-    drawn = stream.getvalue()
-    assert "\x1b[90m  b " in drawn and "\x1b[90m[bold]" in drawn and "  a␛ " in drawn
+    shown = stream.getvalue()
+    assert "\x1b[90m  b " in shown and "\x1b[90m[bold]" in shown and "  a␛ " in shown
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
-def test_questions(monkeypatch, typed, meant):
+def test_confirm(monkeypatch, typed, meant):
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert view.confirm("Remove?") is meant

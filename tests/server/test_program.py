@@ -220,7 +220,7 @@ def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
         (["--api-key", " "], "--api-key is empty"),
         (["--api-key-file", "nowhere"], "cannot be read"),
         (["--log-file", "x"], "needs --daemon"),
-        (["--daemon", "--port", "0"], "a port that is known"),
+        (["--daemon", "--port", "0"], "a port other than 0"),
     ],
 )
 def test_invalid_settings_are_rejected(treeflash_program, arguments: list[str], message: str):

@@ -89,7 +89,7 @@ class LoadingBar:
         if not self._counting:
             self._counting = True
             self._bar.stop()
-            self._bar = self._screen.counting("Making CUDA graphs").__enter__()
+            self._bar = self._screen.counting("Capturing CUDA graphs").__enter__()
         self._bar.update(done, total)
 
     def stop(self) -> None:

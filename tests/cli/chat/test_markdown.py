@@ -1,4 +1,4 @@
-"""Markdown in rows: what it looks like, that it fits, and that it is the same however the text is cut."""
+"""Markdown in rows: its rendering, that it fits, and that it does not depend on how the text is split."""
 
 import pytest
 from hypothesis import example, given, settings

@@ -87,12 +87,12 @@ def test_keys(treeflash, monkeypatch):
         without = treeflash("chat", "--url", server.url, stdin="hi\n")
         given = treeflash("chat", "--url", server.url, "--api-key", "secret", stdin="hi\n")
         monkeypatch.setenv("TREEFLASH_API_KEY", "secret")
-        known = treeflash("chat", "--url", server.url, stdin="hi\n")
+        listed = treeflash("chat", "--url", server.url, stdin="hi\n")
     assert without.exit_code == 1 and "says 401: wrong key\nhint: --api-key KEY" in without.stderr
-    assert given.stdout == known.stdout == "hi \n"
+    assert given.stdout == listed.stdout == "hi \n"
 
 
-def test_nobody_there(treeflash):
+def test_no_server(treeflash):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         result = treeflash("chat", "--url", f"127.0.0.1:{taken.getsockname()[1]}", stdin="hi\n")

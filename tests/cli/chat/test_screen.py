@@ -1,4 +1,4 @@
-"""Replies as they are drawn: the right rows, each drawn once."""
+"""Rendering of replies: the right rows, each written once."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from treeflash.cli.chat.stream import MarkdownStream
 
 
 class Glass(io.StringIO):
-    """A terminal stream that draws on a screen."""
+    """A terminal stream that writes to a screen."""
 
     def __init__(self, columns: int = 40, lines: int = 12):
         super().__init__()
@@ -59,7 +59,7 @@ def test_only_what_differs_is_written():
     assert re.sub(r"\x1b\[\?\d+[hl]", "", glass.sent[-1]) == "\nnext"
     painter.paint(texts("next one"), [])
     assert glass.rows() == ["Hello world", "next one"]
-    assert glass.screen.overdrawn == {} and glass.screen.cursor.y == 2
+    assert glass.screen.overwritten == {} and glass.screen.cursor.y == 2
 
 
 def test_rows_that_change_and_vanish():
@@ -68,7 +68,7 @@ def test_rows_that_change_and_vanish():
     painter.paint([], texts("one", "two", "three"))
     painter.paint([], texts("one", "2"))
     assert glass.rows() == ["one", "2"]
-    assert 0 not in glass.screen.overdrawn
+    assert 0 not in glass.screen.overwritten
     painter.paint([], [])
     painter.paint(texts("done"), [])
     assert glass.rows() == ["done"]
@@ -91,7 +91,7 @@ def test_a_terminal_that_becomes_narrower():
     painter.paint(texts("first"), [])
     painter.paint([], texts("a" * 30, "b" * 30))
     glass.screen.resize(columns=20)
-    # Terminals break the rows anew; this one cuts them, so what it would do is drawn by hand.
+    # Terminals wrap the rows again; this one cuts them, so the wrapped rows are written by hand.
     glass.screen.reset()
     glass.write("first\n" + "a" * 20 + "\n" + "a" * 10 + "\n" + "b" * 20 + "\n" + "b" * 10)
     painter.paint([], texts("a" * 19, "a" * 11, "b"))
@@ -106,14 +106,14 @@ def test_any_text_leaves_its_rows_and_no_final_row_is_drawn_again(source, cuts, 
     borders = sorted(min(cut, len(source)) for cut in cuts)
     final: list[Text] = []
     for start, end in zip([0, *borders], [*borders, len(source)], strict=True):
-        before = dict(glass.screen.overdrawn)
+        before = dict(glass.screen.overwritten)
         top = _top(final, glass.screen.columns)
         stream.push(source[start:end])
         settled, live = stream.take(painter.width)
         painter.paint(settled, live)
         final += settled
         assert {
-            row for row in glass.screen.overdrawn if glass.screen.overdrawn[row] != before.get(row)
+            row for row in glass.screen.overwritten if glass.screen.overwritten[row] != before.get(row)
         } <= set(range(top, 10_000))
     settled = stream.take(painter.width, final=True)[0]
     painter.paint(settled, [])
@@ -141,7 +141,7 @@ def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
 
 
 def standing(monkeypatch: pytest.MonkeyPatch) -> Glass:
-    """In the place of standard output; patched inside the test, because pytest patches it before."""
+    """Replaces standard output; patched inside the test, because pytest patches it before."""
     glass = Glass(60, 20)
     monkeypatch.setattr(sys, "stdout", glass)
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((60, 20)))
@@ -161,7 +161,7 @@ def test_a_reply_with_thoughts(monkeypatch):
     assert glass.rows() == ["", "Let me see.", "Yes ␛[2J.", "", "It is so.", "", "End"]
     assert glass.screen.buffer[1][0].fg == "brightblack" and glass.screen.buffer[1][0].italics
     assert glass.screen.buffer[4][6].bold
-    assert max(glass.screen.overdrawn, default=0) == 0
+    assert max(glass.screen.overwritten, default=0) == 0
 
 
 def test_while_nothing_comes(monkeypatch):

@@ -1,4 +1,4 @@
-"""A chat without a terminal, with somebody who answers by script."""
+"""A chat without a terminal, with a scripted backend."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from treeflash.errors import TreeFlashError, UsageError
 
 
 class Parrot:
-    """Says the last message and the seed; remembers what it was asked."""
+    """Replies with the last message and the seed; records the requests."""
 
     name = "Parrot"
     breakable = False

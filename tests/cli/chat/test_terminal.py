@@ -88,7 +88,7 @@ def test_the_model_of_the_package(chat, tmp_path):
     assert re.match(r"\d+ tok · [\d.]+ tok/s · TTFT [\d.]+ s · prompt \d+ · accept [\d.]+/step", rows[-1])
     code = rows[:-1]
 
-    assert said(terminal, "/draft off")[0].startswith("Speculation is off; /regen gives the last reply again")
+    assert said(terminal, "/draft off")[0].startswith("Speculation is off; /regen generates the last reply")
     again = said(terminal, "/regen")
     assert again[: len(code)] == code and "accept" not in again[len(code)]
     assert again[-1].startswith("the same text · ")

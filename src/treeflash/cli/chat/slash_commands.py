@@ -63,7 +63,7 @@ def _help(chat: "Chat", argument: str) -> None:
             "Keys": [
                 ("Enter", "sends; with a backslash before it, or as Esc Enter, it begins a new line"),
                 ("Tab", "completes commands, settings and paths"),
-                ("Ctrl-C", "stops the reply and keeps what there is of it"),
+                ("Ctrl-C", "stops the reply and keeps the part that was generated"),
                 ("Ctrl-D", "leaves"),
             ],
         },
