@@ -142,7 +142,7 @@ def test_ranked_candidates_match_the_reference(kind: str, filters: str) -> None:
     assert bool((expected[dropped] < -25).all()) and bool((scores[~live] == -torch.inf).all())
     live &= ~dropped
     assert float((scores - expected)[live].abs().max()) < 1e-4
-    # Candidates of equal scores may change places.
+    # Candidates of equal scores may be swapped.
     close = torch.zeros_like(live)
     neighbours = (expected[:, 1:] - expected[:, :-1]).abs() < 3e-5
     close[:, 1:] |= neighbours
