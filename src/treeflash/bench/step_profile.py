@@ -15,10 +15,10 @@ GROUPS = {
         *("_silu_rows_kernel", "_silu_mul_kernel"),
     ),
     "sampling": (
-        *("adjust_kernel", "histogram_kernel", "gather_kernel", "rank_kernel", "noise_kernel", "walk_kernel"),
-        *("_commit_kernel", "_move_kernel"),
+        *("adjust_kernel", "histogram_kernel", "gather_kernel", "rank_kernel", "noise_kernel"),
+        *("accept_path_kernel", "_commit_kernel", "_move_kernel"),
     ),
-    "draft": ("_ring_kernel", "build_kernel", "shortlist_kernel"),
+    "draft": ("_ring_kernel", "best_tree_kernel", "shortlist_kernel"),
 }
 # Column headings of the groups, in order.
 LABELS = {

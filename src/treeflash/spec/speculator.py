@@ -170,13 +170,17 @@ class Speculator:
         warning = self._policy.warning() if self._has_draft else None
         return [warning] if warning else []
 
+    def last_report(self) -> DraftReport:
+        """Return the last draft call, with its whole tree; synchronises with the device."""
+        return self._call.finished_report()
+
     def _propose_constrained(
         self, anchor: int, chain: list[int], score: float, rows: int, constraint: Constraint
     ) -> Tree:
         """Build a larger tree, read it to the host and keep the rows that the constraint allows."""
         nodes = min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
         self._call(anchor, chain, score, nodes=nodes)
-        report = self._call.finished_report()
+        report = self.last_report()
         kept = constraint.kept(report.tokens, report.parents)[: self._config.budget + 1]
         self._pruned = report = report.only(kept)
         return Tree.of(report.tokens[:rows], report.parents[:rows])
