@@ -293,7 +293,7 @@ class Engine:
         path, sampled, times = self.runner.read_back()
         self.states.lengths[sequence.slot] += len(path)
         outcome = StepOutcome(tree.size, path, sampled, times.draft_s, times.verify_s)
-        delivered = self._commit(sequence, outcome)
+        delivered = self._deliver(sequence, outcome)
         events: list[Event] = []
         if sequence.request.trees:
             step_s = times.draft_s + times.verify_s
@@ -340,8 +340,8 @@ class Engine:
             forward = self._verify(sequence, tree, limit=sequence.room)
         return Launched(tree, forward)
 
-    def _commit(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
-        """Deliver the step's tokens and leave the state of plain decoding; return those delivered."""
+    def _deliver(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
+        """Return the tokens that plain decoding would have delivered, and leave its state and statistics."""
         start, stats = time.perf_counter(), sequence.stats
         delivered = sequence.deliver(outcome.tokens)
         sequence.committed_rows = delivered.rows
@@ -355,7 +355,10 @@ class Engine:
         return delivered.tokens
 
     def _rollback(self, sequence: Sequence, rows: int) -> None:
-        """Remove the last rows of the last commit: plain decoding would not have processed them."""
+        """Remove the last rows of the last commit: plain decoding would not have processed them.
+
+        Happens only where a sequence ends inside a step's tokens.
+        """
         if rows:
             in_flight = sequence.launched is not None and sequence.launched.forward is not None
             assert not in_flight, f"{rows} rows to roll back, but the next forward is in flight"

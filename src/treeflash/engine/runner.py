@@ -49,7 +49,7 @@ class StepTimes:
     draft_s: float
     forward_s: float
     accept_s: float  # sampling, acceptance and commit
-    whole_s: float  # from the start of the draft to the end of the commit
+    whole_s: float  # from the start of the draft to the end of the commit; needs a step not launched ahead
 
     @property
     def verify_s(self) -> float:
