@@ -54,7 +54,7 @@ def shuffled(draft: Path, output: Path) -> None:
 def speed(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
     """Return decode tokens per second, the acceptance length, and the output's tokens."""
     text: list[int] = []
-    for event in engine.generate(Request(prompt=prompt, max_tokens=count, may_cut=False)):
+    for event in engine.generate(Request(prompt=prompt, max_tokens=count, may_stop=False)):
         if isinstance(event, Tokens):
             text += event.ids
         if isinstance(event, Done):

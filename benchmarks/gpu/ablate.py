@@ -1,10 +1,10 @@
-"""What a pass over a tree saves without each of its parts, what runs when, and what plain decoding waits for.
+"""Ablates the kernels of a tree's forward pass, shows their timeline, and times plain decoding.
 
-PYTHONPATH=src python benchmarks/gpu/ablate.py --out ablate.jsonl [--model folder] [--draft] [--seconds 80]
+    PYTHONPATH=src:. python benchmarks/gpu/ablate.py --out ablate.jsonl [--model DIR] [--draft] [--seconds 80]
 
-A part is left out by giving what it gave before; what the pass saves is its share among the others, less
-than it takes alone. --model: a folder with target.gguf and draft.gguf, else they are written. --draft: with
-its taps, and for 24 rows, too. --device cpu --shape double tries it out.
+A kernel is left out by returning its earlier output. The time saved is its share of the whole pass: less than
+it takes alone, because kernels overlap. DIR holds target.gguf and draft.gguf; without it they are grown.
+--draft: with the draft's taps, and for 24 rows, too. --device cpu --shape double is a trial run.
 """
 
 import argparse
@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Report
-from step import guarded, load
 from torch import Tensor
 
-from treeflash.bench.step import _Bench
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.step import guarded, load
+from treeflash.bench.step import StepProbe
 from treeflash.config import SpecConfig
 from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Engine, Request
-from treeflash.engine.runner import Clock
+from treeflash.engine.runner import Mark, StepClock
 from treeflash.models import decoder, layers
+from treeflash.models.step import Step
 from treeflash.session.session import Session
+from treeflash.spec.tree import Tree
 
-# Functions as the modules that call them name them; what a commit does not have is passed over, so that two
-# commits can be compared.
+# Functions by the names under which decoder.py and layers.py call them. A name that a commit does not have is
+# skipped, so that two commits can be compared.
 PARTS: dict[str, tuple[str, ...]] = {
     "norms": ("add_rms_norm",),
     "silu": ("silu_mul",),
@@ -42,47 +44,47 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention",),
     "packing": ("pack_rows",),
 }
-GROUPS = {**PARTS, "all but products": tuple(name for names in PARTS.values() for name in names)}
+GROUPS = {**PARTS, "all but matmuls": tuple(name for names in PARTS.values() for name in names)}
 CONTEXT, REPEATS = 256, 25
 
 
 def kind_of(value: Any) -> Any:
-    """What a result's shape depends on."""
+    """Return what a function's output shape depends on."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
-    if hasattr(value, "columns"):  # packed rows, open sums
+    if hasattr(value, "columns"):  # PackedRows, PartialSums
         return type(value).__name__, value.rows, value.columns
     return value if isinstance(value, bool) else None
 
 
 @contextmanager
 def without(names: Sequence[str], run: Callable[[], Any]) -> Iterator[None]:
-    """The functions give what they gave when `run` was run, for arguments of the same shapes."""
-    places = [(module, name) for module in (decoder, layers) for name in names if hasattr(module, name)]
-    real = [getattr(module, name) for module, name in places]
-    given: dict[Any, Any] = {}
+    """Make the functions return what they returned during `run` for arguments of the same shapes."""
+    patched = [(module, name) for module in (decoder, layers) for name in names if hasattr(module, name)]
+    real = [getattr(module, name) for module, name in patched]
+    outputs: dict[Any, Any] = {}
 
     def key(name: str, args: tuple, options: dict) -> Any:
         return name, tuple(map(kind_of, args)), tuple((k, kind_of(v)) for k, v in sorted(options.items()))
 
-    def noted(name: str, function: Callable, *args, **options) -> Any:
-        result = given[key(name, args, options)] = function(*args, **options)
+    def recorded(name: str, function: Callable, *args, **options) -> Any:
+        result = outputs[key(name, args, options)] = function(*args, **options)
         return result
 
     try:
-        for (module, name), function in zip(places, real, strict=True):
-            setattr(module, name, partial(noted, name, function))
+        for (module, name), function in zip(patched, real, strict=True):
+            setattr(module, name, partial(recorded, name, function))
         run()
-        for module, name in places:
-            setattr(module, name, lambda *args, name=name, **rest: given[key(name, args, rest)])
+        for module, name in patched:
+            setattr(module, name, lambda *args, name=name, **rest: outputs[key(name, args, rest)])
         yield
     finally:
-        for (module, name), function in zip(places, real, strict=True):
+        for (module, name), function in zip(patched, real, strict=True):
             setattr(module, name, function)
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], None]:
-    """A graph of `run`; on a CPU just that."""
+    """Return the replay of `run` captured as a CUDA graph; on a CPU `run` itself."""
     if not torch.cuda.is_available():
         return run
     run()
@@ -96,39 +98,48 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def milliseconds(run: Callable[[], None]) -> float:
-    """Median of the device's time."""
-    clock, times = Clock(torch.device("cuda" if torch.cuda.is_available() else "cpu")), []
+    """Return the median time on the device."""
+    clock, times = StepClock(torch.device("cuda" if torch.cuda.is_available() else "cpu")), []
     for _ in range(REPEATS if torch.cuda.is_available() else 1):
-        clock.mark(0)
+        clock.mark(Mark.FORWARD)
         run()
-        clock.mark(1)
+        clock.mark(Mark.FORWARDED)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        times.append(1000 * clock.seconds(0, 1))
+        times.append(1000 * clock.seconds(Mark.FORWARD, Mark.FORWARDED))
     return statistics.median(times)
 
 
-def ablate(report: Report, bench: _Bench, engine: Engine, rows: int) -> None:
-    bench._load(rows)
-    look = partial(engine.steps._look, rows)
-    whole = milliseconds(captured(look))
-    report.tell("a pass", rows=rows, ms=round(whole, 3))
+def forward_of(engine: Engine, tree: Tree) -> Callable[[], Any]:
+    """Return the target's forward pass over a tree in slot 0."""
+    device, buffers = engine.target.device, engine.states.buffers
+    slots = torch.tensor([0], device=device)
+    tokens, parents = (rows.to(device)[None] for rows in (tree.tokens, tree.parents))
+    step = Step.tree(slots, tokens, parents, buffers.lengths[slots])
+    return partial(engine.target.verify, step, buffers, taps=engine.drafter.taps)
+
+
+def ablate(report: Report, probe: StepProbe, engine: Engine, rows: int) -> None:
+    probe.times(rows, 1)  # compiles, and reserves pages
+    forward = forward_of(engine, probe.comb(rows))
+    whole = milliseconds(captured(forward))
+    report.tell("forward", rows=rows, ms=round(whole, 3))
     for label, names in GROUPS.items():
         try:
-            with without(names, look):
-                rest = milliseconds(captured(look))
+            with without(names, forward):
+                rest = milliseconds(captured(forward))
             report.tell(f"without {label}", rows=rows, ms=round(rest, 3), saves=round(whole - rest, 3))
         except Exception as error:
             report.check(f"without {label}", False, rows=rows, error=repr(error)[:200])
         if report.left < 10:
             break
-    report.tell("a pass again", rows=rows, ms=round(milliseconds(captured(look)), 3))
+    report.tell("forward again", rows=rows, ms=round(milliseconds(captured(forward)), 3))
 
 
-def timeline(report: Report, bench: _Bench, engine: Engine, rows: int) -> None:
-    """The kernels of some layers in the middle of a pass: when each begins and ends, in microseconds."""
-    found = sorted((span.begin, span.end, span.name) for span in bench.trace(rows, 1))
-    # Four layers, among them one of attention.
+def timeline(report: Report, probe: StepProbe, engine: Engine, rows: int) -> None:
+    """Show when the kernels of some layers in the middle of a forward pass begin and end, in microseconds."""
+    found = sorted((span.begin, span.end, span.name) for span in probe.trace(rows, 1))
+    # Four layers, one of them an attention layer.
     middle = found[len(found) // 2 :][: 4 * len(found) // len(engine.target.spec.layers)]
     report.tell("timeline", rows=rows, kernels=len(found), us=round(found[-1][1] - found[0][0], 1))
     begin, before = middle[0][0], middle[0][0]
@@ -139,12 +150,12 @@ def timeline(report: Report, bench: _Bench, engine: Engine, rows: int) -> None:
 
 
 def plain(report: Report, session: Session) -> None:
-    """Plain decoding, the next pass behind an unread token or behind a read one."""
+    """Time plain decoding, the next forward launched before the token is read back or after."""
     vocabulary = session.engine.target.spec.vocab_size
-    prompt = [(7 * place + 11) % min(vocabulary, 5000) for place in range(CONTEXT)]
+    prompt = [(7 * index + 11) % min(vocabulary, 5000) for index in range(CONTEXT)]
     times: dict[bool, list[float]] = {False: [], True: []}
     for read_first in 3 * (False, True):
-        request = Request(prompt, max_tokens=96, may_cut=read_first, draft_budget=0)
+        request = Request(prompt, max_tokens=96, may_stop=read_first, draft_budget=0)
         *_, done = session.engine.generate(request)
         assert isinstance(done, Done)
         times[read_first].append(1000 / done.stats.decode_tok_s)
@@ -152,15 +163,15 @@ def plain(report: Report, session: Session) -> None:
     report.tell("plain decoding, ms a token", unread=unread, read_first=read, each=times)
 
 
-def passes(report: Report, session: Session, rows: Sequence[int]) -> None:
-    bench = _Bench(session.engine, CONTEXT, rounds=64)
+def forwards(report: Report, session: Session, rows: Sequence[int]) -> None:
+    probe = StepProbe(session.engine, CONTEXT, rounds=64)
     try:
         for count in rows:
-            ablate(report, bench, session.engine, count)
+            ablate(report, probe, session.engine, count)
         if torch.cuda.is_available():
-            timeline(report, bench, session.engine, rows[0])
+            timeline(report, probe, session.engine, rows[0])
     finally:
-        bench.close()
+        probe.close()
 
 
 def main() -> int:
@@ -182,9 +193,9 @@ def main() -> int:
         session = load(report, "it", folder / "target.gguf", draft, max_ctx=4096, speculation=speculation)
         with torch.inference_mode():
             guarded(report, "plain decoding", partial(plain, report, session))
-            smallest = session.engine.steps.size(1)
+            smallest = session.engine.runner.step_rows(1)
             sizes = (smallest, 24) if options.draft else (smallest,)
-            guarded(report, "passes", partial(passes, report, session, sizes))
+            guarded(report, "forwards", partial(forwards, report, session, sizes))
     return int(report.failed)
 
 

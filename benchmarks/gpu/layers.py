@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from report import Report, graph_ms
 from torch import Tensor
 
+from benchmarks.gpu.report import Report, graph_ms
 from tests.gpu.inputs import (
     DELTA_DIM,
     DEVICE,
@@ -112,12 +112,12 @@ def time_norms(report: Report) -> None:
             plain = graph_ms(lambda f=work: [f(False) for _ in range(50)])
             packed = graph_ms(lambda f=work: [f(True) for _ in range(50)])
             twice = graph_ms(lambda f=work: [pack_rows(f(False).flatten(0, 1)) for _ in range(50)])
-            chosen = norm_triton.overlap
+            chosen = norm_triton.launch_options
             try:
-                norm_triton.overlap = lambda device: {"OVERLAP": False}
+                norm_triton.launch_options = lambda device: {"OVERLAP": False}
                 apart = graph_ms(lambda f=work: [f(True) for _ in range(50)])
             finally:
-                norm_triton.overlap = chosen
+                norm_triton.launch_options = chosen
             others = {"floats": plain, "then_packed": twice, "without_overlap": apart}
             report.kernel_time(
                 name, rows, packed * 20, **{key: round(ms * 20, 2) for key, ms in others.items()}
@@ -197,7 +197,7 @@ def time_layers(report: Report) -> None:
             for name, layer in (("delta", work.delta), ("attention", work.attention)):
                 ms = graph_ms(lambda f=layer: [f(i) for i in range(layers)], repeats=15)
                 times.append(ms * 1e3 / layers)
-                report.kernel_time(f"{name} layer without products", rows, times[-1], context=length)
+                report.kernel_time(f"{name} layer without matmuls", rows, times[-1], context=length)
             report.kernel_time(
                 "the 27B's 48 + 16 layers, in all", rows, 48 * times[0] + 16 * times[1], context=length
             )

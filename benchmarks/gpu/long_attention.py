@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from report import Report, graph_ms
 
+from benchmarks.gpu.report import Report, graph_ms
 from tests.gpu.attention_tiles import OTHER_TILES, other_tiles
 from tests.gpu.inputs import (
     DEVICE,
@@ -33,6 +33,7 @@ from treeflash.kernels.attention.triton_kernels import paged_attention as triton
 from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import rope_angles
+from treeflash.kernels.runtime.device import card_of
 
 SECONDS = 80  # after which no further part begins
 ATTENTION_LAYERS = 16  # of the 27B
@@ -69,7 +70,7 @@ def attention_ms(step: PagedStep, pools: list, repeats: int = 15, attend: Attend
 
 def describe(report: Report) -> None:
     """Print the tiles of the CUDA kernel with their registers, shared memory and occupancy."""
-    card = cuda.card_of(DEVICE)
+    card = card_of(DEVICE)
     for name, rows in itertools.product(TIMED, (1, 8, 16, 24, 32, 64)):
         tile = cuda.tile_of(card, name, name, rows * HEADS // KV_HEADS)
         if tile is None:

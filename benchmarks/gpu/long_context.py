@@ -3,8 +3,9 @@
     PYTHONPATH=src:. python benchmarks/gpu/long_context.py --out long_context.jsonl [--folder DIR]
 
 --folder: where target.gguf and draft.gguf of 27B shapes are, or will be once they are grown. Each part has a
-process of its own, since a memory limit holds for a whole one. --device cpu --only unlimited tries the steps
-with the embedded pair. tests/gpu/test_long_context.py checks the limit, the KV cache and the text.
+process of its own, since a memory limit holds for a whole one. --device cpu --only unlimited is a trial run
+of the steps with the embedded pair. tests/gpu/test_long_context.py checks the limit, the KV cache and the
+text.
 """
 
 import argparse
@@ -15,24 +16,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from report import Report, eager_ms
-from step import guarded, pair, place
 
+from benchmarks.gpu.report import Report, eager_ms
+from benchmarks.gpu.step import guarded, scratch_folder
 from tests.gpu.device_memory import PeakMemory
 from tests.gpu.long_text import compile_slices, long_text, read
-from tests.gpu.texts import load_session
-from treeflash.bench.step import _Bench, read_bandwidth
+from tests.gpu.texts import embedded_pair, load_session
+from treeflash.bench.step import StepProbe, read_bandwidth
 from treeflash.convert.grow import grow
 from treeflash.engine.engine import Engine
 from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.memory.estimate import token_bytes
+from treeflash.kernels.tree import MAX_ROWS
+from treeflash.memory.estimate import kv_bytes_per_token
 from treeflash.memory.planner import MemoryPlan
 from treeflash.models.decoder import Decoder
 from treeflash.session.session import Session
+from treeflash.state.sequences import CacheConfig
 
 GIB = 1 << 30
 WHOLE = 262_144  # tokens of context asked for within the limit
@@ -96,16 +99,16 @@ def limited(report: Report, options: Options) -> None:
 
 def progress_of(report: Report) -> Callable[[int, int], None]:
     """Report prefill every five seconds; raise when no time is left."""
-    begin, told = time.perf_counter(), 0.0
+    begin, reported = time.perf_counter(), 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
+        nonlocal reported
         seconds = time.perf_counter() - begin
-        if seconds - told > 5 or done == total:
-            told = seconds
-            report.tell("read", tokens=done, of=total, seconds=round(seconds, 1))
+        if seconds - reported > 5 or done == total:
+            reported = seconds
+            report.tell("prefill", tokens=done, of=total, seconds=round(seconds, 1))
         if report.left < 5:
-            raise TimeoutError(f"read {done} of {total} tokens, and no time is left")
+            raise TimeoutError(f"{done} of {total} tokens processed, and no time is left")
 
     return progress
 
@@ -120,7 +123,7 @@ def unlimited(report: Report, options: Options) -> None:
     longest = USUAL if options.on_gpu else 500
     drafting = draft_ms(report, session, longest, ROWS[-1] if options.on_gpu else 8)
     target, plan = session.engine.target, session.plan
-    session.engine = None  # frees its KV cache
+    del session  # frees its KV cache
     guarded(report, "steps", lambda: steps(report, options, target, plan, drafting))
 
 
@@ -162,9 +165,8 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
         label, formats = "/".join(dict.fromkeys(names)), (FORMATS[names[0]], FORMATS[names[1]])
         freed(target.device)
         begin = time.perf_counter()
-        engine = Engine(
-            target, max_ctx=contexts[-1] + 1024, max_rows=rows[-1], kv=formats, padded=options.on_gpu
-        )
+        cache = CacheConfig(*formats)
+        engine = Engine(target, max_ctx=contexts[-1] + 1024, max_rows=rows[-1], cache=cache)
         if options.on_gpu:
             report.check(f"{label}: captured", engine.capture())
             fill_with_noise(engine)
@@ -173,7 +175,7 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
             ms = step_ms(engine, context, count)
             found[context, count] = ms
             moved = plan.weights - target.embed.data.nbytes + 2 * plan.recurrent
-            moved += token_bytes(target.spec, formats) * context
+            moved += kv_bytes_per_token(target.spec, formats) * context
             spec = target.spec
             operations = 4 * count * spec.heads * spec.head_dim * context * spec.attention_layers
             floors = [1e3 * moved / bandwidth, 1e3 * operations / rate]
@@ -199,19 +201,24 @@ def step_ms(engine: Engine, context: int, rows: int) -> float:
 
 
 def step_parts(engine: Engine, context: int, rows: int, repeats: int = 7) -> dict[str, float]:
-    bench = _Bench(engine, SHORT, rounds=repeats + 2)
+    probe = StepProbe(engine, SHORT, rounds=repeats + 2)
     try:
-        # Pretends that the text is longer: the pages are there, with other numbers.
-        states = engine.states
-        states.lengths[0] = context
-        states.buffers.lengths[0] = context
-        states.reserve(0, repeats + 2 + 64)
-        draft = getattr(engine.drafter, "_draft", None)
-        if draft is not None:
-            draft._buffers.lengths[0] = context
-        return bench.times(rows, repeats)
+        pretend_context(engine, context)
+        return probe.times(rows, repeats)
     finally:
-        bench.close()
+        probe.close()
+
+
+def pretend_context(engine: Engine, context: int) -> None:
+    """Make the sequence in slot 0 `context` tokens long; the added pages hold whatever was there before."""
+    states, saved = engine.states, engine.drafter.save()
+    states.lengths[0] = context
+    states.buffers.lengths[0] = context
+    states.reserve(0, MAX_ROWS)
+    if saved is not None:
+        vocabulary = engine.target.spec.vocab_size
+        tokens = [index * 7919 % vocabulary for index in range(context)]  # nothing for prompt lookup
+        engine.drafter.restore(tokens, replace(saved, length=context))
 
 
 @torch.inference_mode()
@@ -235,8 +242,8 @@ def ensure_pair(options: Options, shape: str) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     if not options.on_gpu:
-        shutil.copy(pair().target, folder / "target.gguf")
-        shutil.copy(pair().draft, folder / "draft.gguf")
+        for source, name in zip(embedded_pair(), ("target.gguf", "draft.gguf"), strict=True):
+            shutil.copy(source, folder / name)
         return
     begin = time.perf_counter()
     grow(folder, shape, force=True)
@@ -274,7 +281,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=320)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, default=place().with_name("treeflash-27b"))
+    parser.add_argument("--folder", type=Path, default=scratch_folder().with_name("treeflash-27b"))
     parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device")
     parser.add_argument("--tokens", type=int, default=200_000, help="of the prompt")
     parser.add_argument("--shape", default="27b", help="of the pair that is grown")

@@ -1,10 +1,10 @@
-"""The grown 27B's text against the pair's on a CPU, and trees against plain steps, token for token.
+"""Compares a grown 27B's texts with the pair's on a CPU, and trees with plain decoding, token for token.
 
-PYTHONPATH=src python benchmarks/gpu/lossless.py --data DATA --target T.gguf --draft D.gguf --out out.jsonl
+    PYTHONPATH=src:. python benchmarks/gpu/lossless.py --data DIR --target GGUF --draft GGUF --out FILE
 
-HumanEval prompts, greedy. Where two texts part, how near the two likeliest tokens were is written down, and
-the comparison goes on behind the reference's token: every token of the reference is compared once. The
-CPU's text is made in another process meanwhile. Without --target the pair itself is looked at.
+HumanEval prompts, greedy. Where two texts diverge, the gap between the two likeliest tokens is recorded, and
+the comparison continues after the reference's token: every token of the reference is compared once. Another
+process generates the CPU's texts meanwhile. Without --target the embedded pair is compared.
 """
 
 import argparse
@@ -21,23 +21,22 @@ from typing import Any
 
 import torch
 
+from tests.gpu.texts import NEAR_TIE, TREE, embedded_pair
 from treeflash.bench.suites import load
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.stats import RequestStats
-from treeflash.hub.catalog import named
 from treeflash.session.loading import load_session
 from treeflash.session.requests import TextRequest
 from treeflash.session.session import Session
 
-NEAR_TIE = 0.05  # a gap between the two likeliest logits that rounding may close
-PLAIN = 0
+PLAIN = 0  # draft budget
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A text, and how far the likeliest token was ahead of the next at each of its places."""
+    """A text, and the gap between the two highest logits at each of its tokens."""
 
     prompt: list[int]
     tokens: list[int]
@@ -57,7 +56,7 @@ def decode(
     sampling = SamplingParams(seed=1, logprobs=2 if gaps else None)
     tokens: list[int] = []
     found: list[float] = []
-    request = Request(list(prompt), count, sampling, stops, may_cut=False, draft_budget=budget)
+    request = Request(list(prompt), count, sampling, stops, may_stop=False, draft_budget=budget)
     for event in engine.generate(request):
         if isinstance(event, Tokens):
             tokens += event.ids
@@ -78,11 +77,11 @@ def references(
     ]
 
 
-def partings(
+def divergences(
     engine: Engine, reference: Reference, count: int, stops: frozenset[int], *, budget: int | None
 ) -> tuple[list[tuple[int, float | None]], RequestStats]:
-    """Places where this engine's next token is another than the reference's, with the reference's gap."""
-    places: list[tuple[int, float | None]] = []
+    """Return where this engine's next token differs from the reference's, with the reference's gap there."""
+    found: list[tuple[int, float | None]] = []
     first: RequestStats | None = None
     done = 0
     wanted = [*reference.tokens, None] if reference.ended else list(reference.tokens)
@@ -92,20 +91,14 @@ def partings(
         first = first or stats
         ours = [*tokens, None] if len(tokens) < count - done else tokens
         pairs = zip_longest(ours, wanted[done:], fillvalue=-1)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if place is None or done + place >= len(wanted):
+        index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if index is None or done + index >= len(wanted):
             break
-        done += place
-        places.append((done, reference.gaps[done] if done < len(reference.gaps) else None))
+        done += index
+        found.append((done, reference.gaps[done] if done < len(reference.gaps) else None))
         done += 1
     assert first is not None
-    return places, first
-
-
-def pair() -> Any:
-    found = named("treeflash-40m")
-    assert found is not None and found[0].pair is not None
-    return found[0].pair
+    return found, first
 
 
 def prompts_of(session: Session, data: Path, count: int) -> list[list[int]]:
@@ -115,7 +108,7 @@ def prompts_of(session: Session, data: Path, count: int) -> list[list[int]]:
 
 def on_cpu(data: Path, prompts: int, count: int, out: Path, threads: int) -> None:
     torch.set_num_threads(threads)
-    session = load_session(pair().target, EngineConfig("cpu", 2048, speculation=None))
+    session = load_session(embedded_pair()[0], EngineConfig("cpu", 2048, speculation=None))
     ids, stops = prompts_of(session, data, prompts), session.tokenizer.stop_ids
     found = references(session.engine, ids, count, stops)
     out.write_text(json.dumps([[r.prompt, r.tokens, r.gaps, r.ended] for r in found]))
@@ -133,20 +126,20 @@ def compared(
     stops: frozenset[int],
     budget: int | None,
 ) -> dict[str, Any]:
-    places, speeds, steps, committed = [], [], 0, 0
+    found, speeds, steps, committed = [], [], 0, 0
     for text in texts:
-        parted, stats = partings(engine, text, count, stops, budget=budget)
-        places += parted
+        diverging, stats = divergences(engine, text, count, stops, budget=budget)
+        found += diverging
         speeds.append(stats.decode_tok_s)
         steps, committed = steps + stats.steps, committed + stats.step_tokens
     tokens = sum(len(text.tokens) + text.ended for text in texts)
-    far = [gap for _, gap in places if gap is None or gap >= NEAR_TIE]
+    far = [gap for _, gap in found if gap is None or gap >= NEAR_TIE]
     return {
         "what": name,
         "tokens": tokens,
-        "partings": len(places),
-        "per_10000": round(1e4 * len(places) / tokens, 2),
-        "gaps": [None if gap is None else round(gap, 5) for _, gap in places],
+        "partings": len(found),
+        "per_10000": round(1e4 * len(found) / tokens, 2),
+        "gaps": [None if gap is None else round(gap, 5) for _, gap in found],
         "beyond_a_near_tie": len(far),
         "tok_s": round(statistics.median(speeds), 1),
         "acceptance": round(committed / max(1, steps), 3),
@@ -164,27 +157,23 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=4, help="of the CPU's text")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    begin, aside = time.perf_counter(), options.out.with_suffix(".cpu.json")
+    begin, cpu_texts = time.perf_counter(), options.out.with_suffix(".cpu.json")
     process = multiprocessing.get_context("spawn").Process(
-        target=on_cpu, args=(options.data, options.prompts, options.n_gen, aside, options.threads)
+        target=on_cpu, args=(options.data, options.prompts, options.n_gen, cpu_texts, options.threads)
     )
     process.start()
-    target, draft = options.target or pair().target, options.draft or pair().draft
-    config = EngineConfig(
-        options.device,
-        4096,
-        speculation=SpecConfig(adaptive=False),
-        draft=DraftConfig(draft),
-    )
+    pair = embedded_pair()
+    target, draft = options.target or pair[0], options.draft or pair[1]
+    config = EngineConfig(options.device, 4096, speculation=TREE, draft=DraftConfig(draft))
     session = load_session(target, config)
     engine, stops = session.engine, session.tokenizer.stop_ids
     plain = references(engine, prompts_of(session, options.data, options.prompts), options.n_gen, stops)
     lines = [compared("tree against plain", engine, plain, options.n_gen, stops, None)]
     process.join()
-    small = read_references(aside)
-    aside.unlink()
+    small = read_references(cpu_texts)
+    cpu_texts.unlink()
     same = [a.prompt for a in small] == [b.prompt for b in plain]
-    # Ids are the small vocabulary's in both: the grown one only adds fillers behind them.
+    # Ids are the small vocabulary's in both: the grown one only appends fillers.
     lines += [
         compared("plain against the CPU's", engine, small, options.n_gen, stops, PLAIN),
         compared("tree against the CPU's", engine, small, options.n_gen, stops, None),
@@ -203,7 +192,7 @@ def main() -> int:
             print(json.dumps(line | facts), flush=True)
             print(json.dumps(line | facts), file=file)
     passed = same and all(line.get("beyond_a_near_tie", 0) == 0 for line in lines)
-    print("PASS" if passed else "FAIL", "every parting is a near tie", flush=True)
+    print("PASS" if passed else "FAIL", "every divergence is a near tie", flush=True)
     return int(not passed)
 
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from report import Report
 
+from benchmarks.gpu.report import Report
 from tests.gpu.inputs import DEVICE, TUNED_TYPES
 from treeflash.bench.tuning import (
     LAYERS_27B,
@@ -37,11 +37,12 @@ from treeflash.kernels.quant_matmul import (
     pack,
     pack_rows,
     packed_matmul,
-    packed_products,
+    packed_matmuls,
     prepare,
     triton_kernels,
 )
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from treeflash.kernels.runtime.device import card_of
 
 Q = QuantType
 ROWS = (1, 8, 16, 24, 32, 48, 64)
@@ -54,16 +55,16 @@ def copies(weight: PackedWeight, bytes: float = 6.4e8) -> list[PackedWeight]:
 
 
 def variants(report: Report) -> None:
-    """Compile every layout and bucket; registers, spilled bytes, blocks an SM holds and stages of each."""
+    """Compile every layout and bucket; report registers, spilled bytes, blocks an SM holds and stages."""
     start = time.time()
     prepare([*LAYOUTS.values(), DENSE], DEVICE)
     print(f"{len(BUCKETS) * (len(LAYOUTS) + 1)} variants compiled in {time.time() - start:.1f} s", flush=True)
-    card = cuda.card_of(DEVICE)
+    card, tilings = card_of(DEVICE), cuda.tilings_of(DEVICE)
     for type in (*TUNED_TYPES, Q.F16):
         found = []
-        for bucket in BUCKETS:
-            matmul = cuda.variant(card, layout_of(type), bucket, DEVICE).matmul
-            depth = cuda.stages(card, layout_of(type), bucket)
+        for bucket, tiling in tilings.items():
+            matmul = cuda.variant(layout_of(type), bucket, tiling, DEVICE).matmul
+            depth = cuda.stages(card, layout_of(type), bucket, tiling)
             found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")
             report.write(
                 variant=type.name, bucket=bucket, registers=matmul.registers, spilled=matmul.spilled,
@@ -109,7 +110,7 @@ def time_weight(
         rate = weight.nbytes / seconds / 1e9
         found.append(f"{count}: {rate:.0f}")
         report.write(
-            time="product", type=type.name, n=weight.rows, k=weight.columns, rows=count,
+            time="matmul", type=type.name, n=weight.rows, k=weight.columns, rows=count,
             microseconds=seconds * 1e6, gbps=rate,
         )  # fmt: skip
     print(f"GB/s {type.name} {weight.rows}x{weight.columns}  {'  '.join(found)}{note}", flush=True)
@@ -145,7 +146,7 @@ def overlapping_matmuls(steps: list[Step], count: int) -> Callable[[], None]:
     def run() -> None:
         for weights, columns in steps:
             sizes = [weight.rows for weight in weights]
-            cuda.products(packed[columns], weights, out[:, : sum(sizes)].split(sizes, 1))
+            cuda.matmuls(packed[columns], weights, out[:, : sum(sizes)].split(sizes, 1))
 
     return run
 
@@ -166,7 +167,7 @@ def time_model(report: Report) -> None:
 
         def with_packing() -> None:
             for weights, columns in steps:
-                packed_products(inputs[columns], weights)  # noqa: B023
+                packed_matmuls(inputs[columns], weights)  # noqa: B023
 
         launched = (matmuls, overlapping_matmuls(steps, count), with_packing)
         bare, joined, whole = (timed(each, repeats=3) for each in launched)
@@ -209,7 +210,7 @@ def time_prefill(report: Report) -> None:
 
 
 def time_triton(report: Report) -> None:
-    """The Triton kernels, which other cards use, on this one."""
+    """Time the Triton kernels, which other cards use, on this one."""
     generator = torch.Generator(DEVICE).manual_seed(4)
     for type, rows, columns in ((Q.Q4_K, 17408, 5120), (Q.Q4_K, 5120, 6144), (Q.Q6_K, 5120, 17408)):
         weight = pack(random_rows(type, rows, columns, generator), type)
@@ -226,11 +227,11 @@ def time_triton(report: Report) -> None:
 def tune(report: Report) -> None:
     """Find the best tiling for each number of rows, as `treeflash tune` does."""
     stack = Stack(LAYERS_27B, DEVICE)
-    for found in tune_card(cuda.card_of(DEVICE), stack.layouts, stack.measure):
+    for found in tune_card(card_of(DEVICE), stack.layouts, stack.measure):
         built_in, best, setting = (
             found.built_in_s * 1e3,
             found.best_s * 1e3,
-            found.best.beside(found.built_in),
+            found.best.compare(found.built_in),
         )
         print(
             f"best for {found.rows:2d} rows: {setting:30s} {best:.4f} ms, as built in {built_in:.4f}",

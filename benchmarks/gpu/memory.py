@@ -1,4 +1,4 @@
-"""Reports what a GPU's memory is used for beside the plan, and times rows gathered from host memory.
+"""Reports GPU memory in use and compares it with the plan, and times rows gathered from host memory.
 
     PYTHONPATH=src:. python benchmarks/gpu/memory.py --out memory.jsonl [--folder DIR] [--limit 24]
 
@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from report import Report, eager_ms
 
+from benchmarks.gpu.report import Report, eager_ms
 from tests.gpu.device_memory import in_use
 from tests.gpu.inputs import DEVICE
 from tests.gpu.texts import GREEDY, embedded_pair, load_session
@@ -101,7 +101,7 @@ def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
     prompt = torch.randint(0, engine.target.spec.vocab_size, (count,), generator=generator).tolist()
     for event in engine.generate(Request(prompt=prompt, max_tokens=64, sampling=GREEDY)):
         match event:
-            case Progress(done, total) if done in (total, engine._chunk):
+            case Progress(done, total) if done in (total, engine.prefill_chunk):
                 mark(f"read {done} of {total}")
             case Done():
                 report.tell("speed", prefill_tok_s=round(count / event.stats.ttft_s))

@@ -1,20 +1,20 @@
-"""A prompt and a few whole steps of a small model, for NVIDIA's compute-sanitizer to look at.
+"""A prompt and a few whole steps of a small model, to run under NVIDIA's compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --tool memcheck \\
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src:. compute-sanitizer --tool memcheck \\
         python benchmarks/gpu/one_step.py [--steps 2] [--temperature 0.8]
 
-Without the allocator's cache every tensor is an allocation of its own, so that one element too far is seen.
-Steps run as they are: a graph would hide which kernel it was.
+Without the allocator's cache every tensor is its own allocation, so that an access one element out of bounds
+is found. Steps run without CUDA graphs: a graph would hide which kernel it was.
 """
 
 import argparse
 
 import torch
 
+from tests.gpu.texts import embedded_pair
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Request, Tokens, Tree
+from treeflash.engine.engine import Done, Request, Tokens, VerifiedTree
 from treeflash.engine.sampler import SamplingParams
-from treeflash.hub.catalog import named
 from treeflash.session.loading import load_session
 from treeflash.session.requests import TextRequest
 
@@ -25,21 +25,19 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    found = named("treeflash-40m")
-    assert found is not None and found[0].pair is not None
-    pair = found[0].pair
+    target, draft = embedded_pair()
     config = EngineConfig(
         options.device,
         512,
         prefill_chunk=64,
         speculation=SpecConfig(adaptive=False),
-        draft=DraftConfig(pair.draft),
+        draft=DraftConfig(draft),
     )
-    session = load_session(pair.target, config, graphs=False)
+    session = load_session(target, config, graphs=False)
     sampling = SamplingParams(
         temperature=options.temperature, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=3
     )
-    # Longer than a chunk, so that a second one goes on from the first one's states.
+    # Longer than a chunk, so that a second chunk continues from the first one's state.
     text = "Write a function that returns the sum of the even numbers of a list. " * 4
     prompt = session.encode(TextRequest(messages=[{"role": "user", "content": text}]))
     request = Request(prompt, 200, sampling, session.tokenizer.stop_ids, trees=True)
@@ -48,13 +46,13 @@ def main() -> None:
     for event in events:
         if isinstance(event, Tokens):
             tokens += len(event.ids)
-        trees += isinstance(event, Tree)
+        trees += isinstance(event, VerifiedTree)
         if isinstance(event, Done) or trees >= options.steps:
             break
     events.close()
     if options.device == "cuda":
         torch.cuda.synchronize()
-    print(f"{len(prompt)} tokens of prompt, {trees} steps, {tokens} tokens", flush=True)
+    print(f"{len(prompt)} prompt tokens, {trees} steps, {tokens} tokens", flush=True)
 
 
 if __name__ == "__main__":

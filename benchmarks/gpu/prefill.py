@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:. python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 200] [--only kernels]
 
-The model is written meanwhile. tests/gpu/test_delta_rule.py and test_attention.py check the kernels,
+The model is grown meanwhile. tests/gpu/test_delta_rule.py and test_attention.py check the kernels,
 test_memory.py the logits and the memory of long prompts.
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Report, eager_ms
-from step import GROWING_CORES, guarded, load, place, waited, write_models
 from torch import Tensor
 
+from benchmarks.gpu.report import Report, eager_ms
+from benchmarks.gpu.step import GROWING_CORES, guarded, load, scratch_folder, wait_for_model, write_models
 from tests.gpu.inputs import (
     ATTENTION_HEADS,
     DELTA_DIM,
@@ -46,11 +46,11 @@ SCAN_TILES = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
 TILES = ((128, 32, 3, 8), (128, 32, 2, 8), (64, 64, 2, 8), (128, 64, 2, 8), (64, 32, 3, 4))
 GROUPS = {
     "delta: inverse": ("_prepare_kernel",),
-    "delta: walk": ("_scan_kernel", "_fold_kernel"),
+    "delta: scan": ("_scan_kernel", "_fold_kernel"),
     "convolution": ("_chunk_conv_kernel",),
     "attention": ("_chunk_attention_kernel", "_expand_kernel"),
     "weights expanded": ("expand",),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
     "norms and gates": ("norm", "silu", "gated", "rows_", "head_", "cache"),
     "scaled and copied": ("elementwise", "copy", "index", "Memcpy", "Memset"),
 }
@@ -95,22 +95,22 @@ def deltas(chunks: list[DeltaChunk], inputs: list[tuple[Tensor, ...]]) -> None:
 
 
 def tune_delta(report: Report, run: Callable[[], None]) -> None:
-    walk, prepare = delta.scan_tiles, delta.prepare_tiles
+    scan, prepare = delta.scan_tiles, delta.prepare_tiles
     try:
         for columns, stages, warps in SCAN_TILES:
             chosen = {"COLUMNS": columns, "num_stages": stages, "num_warps": warps}
             delta.scan_tiles = lambda *_, chosen=chosen: chosen
-            tried(report, "walk tiles", run, **chosen)
-        delta.scan_tiles = walk
+            try_tiles(report, "scan tiles", run, **chosen)
+        delta.scan_tiles = scan
         for exact, warps in (("tf32x3", 8), ("tf32", 4), ("tf32x3", 4)):
             chosen = {"LEVELS": 6, "EXACT": exact, "num_stages": 1, "num_warps": warps}
             delta.prepare_tiles = lambda *_, chosen=chosen: chosen
-            tried(report, "inverse tiles", run, exact=exact, warps=warps)
+            try_tiles(report, "inverse tiles", run, exact=exact, warps=warps)
     finally:
-        delta.scan_tiles, delta.prepare_tiles = walk, prepare
+        delta.scan_tiles, delta.prepare_tiles = scan, prepare
 
 
-def tried(report: Report, name: str, run: Callable[[], None], **chosen: Any) -> None:
+def try_tiles(report: Report, name: str, run: Callable[[], None], **chosen: Any) -> None:
     """Time tiles, some of which need more than a card has."""
     if report.left < 5:
         return
@@ -153,12 +153,12 @@ def time_matmuls(report: Report) -> None:
         x, scale = torch.randn(rows, 5120, device="cuda").half(), torch.rand(rows, 1, device="cuda")
         weight = torch.randn(12800, 5120, device="cuda").half().T
         out = torch.empty(rows, 34816, device="cuda")[:, :12800]
-        product = torch.mm(x, weight, out_dtype=torch.float32)
+        output = torch.mm(x, weight, out_dtype=torch.float32)
         works = {
-            "product": partial(torch.mm, x, weight, out_dtype=torch.float32),
-            "product into place": partial(torch.mm, x, weight, out_dtype=torch.float32, out=out),
-            "product in float16": partial(torch.mm, x, weight),
-            "scaled into place": partial(torch.mul, product, scale, out=out),
+            "matmul": partial(torch.mm, x, weight, out_dtype=torch.float32),
+            "matmul into `out`": partial(torch.mm, x, weight, out_dtype=torch.float32, out=out),
+            "matmul in float16": partial(torch.mm, x, weight),
+            "scaled into `out`": partial(torch.mul, output, scale, out=out),
             "scaled in place": partial(out.mul_, scale),
             "both, a thousand rows at a time": partial(in_pieces, x, weight, scale, out),
         }
@@ -176,9 +176,9 @@ def in_pieces(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
     space = torch.empty(1024, 6400, device=x.device)
     for rows in range(0, len(x), 1024):
         for columns in range(0, weight.shape[1], 6400):
-            place = slice(rows, rows + 1024), slice(columns, columns + 6400)
-            torch.mm(x[place[0]], weight[:, place[1]], out_dtype=torch.float32, out=space)
-            torch.mul(space, scale[place[0]], out=out[place])
+            piece = slice(rows, rows + 1024), slice(columns, columns + 6400)
+            torch.mm(x[piece[0]], weight[:, piece[1]], out_dtype=torch.float32, out=space)
+            torch.mul(space, scale[piece[0]], out=out[piece])
 
 
 def kernels(report: Report) -> None:
@@ -217,7 +217,7 @@ def prefill_flops(spec: ModelSpec, tokens: int) -> float:
 
 
 def model(report: Report) -> None:
-    folder = waited(report, "random")
+    folder = wait_for_model(report, "random")
     longest = 131072
     options = {
         "max_ctx": longest + 256,
@@ -238,7 +238,7 @@ def model(report: Report) -> None:
         repeats = 3 if tokens <= 8192 else 1
         seconds = statistics.median(first_token_s(engine, tokens, seed + 1) for seed in range(repeats))
         peak = torch.cuda.max_memory_allocated() - before
-        planned = prefill_bytes(spec, min(engine._chunk, tokens), len(engine.drafter.taps))
+        planned = prefill_bytes(spec, min(engine.prefill_chunk, tokens), len(engine.drafter.taps))
         report.tell(
             "prefill",
             tokens=tokens,
@@ -253,12 +253,12 @@ def model(report: Report) -> None:
 
 
 def chunks(report: Report, engine: Engine) -> None:
-    plain = engine._chunk
+    plain = engine.prefill_chunk
     for chunk in (512, 1024, 2048, 4096, 8192):
-        engine._chunk = chunk
+        engine.prefill_chunk = chunk
         first_token_s(engine, 8192, 0)
         report.tell("chunk size", chunk=chunk, tok_s_at_8192=round(8192 / first_token_s(engine, 8192, 1)))
-    engine._chunk = plain
+    engine.prefill_chunk = plain
 
 
 def groups(report: Report, engine: Engine) -> None:
@@ -286,7 +286,8 @@ PARTS = {"kernels": kernels, "model": model}
 
 def orchestrate(options: argparse.Namespace) -> int:
     """Run each part in its own process, so that a CUDA error ends one part only."""
-    begin, folder, writer, failed = time.perf_counter(), place().with_name("treeflash-prefill"), None, 0
+    begin, writer, failed = time.perf_counter(), None, 0
+    folder = scratch_folder().with_name("treeflash-prefill")
     if options.out:
         options.out.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

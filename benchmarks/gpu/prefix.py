@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python benchmarks/gpu/prefix.py --out prefix.jsonl [--model DIR | --shape 27b]
 
-DIR holds a grown pair, target.gguf and draft.gguf; --shape grows one. With neither, as on a CPU with --device
-cpu --tokens 1500, the embedded pair has the long conversation. Also times a restore and a masked sample.
+DIR holds a grown pair, target.gguf and draft.gguf; --shape grows one. With neither, the embedded pair is
+used, as in a trial run with --device cpu --tokens 1500. Also times a restore and a masked sample.
 tests/gpu/test_prefix_cache.py and test_sampler.py check the results.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import Report
 
+from benchmarks.gpu.report import Report
 from tests.gpu.conversation import HELLO, raise_context_length, second_turns
 from tests.gpu.sampling_inputs import VOCABULARY
 from tests.gpu.texts import GREEDY, Messages, divergence, embedded_pair, generate, load_session
@@ -42,8 +42,8 @@ class Options:
 
 def long(options: Options) -> dict[str, Any]:
     """Time the second turn of a long conversation by the tier that holds its prefix."""
-    with tempfile.TemporaryDirectory(prefix="treeflash-prefix") as place:
-        (target, draft), folder = _pair(options, Path(place)), Path(place) / "snapshots"
+    with tempfile.TemporaryDirectory(prefix="treeflash-prefix") as scratch:
+        (target, draft), folder = _pair(options, Path(scratch)), Path(scratch) / "snapshots"
         session = load_session(
             target, draft, device=options.device, max_ctx=options.tokens + 2048, prefix_cache=24 << 30,
             prefix_cache_dir=folder,
@@ -92,13 +92,13 @@ def _copies(options: Options, session: Session, messages: Messages) -> dict[str,
         for _ in range(8):
             slot = engine.states.open()
             started = _now(options.device)
-            found = engine.prefixes.resume(slot, ids, range(len(ids)))
+            found = engine.prefixes.restore(slot, ids, range(len(ids)))
             assert found is not None
             restored = _now(options.device)
-            again = engine.prefixes.saves.save(slot)
+            again = engine.prefixes.store.save(slot)
             times["restore_ms"].append(1000 * (restored - started))
             times["save_ms"].append(1000 * (_now(options.device) - restored))
-            engine.prefixes.saves.forget(again)
+            engine.prefixes.store.release(again)
             engine.states.close(slot)
     return {name: round(statistics.median(values), 3) for name, values in times.items()}
 
@@ -126,12 +126,15 @@ def masks(options: Options) -> dict[str, Any]:
         None if row % 5 == 4 else choose.integers(-(2**31), 2**31, VOCABULARY // 32, dtype=np.int32)
         for row in range(rows)
     ]
-    sampler = Sampler(GREEDY, [1], VOCABULARY, device)
-    nothing, positions = torch.empty(0, dtype=torch.int64, device=device), torch.arange(rows, device=device)
+    sampler = Sampler(rows, VOCABULARY, device)
+    sampler.begin(GREEDY, [1], masked=True)
+    positions = torch.arange(rows, device=device)
+    no_rows = torch.zeros_like(positions)
     times = []
     for _ in range(16):
         started = _now(options.device)
-        sampler.draw(logits, positions, nothing, nothing.expand(rows, 0).bool(), bits).tolist()
+        sampler.set_masks(bits)
+        sampler.sample(logits, positions, no_rows, no_rows).tolist()
         times.append(1000 * (_now(options.device) - started))
     return {"draw_ms": statistics.median(times[1:])}
 

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matmul import model_steps
-from report import Report, graph_ms
 
+from benchmarks.gpu.matmul import model_steps
+from benchmarks.gpu.report import Report, graph_ms
 from tests.gpu.inputs import DELTA_DIM, DEVICE, EPS, FEED_FORWARD, VALUE_HEADS, WIDTH
 from treeflash.kernels.norm_rope import cuda as norm_cuda
 from treeflash.kernels.norm_rope import triton_kernels as norm_triton
-from treeflash.kernels.quant_matmul import OpenSums, PackedRows, cuda, pack_rows
+from treeflash.kernels.quant_matmul import PackedRows, PartialSums, cuda, pack_rows
 
 SECONDS = 75  # after which no further part begins
 DELTA_WIDTH = VALUE_HEADS * DELTA_DIM  # of a delta layer's output
@@ -34,7 +34,7 @@ class Rows:
             torch.randn(DELTA_DIM, device=DEVICE),
         )
         self.wide = torch.randn(sets, 1, rows, 2 * FEED_FORWARD, device=DEVICE)
-        self.heads = torch.randn(sets, 1, rows, *VALUE_HEADS, DELTA_DIM, device=DEVICE)
+        self.heads = torch.randn(sets, 1, rows, VALUE_HEADS, DELTA_DIM, device=DEVICE)
         self.gate = torch.randn(sets, 1, rows, DELTA_WIDTH, device=DEVICE)
         self.sets = sets
 
@@ -96,11 +96,11 @@ class Steps:
             sizes = [weight.rows for weight in weights]
             kind = makers[columns]
             x = getattr(self.work, kind)(i, by) if kind in kinds else self.packed[columns]
-            cuda.products(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
+            cuda.matmuls(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
 
-    def run_open(self) -> None:
+    def run_partial_sums(self) -> None:
         """Launch as a step does: a norm or silu adds up the split-K partial sums of the matmul before it."""
-        sums: OpenSums | None = None
+        sums: PartialSums | None = None
         for i, (weights, columns) in enumerate(self.steps):
             if columns == DELTA_WIDTH:
                 x = self.work.gated(i, norm_cuda)
@@ -113,10 +113,10 @@ class Steps:
                 x = norm_cuda.add_rms_norm(stream, add if sums is None else sums, self.work.weight, EPS)[1]
             following = self.steps[i + 1][1] if i + 1 < len(self.steps) else DELTA_WIDTH
             if len(weights) == 1 and following != DELTA_WIDTH:
-                sums = cuda.open_product(x, weights[0])
+                sums = cuda.partial_matmul(x, weights[0])
             else:
                 sums, sizes = None, [weight.rows for weight in weights]
-                cuda.products(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
+                cuda.matmuls(x, weights, self.out[:, : sum(sizes)].split(sizes, 1))
 
 
 def time_between(report: Report) -> None:
@@ -125,16 +125,16 @@ def time_between(report: Report) -> None:
     for rows in (8, 24):
         steps, found = Steps(rows), {}
         for name, by, kinds in (
-            ("products alone", norm_cuda, ()),
+            ("matmuls alone", norm_cuda, ()),
             *((f"with {kind}", norm_cuda, (kind,)) for kind in every),
             ("with all, Triton", norm_triton, every),
             ("with all, CUDA", norm_cuda, every),
         ):
             found[name] = graph_ms(partial(steps.run, by, kinds), repeats=15)
-        found["with all, sums open"] = graph_ms(steps.run_open, repeats=15)
+        found["with all, partial sums"] = graph_ms(steps.run_partial_sums, repeats=15)
         for name, ms in found.items():
             print(f"{rows} rows, {len(steps.steps)} groups of matmuls, {name}: {ms:.3f} ms", flush=True)
-        report.write(time="between products", rows=rows, ms=found)
+        report.write(time="between matmuls", rows=rows, ms=found)
         del steps
         torch.cuda.empty_cache()
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import torch
 import triton
-from report import Report, graph_ms
 
+from benchmarks.gpu.report import Report, graph_ms
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
 from treeflash.kernels.sampling import (
-    DrawState,
-    draw_rows,
+    SamplingState,
     launch,
     make_workspace,
     rank_rows,
+    sample_rows,
 )
-from treeflash.kernels.tree import Correction, build_tree, walk_tree
+from treeflash.kernels.tree import Correction, accept_path, best_tree
 
 
 def measure(run: Callable[[int], object], buffers: int) -> float:
@@ -38,20 +38,20 @@ def time_sampling(report: Report) -> None:
     for kind, rows in itertools.product(("model", "normal", "flat"), (1, 24, 64)):
         buffers = max(4, 160 // rows)
         logits = [random_logits(kind, rows, VOCABULARY, generator) for _ in range(buffers)]
-        state, work = DrawState.empty(rows, VOCABULARY, DEVICE), make_workspace(rows, VOCABULARY, DEVICE)
+        state, work = SamplingState.empty(rows, VOCABULARY, DEVICE), make_workspace(rows, VOCABULARY, DEVICE)
         rest = (torch.arange(rows, device=DEVICE), *random_tree(rows, VOCABULARY, generator), state, work)
         line = {}
         for name in ("greedy", "temperature", "top-p", "top-k", "min-p", "everything"):
             set_request(state, FILTERS[name], generator)
-            line[name] = measure(lambda i, of=logits, rest=rest: draw_rows(of[i], *rest), buffers)
+            line[name] = measure(lambda i, of=logits, rest=rest: sample_rows(of[i], *rest), buffers)
         line["torch argmax"] = measure(lambda i, of=logits: of[i].argmax(-1), buffers)
-        report.time("draw", kind=kind, rows=rows, unit="us", **line)
+        report.time("sample", kind=kind, rows=rows, unit="us", **line)
 
 
 def time_trees(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(8)
     logits = [random_logits("model", 15, VOCABULARY, generator) for _ in range(12)]
-    state, work = DrawState.empty(15, VOCABULARY, DEVICE), make_workspace(15, VOCABULARY, DEVICE)
+    state, work = SamplingState.empty(15, VOCABULARY, DEVICE), make_workspace(15, VOCABULARY, DEVICE)
     positions, anchor = torch.arange(15, device=DEVICE), torch.tensor([5], device=DEVICE)
     for name in ("greedy", "temperature", "top-p", "everything"):
         set_request(state, FILTERS[name], generator)
@@ -66,49 +66,50 @@ def time_trees(report: Report) -> None:
         table, edges = torch.zeros(6, 10, device=DEVICE), torch.linspace(-4, -0.1, 9, device=DEVICE)
         correction = Correction(edges, table, torch.zeros_like(positions))
 
-        def build(_: int, parts=(anchor, positions[:1], ids, scores, chains, gains), n=nodes, c=correction):
-            return build_tree(*parts, nodes=n, rows=64, spine=-4.0, correction=c)
+        def build(_: int, parts=(anchor, ids, scores, chains, gains), n=nodes, c=correction):
+            return best_tree(*parts, nodes=n, rows=64, spine=-4.0, correction=c)
 
         report.time("build", candidates=width, chains=count, nodes=nodes, us=measure(build, 16))
-        rows = build(0)
-        stops, room = torch.tensor([1, 2], device=DEVICE), torch.tensor([64], device=DEVICE)
+        tokens, parents, ancestors, _ = build(0)[0]
+        stops, limit = torch.tensor([1, 2], device=DEVICE), torch.tensor([64], device=DEVICE)
         # The target samples every row's first child: the accepted path is as deep as the best one.
-        chosen = torch.full_like(rows.tokens, -5)
+        sampled = torch.full_like(tokens, -5)
         for row in range(nodes, 0, -1):
-            chosen[rows.parents[row]] = rows.tokens[row]
+            sampled[parents[row]] = tokens[row]
+        tree, counts = (tokens, parents, ancestors, sampled), torch.zeros(VOCABULARY, device=DEVICE)
 
-        def walk(_: int, r=rows, c=chosen, s=stops, m=room):
-            return walk_tree(r.tokens, r.parents, r.ancestors, c, stops=s, room=m)
+        def accept(_: int, tree=tree, stops=stops, limit=limit, counts=counts):
+            return accept_path(*tree, stops=stops, limit=limit, counts=counts)
 
-        report.time("walk", nodes=nodes, accepted=int(walk(0).count), us=measure(walk, 16))
+        report.time("accept", nodes=nodes, accepted=int(accept(0).count), us=measure(accept, 16))
 
 
 def time_kernels(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(9)
-    state, work = DrawState.empty(24, VOCABULARY, DEVICE), make_workspace(24, VOCABULARY, DEVICE)
+    state, work = SamplingState.empty(24, VOCABULARY, DEVICE), make_workspace(24, VOCABULARY, DEVICE)
     logits = [random_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
     tokens, ancestors = random_tree(24, VOCABULARY, generator)
     positions = torch.arange(24, device=DEVICE)
     for name in ("greedy", "top-p", "everything"):
         set_request(state, FILTERS[name], generator)
-        draw_rows(logits[0], positions, tokens, ancestors, state, work)
+        sample_rows(logits[0], positions, tokens, ancestors, state, work)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for part in logits:
-                draw_rows(part, positions, tokens, ancestors, state, work)
+                sample_rows(part, positions, tokens, ancestors, state, work)
             torch.cuda.synchronize()
         kernels = {
             event.key.removesuffix("_kernel"): round(event.self_device_time_total / event.count, 1)
             for event in profile.key_averages()
             if event.key.endswith("_kernel")
         }
-        report.time("kernels of a draw, 24 rows", filters=name, unit="us", **kernels)
+        report.time("kernels of sampling, 24 rows", filters=name, unit="us", **kernels)
 
 
 def time_launches(report: Report) -> None:
     """Time other block sizes and numbers of programs than those in use."""
     generator = torch.Generator(DEVICE).manual_seed(10)
     logits = [random_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
-    state = DrawState.empty(24, VOCABULARY, DEVICE)
+    state = SamplingState.empty(24, VOCABULARY, DEVICE)
     rest = (torch.arange(24, device=DEVICE), *random_tree(24, VOCABULARY, generator), state)
     for name, values, filters in (
         ("_BLOCK", (2048, 4096), "greedy"),
@@ -121,7 +122,7 @@ def time_launches(report: Report) -> None:
         for value in values:
             setattr(launch, name, value)
             work = make_workspace(24, VOCABULARY, DEVICE)
-            spent = measure(lambda i, work=work: draw_rows(logits[i], *rest, work), 6)
+            spent = measure(lambda i, work=work: sample_rows(logits[i], *rest, work), 6)
             report.time("24 rows", filters=filters, us=spent, **{name: value})
         setattr(launch, name, chosen_value)
 

@@ -1,8 +1,9 @@
 """Times whole steps on a GPU, and the parts of a 27B step; tests/gpu/test_text.py checks texts.
 
-PYTHONPATH=src:. python benchmarks/gpu/step.py --out step.jsonl [--seconds 150]
+    PYTHONPATH=src:. python benchmarks/gpu/step.py --out step.jsonl [--seconds 150]
 
-The large models are written beside it, in another process on other cores. --device cpu tries the small parts.
+The large models are grown meanwhile, by another process on other cores. --device cpu --only small is a trial
+run.
 """
 
 import argparse
@@ -23,27 +24,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Report
 
+from benchmarks.gpu.report import Report
+from tests.gpu.texts import TREE, ExpectedText, divergence, embedded_pair, expected_texts, generate
 from treeflash.bench.step import kernel_times, lines, measure_steps, read_bandwidth
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.convert.grow import grow
 from treeflash.engine.engine import Done, Request
 from treeflash.engine.sampler import SamplingParams
-from treeflash.hub.catalog import named
 from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, TextRequest
 from treeflash.session.session import Session
 
-GREEDY = SamplingParams(seed=1)
-TREE = SpecConfig(adaptive=False)
 GROWING_CORES = 12
 
 
 def load(
     report: Report, name: str, target: Path, draft: Path | None, *, graphs: bool = True, **options
 ) -> Session:
-    """Measures the loading, too."""
+    """Load a session and report how long that took."""
     begin = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -60,41 +58,24 @@ def load(
         facts["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
         facts["capture_s"] = [round(b - a, 2) for a, b in itertools.pairwise(marks)]
         if graphs:
-            report.check(f"{name}: captured", session.engine.steps.captured)
+            report.check(f"{name}: captured", session.engine.runner.captured)
     report.tell(f"loaded {name}", **facts)
     return session
 
 
-def answer(session: Session, prompt: str, count: int) -> Finished:
-    request = TextRequest(messages=[{"role": "user", "content": prompt}], max_tokens=count, sampling=GREEDY)
-    *_, last = session.generate(request)
-    assert isinstance(last, Finished)
-    return last
-
-
-def pair() -> Any:
-    found = named("treeflash-40m")
-    assert found is not None and found[0].pair is not None
-    return found[0].pair
-
-
-def texts() -> list[dict]:
-    return json.loads((Path(__file__).parents[2] / "tests/gpu/expected_texts.json").read_text())
-
-
 def small(report: Report) -> None:
-    """The embedded pair: plain, trees without graphs, trees with graphs."""
-    expected, files = texts(), pair()
-    ways = {
+    """Time texts of the embedded pair: plain, trees without graphs, trees with graphs."""
+    expected, (target, draft) = expected_texts(), embedded_pair()
+    ways: dict[str, dict[str, Any]] = {
         "plain": {"speculation": None, "draft": None, "graphs": True},
-        "tree eager": {"speculation": TREE, "draft": files.draft, "graphs": False},
-        "tree graphs": {"speculation": TREE, "draft": files.draft, "graphs": True},
+        "tree eager": {"speculation": TREE, "draft": draft, "graphs": False},
+        "tree graphs": {"speculation": TREE, "draft": draft, "graphs": True},
     }
     found: dict[str, list[list[int]]] = {}
     for name, options in ways.items():
-        session = load(report, name, files.target, max_ctx=2048, **options)
-        answer(session, expected[-1]["prompt"], 16)
-        runs = [answer(session, entry["prompt"], 96) for entry in expected]
+        session = load(report, name, target, max_ctx=2048, **options)
+        generate(session, expected[-1].prompt, max_tokens=16)  # compiles
+        runs = [generate(session, text.prompt, max_tokens=96) for text in expected]
         found[name] = [run.tokens for run in runs]
         seconds = sum((s.generated_tokens - 1) / s.decode_tok_s for s in (r.stats for r in runs) if s.steps)
         tokens = sum(run.stats.generated_tokens - 1 for run in runs)
@@ -112,31 +93,25 @@ def small(report: Report) -> None:
         report.tell(f"{name}: texts equal to plain ones", same=same, of=len(expected))
 
 
-def sampled(report: Report, session: Session, expected: list[dict]) -> None:
-    """With a temperature, penalties and a bias the text is that of plain steps in the same session."""
+def sampled(report: Report, session: Session, expected: list[ExpectedText]) -> None:
+    """Compare texts with a temperature, and with penalties, with those of plain steps in the same session."""
     for name, sampling in {
         "T 0.8": SamplingParams(temperature=0.8, top_p=0.95, seed=5),
         "penalties": SamplingParams(repetition_penalty=1.1, presence_penalty=0.3, seed=6),
     }.items():
-        runs = []
-        for budget in (None, 0):
-            request = TextRequest(
-                messages=[{"role": "user", "content": expected[0]["prompt"]}],
-                max_tokens=64,
-                sampling=sampling,
-                draft_budget=budget,
-            )
-            *_, last = session.generate(request)
-            assert isinstance(last, Finished)
-            runs.append(last.tokens)
-        places = (i for i, (a, b) in enumerate(zip(*runs, strict=False)) if a != b)
-        report.tell(f"{name}: tree text against plain", same=runs[0] == runs[1], first=next(places, None))
+        options = {"max_tokens": 64, "sampling": sampling}
+        tree, plain = (
+            generate(session, expected[0].prompt, draft_budget=budget, **options).tokens
+            for budget in (None, 0)
+        )
+        index = divergence(tree, plain)
+        report.tell(f"{name}: tree text against plain", same=index is None, first=index)
 
 
 def prefill(report: Report, session: Session) -> None:
     engine = session.engine
     for count in (512, 2048):
-        prompt = [(7 * place + 11) % 5000 for place in range(count)]
+        prompt = [(7 * index + 11) % 5000 for index in range(count)]
         speeds = []
         for _ in range(3):
             *_, done = engine.generate(Request(prompt=prompt, max_tokens=1))
@@ -149,15 +124,13 @@ def steps_of(report: Report, session: Session, bandwidth: float, **options) -> d
     result = measure_steps(session, bandwidth=bandwidth, **options)
     report.tell("steps", **result)
     for row in lines(result):
-        print(
-            "   ", *(f"{cell:>24}" if place else f"{cell:>5}" for place, cell in enumerate(row)), flush=True
-        )
+        print("   ", f"{row[0]:>5}", *(f"{cell:>24}" for cell in row[1:]), flush=True)
     return {row["rows"]: row for row in result["sizes"]}
 
 
 def random_large(report: Report) -> None:
-    """27B shapes, random weights: the parts of a step by size, prefill, memory."""
-    folder = waited(report, "random")
+    """Time the parts of a step by size, prefill and plain decoding of a random 27B model."""
+    folder = wait_for_model(report, "random")
     session = load(
         report,
         "random 27b",
@@ -200,11 +173,11 @@ def random_large(report: Report) -> None:
 
 
 def plain_text(report: Report, session: Session, how: str) -> None:
-    """Tokens a second of a plain greedy text as the engine gives it, from the second token on."""
-    prompt = [(7 * place + 11) % 5000 for place in range(256)]
+    """Report the throughput of plain greedy decoding, the first token excluded."""
+    prompt = [(7 * index + 11) % 5000 for index in range(256)]
     speeds = []
     for _ in range(3):
-        request = Request(prompt=prompt, max_tokens=257, may_cut=False, draft_budget=0)
+        request = Request(prompt=prompt, max_tokens=257, may_stop=False, draft_budget=0)
         *_, done = session.engine.generate(request)
         assert isinstance(done, Done)
         speeds.append(done.stats.decode_tok_s)
@@ -220,23 +193,18 @@ def kernels(report: Report, session: Session, size: int) -> None:
 
 
 def exact_large(report: Report) -> None:
-    """The pair grown to 27B: the small pair's text, and its speed at full size."""
-    folder, expected = waited(report, "exact"), texts()
+    """Time texts of the pair grown to 27B, which are the small pair's."""
+    folder, expected = wait_for_model(report, "exact"), expected_texts()
     session = load(
         report, "grown 27b", folder / "target.gguf", folder / "draft.gguf", max_ctx=8192, speculation=TREE
     )
     shutil.rmtree(folder, ignore_errors=True)
-    answer(session, expected[-1]["prompt"], 16)
+    generate(session, expected[-1].prompt, max_tokens=16)  # compiles
     speeds = {}
     for name, budget in (("plain", 0), ("tree", None)):
-        runs = []
-        for entry in expected:
-            messages = [{"role": "user", "content": entry["prompt"]}]
-            request = TextRequest(messages=messages, max_tokens=128, sampling=GREEDY, draft_budget=budget)
-            *_, last = session.generate(request)
-            assert isinstance(last, Finished)
-            runs.append(last)
-        all_stats = [run.stats for run in runs]
+        all_stats = [
+            generate(session, text.prompt, max_tokens=128, draft_budget=budget).stats for text in expected
+        ]
         speeds[name] = statistics.median(stats.decode_tok_s for stats in all_stats)
         steps = sum(stats.steps for stats in all_stats)
         seconds = sum((stats.generated_tokens - 1) / stats.decode_tok_s for stats in all_stats)
@@ -258,15 +226,15 @@ def guarded(report: Report, name: str, work: Callable[[], Any]) -> None:
         report.check(name, False)
 
 
-def place() -> Path:
-    """Memory, if there is room for both large models, else the disk."""
+def scratch_folder() -> Path:
+    """Return a folder in memory, if there is room for both large models, else on disk."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 45e9
     return (memory if roomy else Path(tempfile.gettempdir())) / "treeflash-step"
 
 
 def write_models(folder: Path, shape: str, cores: int) -> None:
-    """In another process, away from the cores that drive the GPU."""
+    """Grow both models on the last `cores` cores, away from those that drive the GPU."""
     every = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, every[-cores:])
     for name in ("random", "exact"):
@@ -278,11 +246,12 @@ def write_models(folder: Path, shape: str, cores: int) -> None:
         part.rename(folder / name)
 
 
-def waited(report: Report, name: str) -> Path:
+def wait_for_model(report: Report, name: str) -> Path:
+    """Return the folder of a model once it is written."""
     folder = report.folder / name
     while not folder.exists():
         if report.left < 15:
-            raise TimeoutError(f"the {name} model is not written yet")
+            raise TimeoutError(f"the {name} model is not written yet, and no time is left")
         time.sleep(0.2)
     report.tell(f"grew the {name} 27b", **json.loads((folder / "facts.json").read_text()))
     return folder
@@ -292,8 +261,8 @@ PARTS = {"small": (small, 20.0), "random": (random_large, 40.0), "exact": (exact
 
 
 def orchestrate(options: argparse.Namespace) -> int:
-    """Each part in a process of its own, so that an error that spoils the device spoils one part only."""
-    begin, folder, writer = time.perf_counter(), place(), None
+    """Run each part in its own process, so that a CUDA error ends one part only."""
+    begin, folder, writer = time.perf_counter(), scratch_folder(), None
     chosen = options.only.split(",")
     if options.out:
         options.out.unlink(missing_ok=True)
@@ -336,7 +305,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.part is None:
         return orchestrate(options)
-    # Why graphs could not be made is worth a traceback here.
+    # A traceback where graphs could not be captured.
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("treeflash.engine.runner").setLevel(logging.DEBUG)
     report = Report(options.out, options.seconds, options.device, options.folder)

@@ -9,6 +9,7 @@ import torch
 from tests.gpu.texts import GREEDY_WITH_LOGPROBS, Messages, generate
 from treeflash.session.requests import Finished
 from treeflash.session.session import Session
+from treeflash.state.sequences import PAGE
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 40}
 HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
@@ -27,7 +28,7 @@ def evict_to_host(session: Session) -> None:
     states = session.engine.states
     with torch.inference_mode():
         slot = states.open()
-        session.engine.prefixes.make_room(slot, states.buffers.page_table.shape[1] * 64)
+        session.engine.prefixes.reserve(slot, states.buffers.page_table.shape[1] * PAGE)
         states.close(slot)
 
 

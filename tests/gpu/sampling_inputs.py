@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.inputs import DEVICE
-from treeflash.kernels.sampling import DrawState
+from treeflash.kernels.sampling import SamplingState
 
 VOCABULARY = 248_320
 FILTERS = {
@@ -41,7 +41,7 @@ def random_logits(kind: str, rows: int, vocabulary: int, generator: torch.Genera
             return noise * 3
 
 
-def set_request(state: DrawState, options: dict, generator: torch.Generator) -> None:
+def set_request(state: SamplingState, options: dict, generator: torch.Generator) -> None:
     """Write a request's sampling parameters; with a repetition penalty a bias, a mask and a prompt, too."""
     vocabulary = state.bias.shape[0]
 
@@ -54,8 +54,8 @@ def set_request(state: DrawState, options: dict, generator: torch.Generator) -> 
         bias = torch.linspace(-5, 5, len(biased), device=DEVICE)
         more = {"prompt": some(50), "biased": biased, "bias": bias, "masked": True}
         state.allowed.random_(-(2**31), 2**31 - 1, generator=generator)
-    state.ask(**options, seed=2**63 + 12345, **more)
-    state.written[some(60)] += 2
+    state.begin(**options, seed=2**63 + 12345, **more)
+    state.counts[some(60)] += 2
 
 
 def random_tree(rows: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

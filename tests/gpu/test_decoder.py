@@ -38,7 +38,7 @@ def logits_of(path: Path, device: torch.device) -> Tensor:
         else:
             parents = random_trees(ROWS, seed=turn, device=device).parents
             step = Step.tree(slots, tokens, parents, lengths)
-            found.append(model.look(step, states.buffers)[1].cpu())
+            found.append(model.verify(step, states.buffers)[1].cpu())
             states.commit(step, last)
     return torch.cat(found)
 

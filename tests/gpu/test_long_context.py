@@ -15,6 +15,7 @@ from tests.gpu.texts import NEAR_TIE, divergence, load_session
 from treeflash.engine.engine import Engine
 from treeflash.kernels.kv_cache.format import KVFormat
 from treeflash.models.decoder import Decoder
+from treeflash.state.sequences import CacheConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -81,7 +82,7 @@ def unlimited(folder: Path, saved: Path) -> None:
 
 def compare(target: Decoder, other: Limited, *, kv: tuple[KVFormat, KVFormat], **settings: int) -> None:
     release()
-    engine = Engine(target, max_ctx=len(other.prompt) + 2 * GENERATED, kv=kv, **settings)
+    engine = Engine(target, max_ctx=len(other.prompt) + 2 * GENERATED, cache=CacheConfig(*kv), **settings)
     found = read(engine, other.prompt, other.needles, GENERATED)
     assert 0 < len(found.tokens) <= GENERATED
     assert bool(found.rows.isfinite().all()), "K or V are not finite"

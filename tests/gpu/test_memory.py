@@ -14,16 +14,17 @@ from tests.gpu.texts import GREEDY, embedded_pair, load_session
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.memory.device import CUDA_LIBRARIES
-from treeflash.memory.estimate import prefill_bytes
+from treeflash.memory.estimate import EMBEDDING, KV_CACHE, PARTIAL_SUMS, prefill_bytes
 from treeflash.models.measure import held_bytes
+from treeflash.models.step import Step
 
 pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 # Parts of the plan that are counted to the byte, as they are held once an engine is made.
 EXACT = (
-    "weights", "token embedding", "draft", "draft context", "recurrent states", "tree rows", "sampling",
-    "keys and values", "products",
+    "weights", EMBEDDING, "draft", "draft context", "recurrent states", "tree rows", "sampling", KV_CACHE,
+    PARTIAL_SUMS,
 )  # fmt: skip
 
 
@@ -85,14 +86,20 @@ def test_a_27b_stays_within_its_plan_and_24_gib(random_27b: Path) -> None:
 
 @torch.inference_mode()
 def last_logits(engine: Engine, prompt: list[int], chunk: int) -> Tensor:
-    ends = [*range(chunk, len(prompt), chunk), len(prompt)]
-    slot = engine.states.open()
-    engine.drafter.open()
+    """Return the logits [vocabulary] after a prompt that is processed in chunks of at most `chunk` tokens."""
+    target, states = engine.target, engine.states
+    slot = states.open()
+    slots, tokens = torch.tensor([slot], device=DEVICE), torch.tensor([prompt], device=DEVICE)
+    logits = torch.empty(0)
     try:
-        *_, (hidden, _) = engine._prefill(Request(prompt=prompt), slot, ends)
-        return engine.target.logits(hidden)[0]
+        for part in tokens.split(chunk, 1):
+            states.reserve(slot, part.shape[1])
+            step = Step.chunk(slots, part, states.buffers.lengths[slots])
+            logits = target.logits(target.forward(step, states.buffers).hidden[:, -1])
+            states.advance(step)
     finally:
-        engine.states.close(slot)
+        states.close(slot)
+    return logits[0]
 
 
 def random_prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -117,7 +124,7 @@ def check_prefill(folder: Path, longest: int) -> None:
         before = torch.cuda.memory_allocated()
         first_token(engine, random_prompt(tokens, seed=1))
         peak = torch.cuda.max_memory_allocated() - before
-        chunk = min(engine._chunk, tokens)
+        chunk = min(engine.prefill_chunk, tokens)
         planned = prefill_bytes(engine.target.spec, chunk, len(engine.drafter.taps))
         assert peak <= planned, f"{tokens} tokens: {peak >> 20} MiB, planned {planned >> 20}"
 

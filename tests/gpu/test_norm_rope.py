@@ -25,7 +25,7 @@ from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.norm_rope import cuda as norm_cuda
 from treeflash.kernels.norm_rope import reference, ring
 from treeflash.kernels.norm_rope import triton_kernels as norm_triton
-from treeflash.kernels.quant_matmul.cuda import card_of
+from treeflash.kernels.runtime.device import card_of
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
@@ -62,7 +62,7 @@ def compile_in_parallel(width: int) -> None:
     }
 
     def build(shape: norm_cuda.Shape) -> bytes:
-        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.bulk), arch=card.arch)
+        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.pdl), arch=card.arch)
 
     with ThreadPoolExecutor(len(shapes)) as pool:
         list(pool.map(build, shapes))

@@ -12,13 +12,13 @@ from treeflash.bench.tuning import random_rows
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.norm_rope import cuda as norm_cuda
 from treeflash.kernels.quant_matmul import (
-    OpenSums,
     PackedWeight,
+    PartialSums,
     cuda,
-    open_product,
     pack,
     pack_rows,
     packed_matmul,
+    partial_matmul,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
@@ -42,19 +42,19 @@ def test_partial_sums_add_up_to_the_matmul(type: QuantType, rows: int, columns: 
         x = pack_rows(torch.randn(count, columns, device=DEVICE))
         with nan_filled_memory():
             expected = packed_matmul(x, weight)
-            sums = open_product(x, weight)
-        closed = sums.closed()
-        assert_same_bits(closed, expected, f"{count} rows")
+            sums = partial_matmul(x, weight)
+        reduced = sums.reduced()
+        assert_same_bits(reduced, expected, f"{count} rows")
         if rows == WIDTH:
             residual, scale = torch.randn(1, count, rows, device=DEVICE), torch.randn(rows, device=DEVICE)
             fused, separate = (
-                norm_cuda.add_rms_norm(residual, add, scale, EPS) for add in (sums, closed[None])
+                norm_cuda.add_rms_norm(residual, add, scale, EPS) for add in (sums, reduced[None])
             )
             assert_same_bits(fused[0], separate[0], f"{count} rows, residual")
             found, wanted = fused[1], separate[1]
         elif rows == 2 * FEED_FORWARD:
             found = norm_cuda.silu_mul(*sums.split([FEED_FORWARD, FEED_FORWARD]))
-            wanted = norm_cuda.silu_mul(*closed[None].chunk(2, -1))
+            wanted = norm_cuda.silu_mul(*reduced[None].chunk(2, -1))
         else:
             continue
         assert_same_bits(found.data[:, :count], wanted.data[:, :count], f"{count} rows, packed")
@@ -91,23 +91,23 @@ class Chain:
             between()
             sizes = [weight.rows for weight in projections]
             wide = torch.empty(h.rows, sum(sizes), device=DEVICE)
-            cuda.products(h, projections, wide.split(sizes, 1))
+            cuda.matmuls(h, projections, wide.split(sizes, 1))
             between()
             gate, up, _ = wide[None].split(sizes, -1)
             heads = gate.contiguous().unflatten(-1, (-1, 128))
             h = norm_cuda.gated_rms_norm(heads, up, self.weight[:128], EPS)
             between()
-            add = cuda.open_product(h, output)
+            add = cuda.partial_matmul(h, output)
             between()
             x, h = norm_cuda.add_rms_norm(x, add, self.weight, EPS)
             between()
-            sums = cuda.open_product(h, up_gate)
+            sums = cuda.partial_matmul(h, up_gate)
             between()
             h = norm_cuda.silu_mul(*sums.split([self.inner, self.inner]))
             between()
-            add = cuda.open_product(h, down)
+            add = cuda.partial_matmul(h, down)
             between()
-        assert isinstance(add, OpenSums)
+        assert isinstance(add, PartialSums)
         return norm_cuda.add_rms_norm(x, add, self.weight, EPS)[0]
 
 

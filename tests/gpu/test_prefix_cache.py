@@ -68,17 +68,18 @@ def test_a_restored_state_has_the_bits_of_the_saved_one() -> None:
 
 def assert_restores_bits(session: Session, messages: Messages) -> None:
     engine, ids = session.engine, session.encode(TextRequest(messages=messages))
-    saves = engine.prefixes.saves
+    store = engine.prefixes.store
     with torch.inference_mode():
         for _ in range(8):
             slot = engine.states.open()
-            found = engine.prefixes.resume(slot, ids, range(len(ids)))
+            found = engine.prefixes.restore(slot, ids, range(len(ids)))
             assert found is not None
-            again = saves.save(slot)
+            again = store.save(slot)
+            store.synchronize()
             for old, new in zip(found.state.layers, again.layers, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
             assert found.state.pages == again.pages
-            saves.forget(again)
+            store.release(again)
             engine.states.close(slot)
 
 

@@ -15,12 +15,13 @@ from treeflash.kernels.quant_matmul import (
     layout_of,
     pack,
     packed_matmul,
-    packed_products,
+    packed_matmuls,
     prepare,
     triton_kernels,
     unpack,
 )
 from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from treeflash.kernels.runtime.device import card_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -66,10 +67,10 @@ def compiled() -> None:
 @pytest.mark.parametrize("type", [*TUNED_TYPES, Q.F16], ids=lambda type: type.name)
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_bucket_has_a_kernel_that_fits(type: QuantType, bucket: int) -> None:
-    card = cuda.card_of(DEVICE)
-    if not cuda.stages(card, layout_of(type), bucket):
+    layout, tiling = layout_of(type), cuda.tilings_of(DEVICE)[bucket]
+    if not cuda.stages(card_of(DEVICE), layout, bucket, tiling):
         pytest.skip("more shared memory than this card has")
-    variant = cuda.variant(card, layout_of(type), bucket, DEVICE).matmul
+    variant = cuda.variant(layout, bucket, tiling, DEVICE).matmul
     assert variant.registers > 0 and variant.occupancy >= 1
 
 
@@ -133,7 +134,7 @@ def test_overlapping_launches_give_the_bits_of_single_ones(count: int) -> None:
     hidden, identity = torch.zeros_like(x), torch.eye(5120, device=DEVICE)
 
     def step() -> Tensor:
-        return packed_products(hidden @ identity + 0 * hidden, weights) * 1.0
+        return packed_matmuls(hidden @ identity + 0 * hidden, weights) * 1.0
 
     graph, outputs = captured_on_a_side_stream(lambda: [step() for _ in range(3)])
     hidden.copy_(x)
@@ -146,7 +147,7 @@ def test_overlapping_launches_give_the_bits_of_single_ones(count: int) -> None:
         for out in outputs:
             assert_same_bits(out, expected, f"replay {replay}")
     for repeat in range(10):
-        assert_same_bits(packed_products(x, weights), expected, f"eager, repeat {repeat}")
+        assert_same_bits(packed_matmuls(x, weights), expected, f"eager, repeat {repeat}")
 
 
 def test_a_captured_step_gives_the_bits_of_an_eager_one() -> None:
@@ -159,7 +160,7 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one() -> None:
 
     def step() -> Tensor:
         zeros = torch.zeros(1 << 20, device=DEVICE)
-        wide = packed_products(hidden, weights)[:, :96].repeat(1, 11)[:, :1024]
+        wide = packed_matmuls(hidden, weights)[:, :96].repeat(1, 11)[:, :1024]
         return packed_matmul(wide.contiguous().tanh() + zeros[:1024], weights[1])
 
     graph, out = captured_on_a_side_stream(step)
@@ -217,6 +218,6 @@ def test_triton_expands_weights(type: QuantType) -> None:
 def test_every_tiling_gives_the_same_sums() -> None:
     """All tilings that `treeflash tune` tries, at the shapes of a 27B model's layers."""
     stack = Stack(LAYERS_27B, DEVICE)
-    for found in tune(cuda.card_of(DEVICE), stack.layouts, stack.measure):
-        differing = [tiling.beside(found.built_in) for tiling in found.differing]
+    for found in tune(card_of(DEVICE), stack.layouts, stack.measure):
+        differing = [tiling.compare(found.built_in) for tiling in found.differing]
         assert not differing, f"{found.rows} rows: {differing}"

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.gpu.inputs import DEVICE
-from tests.gpu.sampling_inputs import VOCABULARY
+from tests.gpu.sampling_inputs import VOCABULARY, random_tree
 from tests.gpu.texts import GREEDY
 from treeflash.engine.sampler import Sampler
 
@@ -20,9 +20,11 @@ def test_each_row_has_its_own_mask() -> None:
         None if row % 5 == 4 else choose.integers(-(2**31), 2**31, VOCABULARY // 32, dtype=np.int32)
         for row in range(rows)
     ]
-    sampler = Sampler(GREEDY, [1], VOCABULARY, DEVICE)
-    nothing, positions = torch.empty(0, dtype=torch.int64, device=DEVICE), torch.arange(rows, device=DEVICE)
-    found = sampler.draw(logits.to(DEVICE), positions, nothing, nothing.expand(rows, 0).bool(), masks)
+    sampler = Sampler(rows, VOCABULARY, DEVICE)
+    sampler.begin(GREEDY, [1], masked=True)
+    sampler.set_masks(masks)
+    tree = random_tree(rows, VOCABULARY, torch.Generator(DEVICE))
+    found = sampler.sample(logits.to(DEVICE), torch.arange(rows, device=DEVICE), *tree)
     for row, (token, mask) in enumerate(zip(found.tolist(), masks, strict=True)):
         allowed = np.ones(VOCABULARY, bool)
         if mask is not None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request
-from treeflash.kernels.sampling import DrawState, draw_rows, filtered, gumbel, launch, rank_rows
-from treeflash.kernels.sampling import state as state_reference
+from treeflash.kernels.sampling import SamplingState, filtered, gumbel, launch, rank_rows, sample_rows
+from treeflash.kernels.sampling import state as plain
 from treeflash.kernels.sampling.filters import OPEN, THRESHOLD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
@@ -67,17 +67,17 @@ def test_sampled_tokens_match_the_reference(
 ) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     random.seed(1)
-    state = DrawState.empty(rows, vocabulary, DEVICE)
+    state = SamplingState.empty(rows, vocabulary, DEVICE)
     # A view of a wider tensor: rows begin at any alignment.
     logits = random_logits(kind, rows, vocabulary + 16, generator)[:, :vocabulary]
     tokens, ancestors = random_tree(rows, vocabulary, generator)
     positions = torch.randint(2**40, (rows,), device=DEVICE, generator=generator)
     set_request(state, FILTERS[filters], generator)
     work = poisoned_workspace(rows, vocabulary, shortlist)
-    found = draw_rows(logits, positions, tokens, ancestors, state, work).clone()
-    expected = draw_rows(logits, positions, tokens, ancestors, state, None)
+    found = sample_rows(logits, positions, tokens, ancestors, state, work).clone()
+    expected = plain.sample_rows(logits, positions, tokens, ancestors, state)
     settings = state.settings()
-    adjusted = state_reference.adjusted(logits, tokens, ancestors, state)
+    adjusted = plain.adjusted(logits, tokens, ancestors, state)
     assert_same_tokens(adjusted, positions, found, expected, settings)
     if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
         assert_same_candidates(work, adjusted, settings)
@@ -90,16 +90,16 @@ def test_a_row_alone_gives_the_token_of_the_row_among_others(filters: str) -> No
     """Nor does it depend on how often it is sampled."""
     generator = torch.Generator(DEVICE).manual_seed(2)
     random.seed(2)
-    state, work = DrawState.empty(64, VOCABULARY, DEVICE), poisoned_workspace(64, VOCABULARY)
+    state, work = SamplingState.empty(64, VOCABULARY, DEVICE), poisoned_workspace(64, VOCABULARY)
     logits = random_logits("normal", 64, VOCABULARY, generator)
     tokens, ancestors = random_tree(64, VOCABULARY, generator)
     positions = torch.arange(64, device=DEVICE)
     set_request(state, FILTERS[filters], generator)
-    whole = draw_rows(logits, positions, tokens, ancestors, state, work).clone()
+    whole = sample_rows(logits, positions, tokens, ancestors, state, work).clone()
     for rows in (slice(0, 1), slice(3, 11), slice(40, 64), *[slice(0, 64)] * 20):
         # A grammar's masks belong to the rows of the call.
         own = replace(state, allowed=state.allowed[rows])
-        found = draw_rows(logits[rows], positions[rows], tokens, ancestors[rows], own, work)
+        found = sample_rows(logits[rows], positions[rows], tokens, ancestors[rows], own, work)
         assert torch.equal(found, whole[rows]), f"rows {rows.start} to {rows.stop}"
 
 
@@ -107,21 +107,21 @@ def test_one_graph_serves_every_request() -> None:
     """Sampling parameters are in the static buffers: no setting needs another capture."""
     generator = torch.Generator(DEVICE).manual_seed(7)
     random.seed(7)
-    state, work = DrawState.empty(24, VOCABULARY, DEVICE), poisoned_workspace(24, VOCABULARY)
+    state, work = SamplingState.empty(24, VOCABULARY, DEVICE), poisoned_workspace(24, VOCABULARY)
     logits = random_logits("normal", 24, VOCABULARY, generator)
     tokens, ancestors = random_tree(24, VOCABULARY, generator)
     positions = torch.arange(24, device=DEVICE)
-    draw_rows(logits, positions, tokens, ancestors, state, work)
+    sample_rows(logits, positions, tokens, ancestors, state, work)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = draw_rows(logits, positions, tokens, ancestors, state, work)
+        out = sample_rows(logits, positions, tokens, ancestors, state, work)
     for filters in FILTERS.values():
         set_request(state, filters, generator)
         positions += 100
         graph.replay()
-        expected = draw_rows(logits, positions, tokens, ancestors, state, None)
-        adjusted = state_reference.adjusted(logits, tokens, ancestors, state)
+        expected = plain.sample_rows(logits, positions, tokens, ancestors, state)
+        adjusted = plain.adjusted(logits, tokens, ancestors, state)
         assert_same_tokens(adjusted, positions, out, expected, state.settings())
 
 
@@ -129,13 +129,13 @@ def test_one_graph_serves_every_request() -> None:
 @every_filter
 def test_ranked_candidates_match_the_reference(kind: str, filters: str) -> None:
     generator = torch.Generator(DEVICE).manual_seed(4)
-    state = DrawState.empty(15, VOCABULARY, DEVICE)
+    state = SamplingState.empty(15, VOCABULARY, DEVICE)
     logits = random_logits(kind, 15, VOCABULARY, generator)
     set_request(state, FILTERS[filters], generator)
     positions, anchor = torch.arange(100, 115, device=DEVICE), torch.tensor([7], device=DEVICE)
     work = poisoned_workspace(15, VOCABULARY)
     ids, scores = rank_rows(logits, positions, anchor, 16, state, work)
-    expected_ids, expected = rank_rows(logits, positions, anchor, 16, state, None)
+    expected_ids, expected = plain.rank_rows(logits, positions, anchor, 16, state)
     live = expected > -torch.inf
     # The kernel drops candidates that are 28 or more below the best.
     dropped = live & (scores == -torch.inf)

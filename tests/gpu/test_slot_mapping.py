@@ -35,8 +35,8 @@ def test_rows_are_mapped_as_by_the_reference(rows: int, pages: int) -> None:
     slots = torch.tensor([2, 0], device=DEVICE)
     arguments = (slots, lengths, table, integers(64, 3, 64), integers(9, 3))
     with nan_filled_memory():
-        found = mapping_kernel.row_places(*arguments, rows=rows, page=PAGE)
-    expected = mapping_reference.row_places(*arguments, rows=rows, page=PAGE)
+        found = mapping_kernel.slot_mapping(*arguments, rows=rows, page=PAGE)
+    expected = mapping_reference.slot_mapping(*arguments, rows=rows, page=PAGE)
     for name in ("lengths", "page_table", "pages", "offsets", "path", "count"):
         assert_same_bits(getattr(found, name), getattr(expected, name), name)
 
@@ -56,13 +56,13 @@ def test_a_commit_moves_the_rows_of_the_accepted_path(rows: int, last: str) -> N
     results = []
     for implementation in (commit_kernel, commit_reference):
         path, count, lengths = (buffer.clone() for buffer in buffers)
-        kept = implementation.keep_path(
+        committed = implementation.commit_path(
             tree.ancestors, torch.tensor(accepted, device=DEVICE), slots, path=path, count=count,
             lengths=lengths,
         )  # fmt: skip
         moved = [plane.clone() for plane in planes]
-        implementation.move_rows(moved, kept, slots, table)
-        results.append((kept.counts, kept.starts, kept.source, path, count, lengths, *moved))
+        implementation.move_rows(moved, committed, slots, table)
+        results.append((committed.counts, committed.starts, committed.source, path, count, lengths, *moved))
     names = ("counts", "starts", "source", "path", "count", "lengths", *(f"plane {i}" for i in range(3)))
     for name, found, expected in zip(names, *results, strict=True):
         assert_same_bits(found, expected, name)

@@ -79,12 +79,12 @@ def tokens_of(engine: Engine, request: Request) -> list[int]:
 
 
 def test_plain_text_is_the_same_when_steps_are_launched_ahead(sessions: Callable[[str], Session]) -> None:
-    """A request that may be cut reads each token before the next step is launched."""
+    """A request that may be stopped reads each token before the next forward is launched."""
     session = sessions("tree, graphs")
     prompt = [(7 * index + 11) % session.engine.target.spec.vocab_size for index in range(256)]
     texts = [
-        tokens_of(session.engine, Request(prompt, max_tokens=96, may_cut=may_cut, draft_budget=0))
-        for may_cut in 3 * (False, True)
+        tokens_of(session.engine, Request(prompt, max_tokens=96, may_stop=may_stop, draft_budget=0))
+        for may_stop in 3 * (False, True)
     ]
     assert all(text == texts[0] for text in texts)
 

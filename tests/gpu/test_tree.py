@@ -1,17 +1,18 @@
-"""Building a draft tree and accepting its path, on the device against the CPU's reference."""
+"""The best draft tree and the accepted path, on the device against the CPU's reference."""
 
 import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.gpu.inputs import DEVICE
 from tests.gpu.numerics import assert_same_bits
-from treeflash.kernels.tree import Correction, TreeRows, build_tree, walk_tree
+from treeflash.kernels.tree import Correction, accept_path, best_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
-FIELDS = ("tokens", "parents", "weights", "ancestors", "positions")
+FIELDS = ("tokens", "parents", "ancestors", "depths")
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -27,7 +28,6 @@ def test_a_tree_is_built_and_accepted_as_on_the_cpu(scores: str, seed: int) -> N
         log_probabilities = (log_probabilities * 2).round() / 2
     parts = (
         torch.tensor([99]),
-        torch.tensor([2**33]),
         ids,
         log_probabilities,
         torch.randint(-1, 40, (chains, depths)),
@@ -40,29 +40,31 @@ def test_a_tree_is_built_and_accepted_as_on_the_cpu(scores: str, seed: int) -> N
         "rows": random.choice([bucket for bucket in (8, 16, 24, 64) if bucket > nodes]),
         "spine": random.choice((1.0, -4.0, -20.0)),
     }
-    expected = build_tree(*parts, correction=correction, **options)
+    expected, expected_weights = best_tree(*parts, correction=correction, **options)
     if correction:
         correction = Correction(edges.to(DEVICE), correction.table.to(DEVICE), bins.to(DEVICE))
-    found = build_tree(*(part.to(DEVICE) for part in parts), correction=correction, **options)
-    for name in FIELDS:
-        assert_same_bits(getattr(found, name).cpu(), getattr(expected, name), name)
+    found, weights = best_tree(*(part.to(DEVICE) for part in parts), correction=correction, **options)
+    for name, field, wanted in zip(FIELDS, found.cpu(), expected, strict=True):
+        assert_same_bits(field, wanted, name)
+    assert_same_bits(weights.cpu(), expected_weights, "weights")
     check_acceptance(expected)
 
 
-def check_acceptance(rows: TreeRows) -> None:
-    sampled = rows.tokens[torch.randint(len(rows.tokens), (len(rows.tokens),))]
+def check_acceptance(tree: Tensor) -> None:
+    """Accept a path of a packed tree [4, rows]; the target samples a child after most rows that have one."""
+    tokens, parents, ancestors, _ = tree
+    sampled = tokens[torch.randint(len(tokens), (len(tokens),))]
     for row in range(len(sampled)):
-        children = (rows.parents == row).nonzero()[:, 0].tolist()
+        children = (parents == row).nonzero()[:, 0].tolist()
         if children and random.random() < 0.9:
-            sampled[row] = rows.tokens[random.choice(children)]
+            sampled[row] = tokens[random.choice(children)]
     stops = sampled[torch.randint(len(sampled), (random.choice((0, 1)),))]
-    room = torch.tensor([random.choice((1, 3, 64))])
-    tree = (rows.tokens, rows.parents, rows.ancestors, sampled)
+    limit = torch.tensor([random.choice((1, 3, 64))])
     results = []
     for device in (torch.device("cpu"), DEVICE):
-        written = torch.zeros(100, device=device)
-        arguments = [part.to(device) for part in tree]
-        accepted = walk_tree(*arguments, stops=stops.to(device), room=room.to(device), written=written)
-        results.append((accepted.flat.cpu(), written.cpu()))
+        counts = torch.zeros(100, device=device)
+        arguments = [part.to(device) for part in (tokens, parents, ancestors, sampled)]
+        accepted = accept_path(*arguments, stops=stops.to(device), limit=limit.to(device), counts=counts)
+        results.append((accepted.flat.cpu(), counts.cpu()))
     for name, expected, found in zip(("path", "counts"), *results, strict=True):
         assert_same_bits(found, expected, name)

@@ -8,6 +8,7 @@ from typing import Any
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
 from treeflash.hub.catalog import named
+from treeflash.session import loading
 from treeflash.session.requests import Finished, TextRequest
 from treeflash.session.session import Session
 
@@ -45,7 +46,7 @@ def load_session(
     """Load a session; with `graphs` its steps must have been captured."""
     options = {"max_ctx": 2048, "speculation": TREE if draft else None, **settings}
     config = EngineConfig(device=device, draft=DraftConfig(draft) if draft else None, **options)
-    session = Session.load(target, config, graphs=False)
+    session = loading.load_session(target, config, graphs=False)
     if graphs and device != "cpu":
         assert session.engine.capture(), "no CUDA graphs"
     return session

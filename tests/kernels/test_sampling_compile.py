@@ -42,8 +42,8 @@ KERNELS = {
     "noise": (sampling.noise_kernel, {"BLOCK": 1024}, 4),
     "shortlist for a ranking": (sampling.shortlist_kernel, {"COUNT": 24}, 8),
     "rank": (search.rank_kernel, {"COUNT": 24}, 8),
-    "build": (tree.build_kernel, {"CORRECTED": True}, 1),
-    "walk": (tree.walk_kernel, {"COUNTED": True}, 1),
+    "best tree": (tree.best_tree_kernel, {"CORRECTED": True}, 1),
+    "accept path": (tree.accept_path_kernel, {}, 1),
 }
 
 

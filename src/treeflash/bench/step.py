@@ -75,7 +75,7 @@ def measure_steps(
     engine, plan = session.engine, session.plan
     if sizes is None:
         sizes = engine.runner.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
-    probe = _Probe(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
+    probe = StepProbe(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
     bandwidth = bandwidth or read_bandwidth(engine.target.device)
     moved = plan.weights - engine.target.embed.data.nbytes + 2 * plan.recurrent + plan.kv_per_token * context
     rows = []
@@ -107,7 +107,7 @@ def kernel_times(session: Session, rows: int, *, context: int = 256, steps: int 
 
     From a trace, which slows them; the time a kernel waits for its predecessor is not counted.
     """
-    probe = _Probe(session.engine, context, rounds=steps + 4)
+    probe = StepProbe(session.engine, context, rounds=steps + 4)
     try:
         probe.times(rows, 1)
         found = step_profile.by_kernel(probe.trace(rows, steps))
@@ -152,7 +152,7 @@ def part_lines(result: dict[str, Any]) -> list[list[str]]:
     return table
 
 
-class _Probe:
+class StepProbe:
     """A sequence with some text, and decode steps of chosen sizes that commit one row each."""
 
     def __init__(self, engine: Engine, context: int, *, rounds: int, sampling: SamplingParams | None = None):
@@ -180,7 +180,7 @@ class _Probe:
         found: dict[str, list[float]] = defaultdict(list)
         for number in range(repeats + 2):
             begin = time.perf_counter()
-            step = self._engine.probe(self._sequence, self._comb(rows))
+            step = self._engine.probe(self._sequence, self.comb(rows))
             whole = time.perf_counter() - begin
             if number >= 2:
                 found["draft_ms"].append(step.draft_s)
@@ -195,7 +195,7 @@ class _Probe:
         if self._device.type != "cuda":
             return []
         kernels = [torch.profiler.ProfilerActivity.CUDA]
-        tree = self._comb(rows)
+        tree = self.comb(rows)
         try:
             with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
                 for _ in range(count):
@@ -212,7 +212,7 @@ class _Probe:
             if not event.name.startswith(copies)
         ]
 
-    def _comb(self, rows: int) -> Tree:
+    def comb(self, rows: int) -> Tree:
         """Return a spine of 15 nodes with leaves, all of them tokens of the text."""
         tokens = [self._text[-1], *(self._text[index % len(self._text)] for index in range(rows - 1))]
         return Tree.of(tokens, [-1, *(row - 1 if row < 16 else row % 15 for row in range(1, rows))])
