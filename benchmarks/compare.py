@@ -112,8 +112,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     samplings = {"greedy": SamplingParams(seed=1), "sampled": SamplingParams(**SAMPLED, seed=2)}
     for kind, sampling in samplings.items():
         for name, budget in (("plain", 0), ("tree", None)):
-            speeds = []
-            for prompt in prompts:
+            seconds = tokens = steps = 0
+            for prompt in prompts * 2:
                 request = TextRequest(
                     messages=[{"role": "user", "content": prompt}],
                     max_tokens=options.n_gen,
@@ -122,8 +122,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 )
                 finished: Any = list(session.generate(request))[-1]
                 texts.append(finished.tokens)
-                speeds.append(finished.stats.decode_tok_s)
-            times[f"{kind} {name} ms/token"] = 1000 / statistics.median(speeds)
+                stats = finished.stats
+                if stats.generated_tokens > 1:
+                    seconds += (stats.generated_tokens - 1) / stats.decode_tok_s
+                    tokens, steps = tokens + stats.generated_tokens - 1, steps + stats.steps
+            times[f"{kind} {name}, ms per step"] = 1000 * seconds / steps
+            times[f"{kind} {name}, ms per token"] = 1000 * seconds / tokens
     steps = measure_steps(session, context=256, repeats=options.repeats, sizes=SIZES)
     for row in steps["sizes"]:
         for part in ("draft_ms", "verify_ms", "walk_ms", "step_ms"):

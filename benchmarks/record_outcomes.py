@@ -52,7 +52,7 @@ def record(session: Session, prompt: str) -> list[list[list[float]]]:
             depths.append(depths[parent] + 1)
         following = [*answer[index + 1 :], *[-1] * (max(depths) + 1)]
         path = accept_path(report.tokens, report.parents, [following[depth] for depth in depths])
-        found.append([[round(weight, 3) for weight in report.weights], path])
+        found.append([[round(weight, 3) for weight in report.probabilities], path])
     engine.release(sequence)
     return found
 
