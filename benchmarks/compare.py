@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for kind, sampling in samplings.items():
         for name, budget in (("plain", 0), ("tree", None)):
             seconds = tokens = steps = 0
-            for prompt in prompts * 2:
+            for prompt in prompts * (3 if name == "tree" else 1):
                 request = TextRequest(
                     messages=[{"role": "user", "content": prompt}],
                     max_tokens=options.n_gen,
