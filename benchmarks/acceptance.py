@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--budget", type=int, default=22)
     parser.add_argument(
-        "--adaptive", action="store_true", help="let the controller choose the number of rows"
+        "--adaptive", action="store_true", help="let the row policy choose the number of rows"
     )
     parser.add_argument("--no-plain", action="store_true", help="tree decoding only, no baseline")
     parser.add_argument("--temperature", type=float, default=0.0)

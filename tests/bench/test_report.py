@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.made import a_head, a_line
 from treeflash.bench import measure, report
-from treeflash.spec.drafter import NoDrafter, StepOutcome
+from treeflash.engine.stats import StepRecord
 
 
 def pair(name: str, plain: float, tree: float, **values) -> list[dict]:
@@ -103,9 +103,6 @@ def test_a_loop_starts_at_an_ngrams_third_occurrence():
 
 
 def test_tokens_of_a_loop_are_not_counted():
-    steps = measure._RecordingDrafter(NoDrafter())
-    for kept in (2, 4, 5, 5):
-        steps.learn(StepOutcome(5, list(range(kept)), [0] * kept, draft_seconds=0.001, step_seconds=0.002))
-    assert steps.acceptance(7) == 3 and steps.acceptance(99) == 4 and steps.acceptance(1) == 0
-    assert steps.by_rows() == {"5": [4, 12.0]} and steps.last > 0
-    assert steps.notes() == []
+    steps = [StepRecord(5, tokens, 0.003) for tokens in (2, 4, 5, 5)]
+    assert [measure._acceptance(steps, loop) for loop in (7, 99, 1)] == [3, 4, 0]
+    assert measure._by_rows(steps) == {"5": [4, 12.0]}

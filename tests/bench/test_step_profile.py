@@ -75,7 +75,7 @@ def test_tables(traced: bool) -> None:
         row["parts_ms"] = {group: 0.5 + index for index, group in enumerate(LABELS)}
     head, cells = lines({"sizes": [row]})
     assert dict(zip(head, cells, strict=True)) | {"rows": "24"} == {
-        **{"rows": "24", "draft + tree": "1.25", "verify": "1.25", "sample + walk + commit": "1.25"},
+        **{"rows": "24", "draft + tree": "1.25", "verify": "1.25", "sample + accept + commit": "1.25"},
         **{"gap": "1.25", "step ms": "5.00", "GB read": "16.75", "of read speed": "46%"},
     }
     parts = part_lines({"sizes": [row]})

@@ -43,9 +43,11 @@ class Oracle(NoDrafter):
         if self._lookup is not None:
             self._lookup.append(outcome.tokens)
 
-    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
+    def propose(
+        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+    ) -> Tree:
         future = self._answer[position - self._start + 1 :][:15]
-        if not future or limit < 2:
+        if not future or max_rows < 2:
             return Tree.root(anchor)
         ids = torch.tensor([self._ranked(token) for token in future])
         scores = torch.tensor([0.7, 0.15, 0.08, 0.04][: self._candidates]).log().expand(len(future), -1)
@@ -56,7 +58,7 @@ class Oracle(NoDrafter):
             copied, score = self._lookup.propose(len(future))
             chain = torch.tensor([copied or [-1] * len(future)])
             proposal = proposal.with_chains(chain, torch.full_like(chain, score, dtype=torch.float32))
-        nodes = min(self._budget, limit - 1)
+        nodes = min(self._budget, max_rows - 1)
         return trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes))
 
     def plan_root(self) -> bool:
@@ -82,13 +84,15 @@ class RandomTrees(NoDrafter):
         self._rests = self._choose.random() < 0.7
         return self._rests
 
-    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
-        assert not self._rests or limit == 1
+    def propose(
+        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+    ) -> Tree:
+        assert not self._rests or max_rows == 1
         self.rested += self._rests
         self._rests = False
         choose, future = self._choose, self._answer[position - self._start + 1 :]
         tokens, parents, depths = [anchor], [-1], [0]
-        for row in range(1, choose.choice([1, 1, choose.randint(1, limit)])):
+        for row in range(1, choose.choice([1, 1, choose.randint(1, max_rows)])):
             parent = row - 1 if choose.random() < 0.6 else choose.randrange(row)
             depth = depths[parent]
             taken = {tokens[other] for other in range(1, row) if parents[other] == parent}

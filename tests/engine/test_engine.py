@@ -8,12 +8,13 @@ import torch
 
 from tests.engine.driving import cut_after
 from tests.engine.driving import run as driven
-from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
+from treeflash.engine.engine import Done, Engine, Progress, Request, Sequence, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import PromptTooLong, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
+from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.spec.drafter import Constraint, NoDrafter
 from treeflash.spec.tree import Tree
 from treeflash.state.sequences import SequenceStates
@@ -51,11 +52,13 @@ class Oracle(NoDrafter):
         super().__init__()
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
-    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
+    def propose(
+        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+    ) -> Tree:
         tokens, parents, spine = [anchor], [-1], 0
         start = position - len(PROMPT) + 1
         for place in range(start, len(self._text)):
-            if len(tokens) + 2 > limit:
+            if len(tokens) + 2 > max_rows:
                 break
             true, other = self._text[place], (self._text[place] + 1) % self._vocabulary
             tokens += [other, (other + 1) % self._vocabulary if place % self._period == 0 else true]
@@ -168,6 +171,46 @@ def test_a_closed_or_failed_request_frees_its_slot(target: Decoder) -> None:
     with pytest.raises(RuntimeError, match="a consumer broke"):
         run(engine, cut=fail)
     assert run(engine, max_tokens=10)[0] == before
+
+
+def test_sequences_wait_for_the_slot_and_run_in_order(target: Decoder) -> None:
+    engine = Engine(target, max_ctx=512)
+    alone = [run(engine, prompt=prompt, max_tokens=12)[0] for prompt in (PROMPT, PROMPT[::-1])]
+    first, second = (engine.add(Request(prompt=prompt, max_tokens=12)) for prompt in (PROMPT, PROMPT[::-1]))
+    order: list[Sequence] = []
+    tokens: dict[int, list[int]] = {id(first): [], id(second): []}
+    while step := engine.step():
+        for sequence, event in step:
+            order += [sequence] if isinstance(event, Done) else []
+            tokens[id(sequence)] += event.ids if isinstance(event, Tokens) else []
+    assert order == [first, second]
+    assert [tokens[id(first)], tokens[id(second)]] == alone
+
+
+def test_a_sequence_that_was_cancelled_while_it_waited_never_runs(target: Decoder) -> None:
+    engine = Engine(target, max_ctx=512)
+    first, second, third = (engine.add(Request(prompt=PROMPT, max_tokens=4)) for _ in range(3))
+    engine.step()
+    assert engine.cancel(second).reason == "cancelled"
+    seen = {id(sequence) for _ in range(20) for sequence, _ in engine.step()}
+    assert seen == {id(first), id(third)}
+    assert first.finished and third.finished and second.stats.generated_tokens == 0
+
+
+def test_a_prefix_cache_that_fails_does_not_lose_the_slot(
+    target: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, max_ctx=512, prefix_cache=PrefixCacheConfig(1 << 30))
+    before, _ = run(engine, max_tokens=6)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no memory for a snapshot")
+
+    monkeypatch.setattr(engine.prefixes, "insert", fail)
+    with pytest.raises(RuntimeError, match="no memory for a snapshot"):
+        list(engine.generate(Request(prompt=PROMPT, max_tokens=6, boundaries={})))
+    monkeypatch.undo()
+    assert run(engine, max_tokens=6)[0] == before
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_a_file_with_more_rows_than_a_step_may_have_is_left_alone(
     engine = Engine(target, prefix_cache=cache(), **options)
     rest = events(engine, PROMPT + text, SAMPLINGS["greedy"], boundaries={}, max_tokens=COUNT - count)
     assert tokens_of(rest) == answer[count:]
-    assert "rows to be folded in, at most 1" in caplog.text
+    assert "pending rows, a step here has at most 1" in caplog.text
 
 
 @pytest.mark.parametrize("ends", ["length", "stop id", "context", "cancelled", "closed"])

@@ -77,7 +77,7 @@ def test_weights_of_other_models_are_not_downloaded(hub, architecture):
         ({"config.json": None}, ModelNotFound, "found 1 .safetensors files and no config.json"),
         ({"model.safetensors": None}, ModelNotFound, "found 0 .safetensors files"),
         ({"more.safetensors": b"x"}, ModelNotFound, "found 2 .safetensors files"),
-        ({"mask_embedding.pt": b"x"}, UnsupportedModel, "has mask_embedding.pt"),
+        ({"mask_embedding.pt": b"x"}, UnsupportedModel, "brings mask_embedding.pt"),
     ],
 )
 def test_repositories_that_hold_no_draft(hub, change, error, message):

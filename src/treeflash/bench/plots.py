@@ -115,7 +115,7 @@ def _speedup(found: Sequence[Row], title: str) -> Any:
     axes.set_ylim(0, (1.15 if len(temperatures) == 1 else 1.35) * max(top, 1.0))
     axes.set_xlim(-0.6, len(suites) - 0.4)
     axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
-    _mark(axes, "plain decoding", 1)
+    _mark(axes, "plain", 1)
     axes.set_xticks(range(len(suites)), suites)
     if len(temperatures) > 1:
         axes.legend(frameon=False, fontsize=10, loc="upper right", ncols=len(temperatures))
@@ -204,7 +204,7 @@ def _budget(sweep: Sequence[Row], title: str) -> Any:
             label=_heat(temperature),
         )
     axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
-    _mark(axes, "plain decoding", 1, below=True)
+    _mark(axes, "plain", 1, below=True)
     axes.set_ylim(bottom=0)
     axes.set_xticks(sorted({row["budget"] for row in sweep}))
     axes.legend(frameon=False, fontsize=10)

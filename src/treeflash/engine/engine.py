@@ -94,7 +94,7 @@ class Engine:
             stats,
             launch_ahead=self._launch_ahead(request),
             # The last token needs no room in the KV cache: nothing is computed from it.
-            limit=min(request.max_tokens, self.max_ctx - len(request.prompt) + 1),
+            max_tokens=min(request.max_tokens, self.max_ctx - len(request.prompt) + 1),
             tokens=list(request.prompt),
         )
         self._scheduler.add(sequence)
@@ -120,6 +120,8 @@ class Engine:
 
     def cancel(self, sequence: Sequence) -> Done:
         """End a sequence where it is."""
+        if sequence.phase is Phase.WAITING:
+            self._scheduler.remove(sequence)
         sequence.finish("cancelled")
         return self._done(sequence)
 
@@ -129,6 +131,7 @@ class Engine:
 
         Its state is then that of plain decoding up to there. Needs `Request.may_stop`, unless all are kept.
         """
+        assert 1 <= keep <= sequence.new_tokens, f"{keep} of {sequence.new_tokens} tokens"
         revoked = sequence.new_tokens - keep
         rows = min(sequence.committed_rows, keep)
         if revoked:
@@ -152,10 +155,13 @@ class Engine:
         if slot < 0:
             sequence.phase = Phase.FINISHED
             return
-        if sequence.finished and sequence.processed == len(sequence.request.prompt):
-            self._cache_prefix(sequence.request, sequence.tokens[: self.states.lengths[slot]], "answer", slot)
-        sequence.phase, sequence.launched = Phase.FINISHED, None
-        self.states.close(slot)
+        try:
+            if sequence.finished and sequence.processed == len(sequence.request.prompt):
+                processed = sequence.tokens[: self.states.lengths[slot]]
+                self._cache_prefix(sequence.request, processed, "answer", slot)
+        finally:
+            sequence.phase, sequence.launched = Phase.FINISHED, None
+            self.states.close(slot)
         self.prefixes.write()
 
     def generate(self, request: Request) -> Generator[Event]:
@@ -181,7 +187,7 @@ class Engine:
         assert sequence.phase is Phase.DECODE and sequence.launched is None
         if draft:
             self._draft(sequence, self._row_limit(sequence))
-        forward = self._verify(sequence, tree, limit=1)
+        forward = self._verify(sequence, tree, max_accepted=1)
         self.runner.accept(forward)
         path, sampled, times = self.runner.read_back()
         self.states.lengths[sequence.slot] += len(path)
@@ -283,17 +289,17 @@ class Engine:
     # -- Decode
 
     def _decode(self, sequence: Sequence) -> list[Event]:
-        """Draft, verify, sample, accept, commit; one read-back."""
+        """Finish a step, perhaps launched before: draft, verify, sample, accept, commit; launch the next."""
         launched = sequence.launched or Launched(self._draft(sequence, self._row_limit(sequence)), None)
         sequence.launched = None
         tree = launched.tree
-        forward = launched.forward or self._verify(sequence, tree, limit=sequence.room)
+        forward = launched.forward or self._verify(sequence, tree, max_accepted=sequence.room)
         self.runner.accept(forward, self._masks(sequence, tree))
         next_forward = self._verify_ahead(sequence, tree)
         path, sampled, times = self.runner.read_back()
         self.states.lengths[sequence.slot] += len(path)
         outcome = StepOutcome(tree.size, path, sampled, times.draft_s, times.verify_s)
-        delivered = self._commit(sequence, outcome)
+        delivered = self._deliver(sequence, outcome)
         events: list[Event] = []
         if sequence.request.trees:
             step_s = times.draft_s + times.verify_s
@@ -304,9 +310,11 @@ class Engine:
             sequence.launched = self._launch(sequence, next_forward)
         return events
 
-    def _draft(self, sequence: Sequence, limit: int) -> Tree:
+    def _draft(self, sequence: Sequence, max_rows: int) -> Tree:
         position, constraint = self.states.lengths[sequence.slot], sequence.request.constraint
-        return self.runner.draft(lambda: self.drafter.propose(sequence.anchor, position, limit, constraint))
+        return self.runner.draft(
+            lambda: self.drafter.propose(sequence.anchor, position, max_rows, constraint)
+        )
 
     def _row_limit(self, sequence: Sequence) -> int:
         budget = sequence.request.draft_budget
@@ -317,9 +325,9 @@ class Engine:
         constraint = sequence.request.constraint
         return constraint.masks(*tree.lists()) if constraint is not None else ()
 
-    def _verify(self, sequence: Sequence, tree: Tree, *, limit: int) -> Forward:
+    def _verify(self, sequence: Sequence, tree: Tree, *, max_accepted: int) -> Forward:
         self._reserve(sequence.slot, self.runner.step_rows(tree.size))
-        return self.runner.verify(tree, limit=limit)
+        return self.runner.verify(tree, max_accepted=max_accepted)
 
     def _verify_ahead(self, sequence: Sequence, tree: Tree) -> Forward | None:
         """Launch the next forward before the read-back, where the next tree can only be its root.
@@ -337,11 +345,11 @@ class Engine:
         """Enqueue the next step's draft and, unless the caller may stop here, its forward."""
         tree = self._draft(sequence, 1 if forward is not None else self._row_limit(sequence))
         if forward is None and sequence.launch_ahead == "forward":
-            forward = self._verify(sequence, tree, limit=sequence.room)
+            forward = self._verify(sequence, tree, max_accepted=sequence.room)
         return Launched(tree, forward)
 
-    def _commit(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
-        """Deliver the step's tokens and leave the state of plain decoding; return those delivered."""
+    def _deliver(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
+        """Return the tokens that plain decoding would have delivered, and leave its state and statistics."""
         start, stats = time.perf_counter(), sequence.stats
         delivered = sequence.deliver(outcome.tokens)
         sequence.committed_rows = delivered.rows
@@ -355,7 +363,10 @@ class Engine:
         return delivered.tokens
 
     def _rollback(self, sequence: Sequence, rows: int) -> None:
-        """Remove the last rows of the last commit: plain decoding would not have processed them."""
+        """Remove the last rows of the last commit: plain decoding would not have processed them.
+
+        Happens only where a sequence ends inside a step's tokens.
+        """
         if rows:
             in_flight = sequence.launched is not None and sequence.launched.forward is not None
             assert not in_flight, f"{rows} rows to roll back, but the next forward is in flight"

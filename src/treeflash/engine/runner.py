@@ -49,7 +49,7 @@ class StepTimes:
     draft_s: float
     forward_s: float
     accept_s: float  # sampling, acceptance and commit
-    whole_s: float  # from the start of the draft to the end of the commit
+    whole_s: float  # from the start of the draft to the end of the commit; needs a step not launched ahead
 
     @property
     def verify_s(self) -> float:
@@ -142,14 +142,14 @@ class StepRunner:
         self._clock.mark(Mark.DRAFTED)
         return tree
 
-    def verify(self, tree: Tree, *, limit: int) -> Forward:
-        """Launch the target's forward pass over a tree, of which at most `limit` rows will be accepted."""
+    def verify(self, tree: Tree, *, max_accepted: int) -> Forward:
+        """Launch the target's forward pass over a tree, of which at most `max_accepted` rows are accepted."""
         if tree.packed.device == self._tree.device:
             self._tree.copy_(tree.packed)
         else:
             self._staged_tree.copy_(tree.packed)
             self._tree.copy_(self._staged_tree, non_blocking=True)
-        self._staged_limits.copy_(torch.tensor([tree.size, limit]))
+        self._staged_limits.copy_(torch.tensor([tree.size, max_accepted]))
         self._limits.copy_(self._staged_limits, non_blocking=True)
         return self._timed_forward(self.step_rows(tree.size))
 
@@ -177,7 +177,7 @@ class StepRunner:
         self._accepted_clock = self._clock
 
     def read_back(self) -> tuple[list[int], list[int], StepTimes]:
-        """Return the accepted rows, the tokens they decided and the times: the only synchronisation."""
+        """Return the accepted rows, the tokens they decided and the times; synchronises with the device."""
         self._accepted_clock.synchronize()
         rows, tokens = Acceptance(self._host_acceptance).path()
         return rows, tokens, self._accepted_clock.times()

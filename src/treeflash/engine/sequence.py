@@ -55,7 +55,7 @@ class Sequence:
     stats: RequestStats
     # What of the next step may be launched before its events are returned.
     launch_ahead: Literal["nothing", "draft", "forward"]
-    limit: int  # tokens to generate, at most
+    max_tokens: int  # to generate: the request's limit and what fits in the context
     slot: int = -1
     phase: Phase = Phase.WAITING
     chunk_ends: list[int] = field(default_factory=list)  # of the prompt
@@ -74,7 +74,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens that may still be generated."""
-        return self.limit - self.stats.generated_tokens
+        return self.max_tokens - self.stats.generated_tokens
 
     @property
     def finished(self) -> bool:

@@ -265,7 +265,7 @@ def _refined(blocks: _Blocks, fit: _Fit, moves: tuple[tuple[int, int], ...]) -> 
 
 
 def _affine(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Encode header (scales and minima) and integers of Q4_K and Q5_K: uint8 [blocks, 16], [blocks, 8, 32]."""
+    """Return header (scales, minima) and integers of Q4_K and Q5_K: uint8 [blocks, 16], [blocks, 8, 32]."""
     x = x.unflatten(1, (8, 32))
     blocks = _Blocks(x, _importance(x), levels=(0, top), codes=(0, 63))
     scales, minima = _fit_affine(blocks)

@@ -33,7 +33,7 @@ class OutputStream:
         return self._parser.calls_done > 0
 
     def write(self, tokens: Sequence[int]) -> int | None:
-        """Add committed tokens; return how many of them the text ends with, None if it goes on."""
+        """Add committed tokens; return how many to keep, the last one included; None: the text goes on."""
         for count, token in enumerate(tokens, 1):
             self.reasoning_tokens += self._parser.in_reasoning
             self._add(self._parser.push(self._stream.push([token])))

@@ -178,8 +178,8 @@ class EngineWorker:
 
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
         """Queue the requests as one job; call this in the loop that reads its events."""
-        _ = self.session
         with self._changed:
+            _ = self.session
             if len(self._waiting) >= self._max_queue:
                 raise QueueFull(
                     f"{len(self._waiting)} requests are waiting, the queue holds {self._max_queue}",
@@ -232,8 +232,9 @@ class EngineWorker:
             self.failure, self.state = error, State.failed
             self.ready.set()
             return
-        if self.state is State.loading:
-            self.state = State.ready
+        with self._changed:
+            if self.state is State.loading:
+                self.state = State.ready
         self.ready.set()
         while (job := self._next()) is not None:
             self._run(job)

@@ -151,7 +151,7 @@ class DraftReport:
     proposal: Proposal  # uncorrected
     tokens: list[int]  # of the tree's rows, without padding
     parents: list[int]
-    weights: list[float]  # probability of the path to each row
+    probabilities: list[float]  # of the path to each row
 
     def only(self, rows: Sequence[int]) -> "DraftReport":
         """Return the report of a part of the tree that holds the parent of every row."""
@@ -160,7 +160,7 @@ class DraftReport:
             self.proposal,
             [self.tokens[row] for row in rows],
             [index.get(self.parents[row], -1) for row in rows],
-            [self.weights[row] for row in rows],
+            [self.probabilities[row] for row in rows],
         )
 
 
@@ -206,7 +206,11 @@ class DraftCall:
         self._report.copy_(report, non_blocking=True)
 
     def tree(self, rows: int) -> Tree:
-        """Return the best `rows` rows of the last call's tree."""
+        """Return the best `rows` rows of the last call's tree.
+
+        It shares the call's buffer, which the next call overwrites. On a GPU its last rows may be padding:
+        how many candidates there were is not read back.
+        """
         if not self._device_only:
             rows = min(rows, self._rows_found(self._report))
         return Tree(self._packed, rows)

@@ -91,15 +91,17 @@ class Drafter(Protocol):
         """Remove the last `count` rows of the last commit."""
         ...
 
-    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
-        """Return a tree below `anchor`, the token at `position`, of at most `limit` rows with the root."""
+    def propose(
+        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+    ) -> Tree:
+        """Return a tree below `anchor`, the token at `position`, of at most `max_rows` rows with the root."""
         ...
 
     def plan_root(self) -> bool:
         """Return whether the next tree is the root alone whatever this step accepts.
 
         If so that is decided: its forward may be launched before the read-back, and `propose` is then called
-        with a limit of 1.
+        with one row at most.
         """
         ...
 
@@ -112,7 +114,7 @@ class Drafter(Protocol):
         ...
 
     def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
-        """Start a sequence that continues after `tokens`, where the state was saved."""
+        """Continue the sequence just begun after `tokens`, where the state was saved."""
         ...
 
     def warnings(self) -> list[str]:
@@ -139,7 +141,9 @@ class NoDrafter:
 
     def rollback(self, count: int) -> None: ...
 
-    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
+    def propose(
+        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+    ) -> Tree:
         return Tree.root(anchor)
 
     def plan_root(self) -> bool:

@@ -125,17 +125,19 @@ class Speculator:
         if saved is not None:
             self._draft.restore(saved)
 
-    def propose(self, anchor: int, position: int, limit: int, constraint: Constraint | None = None) -> Tree:
+    def propose(
+        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+    ) -> Tree:
         if len(self._lookup) == position:
             self._lookup.append([anchor])
         self._plan, self._pruned = Plan(1, False), None
-        if limit == 1:
+        if max_rows == 1:
             return Tree.root(anchor)
         copied, score = self._copied(anchor, constraint)
         if constraint is not None:
             self._learn_unread()
         self._plan = plan = self._policy.plan(copied=len(copied), probability=math.exp(score))
-        rows = min(plan.rows, limit)
+        rows = min(plan.rows, max_rows)
         if plan.lookup:
             return Tree.chain([anchor, *copied][:rows])
         if not plan.draft:
@@ -170,13 +172,17 @@ class Speculator:
         warning = self._policy.warning() if self._has_draft else None
         return [warning] if warning else []
 
+    def last_report(self) -> DraftReport:
+        """Return the last draft call, with its whole tree; synchronises with the device."""
+        return self._call.finished_report()
+
     def _propose_constrained(
         self, anchor: int, chain: list[int], score: float, rows: int, constraint: Constraint
     ) -> Tree:
         """Build a larger tree, read it to the host and keep the rows that the constraint allows."""
         nodes = min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
         self._call(anchor, chain, score, nodes=nodes)
-        report = self._call.finished_report()
+        report = self.last_report()
         kept = constraint.kept(report.tokens, report.parents)[: self._config.budget + 1]
         self._pruned = report = report.only(kept)
         return Tree.of(report.tokens[:rows], report.parents[:rows])
@@ -204,7 +210,9 @@ class Speculator:
         if called is not None and outcome.rows > 1:
             report = called.report
             self._calibration.observe(report.proposal, outcome.tokens)
-            self._policy.observe(report.weights, outcome.path, verified=outcome.rows, waited=called.waited)
+            self._policy.observe(
+                report.probabilities, outcome.path, verified=outcome.rows, waited=called.waited
+            )
         elif called is not None and self._watched is None:
             self._watched = called
         self._follow_watched(outcome.tokens)
@@ -218,5 +226,6 @@ class Speculator:
         path = called.path()
         if len(path) <= len(called.followed) or len(called.followed) >= self._draft.depth:
             self._calibration.observe(report.proposal, called.followed[: len(path)])
-            self._policy.observe(report.weights, path, verified=len(report.tokens), waited=called.waited)
+            verified = len(report.tokens)
+            self._policy.observe(report.probabilities, path, verified=verified, waited=called.waited)
             self._watched = None

@@ -2,7 +2,8 @@
 
 A slot holds one sequence. A tree step writes its rows after the committed ones; `commit` keeps the accepted
 path and drops the rest. Committed state is never overwritten by a tree, so a rejected branch needs no
-rollback.
+rollback. Recurrent states advance over the accepted path at the start of the next forward; until then
+`rollback` can shorten it, where the text ends inside a step.
 """
 
 import contextlib

@@ -8,9 +8,10 @@ import time
 
 import pyte
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.text import Text
+from wcwidth import wcwidth
 
 from tests.cli.chat.test_markdown import SOURCES
 from tests.cli.terminal import Screen
@@ -117,6 +118,8 @@ def test_any_text_leaves_its_rows_and_no_final_row_is_drawn_again(source, cuts, 
         } <= set(range(top, 10_000))
     settled = stream.take(painter.width, final=True)[0]
     painter.paint(settled, [])
+    # pyte gives a skin tone columns of its own: a row that becomes too wide by that is cut.
+    assume(all(sum(map(wcwidth, row.plain)) <= glass.screen.columns for row in final + settled))
     assert "".join(glass.rows()).replace(" ", "") == "".join(
         row.plain.replace(" ", "").replace("\t", "") for row in final + settled
     )

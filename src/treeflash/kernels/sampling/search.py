@@ -1,7 +1,7 @@
 """Triton kernels that find where top-k and top-p cut a row whose short list was not enough.
 
-A histogram of weights by score says in which bins, what is in those bins is gathered, and the last token kept
-is searched for there. Knows the same record of a row as `kernel`.
+A histogram of weights by score gives the bins, the tokens in those bins are gathered, and the last token
+kept is searched for among them. Rows use the record that filters.py describes.
 """
 
 import triton
