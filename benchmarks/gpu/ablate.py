@@ -123,17 +123,17 @@ def ablate(report: Report, probe: StepProbe, engine: Engine, rows: int) -> None:
     probe.times(rows, 1)  # compiles, and reserves pages
     forward = forward_of(engine, probe.comb(rows))
     whole = milliseconds(captured(forward))
-    report.tell("forward", rows=rows, ms=round(whole, 3))
+    report.log("forward", rows=rows, ms=round(whole, 3))
     for label, names in GROUPS.items():
         try:
             with without(names, forward):
                 rest = milliseconds(captured(forward))
-            report.tell(f"without {label}", rows=rows, ms=round(rest, 3), saves=round(whole - rest, 3))
+            report.log(f"without {label}", rows=rows, ms=round(rest, 3), saves=round(whole - rest, 3))
         except Exception as error:
             report.check(f"without {label}", False, rows=rows, error=repr(error)[:200])
         if report.left < 10:
             break
-    report.tell("forward again", rows=rows, ms=round(milliseconds(captured(forward)), 3))
+    report.log("forward again", rows=rows, ms=round(milliseconds(captured(forward)), 3))
 
 
 def timeline(report: Report, probe: StepProbe, engine: Engine, rows: int) -> None:
@@ -141,12 +141,12 @@ def timeline(report: Report, probe: StepProbe, engine: Engine, rows: int) -> Non
     found = sorted((span.begin, span.end, span.name) for span in probe.trace(rows, 1))
     # Four layers, one of them an attention layer.
     middle = found[len(found) // 2 :][: 4 * len(found) // len(engine.target.spec.layers)]
-    report.tell("timeline", rows=rows, kernels=len(found), us=round(found[-1][1] - found[0][0], 1))
+    report.log("timeline", rows=rows, kernels=len(found), us=round(found[-1][1] - found[0][0], 1))
     begin, before = middle[0][0], middle[0][0]
     for start, end, name in middle:
         print(f"    {start - begin:9.2f} {end - start:8.2f} {start - before:+8.2f}  {name[:60]}", flush=True)
         before = end
-    report.tell("shown", kernels=[[round(a - begin, 2), round(b - a, 2), n[:60]] for a, b, n in middle])
+    report.log("shown", kernels=[[round(a - begin, 2), round(b - a, 2), n[:60]] for a, b, n in middle])
 
 
 def plain(report: Report, session: Session) -> None:
@@ -160,7 +160,7 @@ def plain(report: Report, session: Session) -> None:
         assert isinstance(done, Done)
         times[read_first].append(1000 / done.stats.decode_tok_s)
     unread, read = (round(statistics.median(times[read_first]), 3) for read_first in (False, True))
-    report.tell("plain decoding, ms a token", unread=unread, read_first=read, each=times)
+    report.log("plain decoding, ms a token", unread=unread, read_first=read, each=times)
 
 
 def forwards(report: Report, session: Session, rows: Sequence[int]) -> None:
@@ -183,14 +183,16 @@ def main() -> int:
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--shape", default="27b")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = options.model or Path(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.model or Path(scratch)
         if options.model is None:
             grow(folder, options.shape, random=True, force=True)
         report = Report(options.out, options.seconds, options.device, folder)
         speculation = SpecConfig(budget=23, adaptive=False) if options.draft else None
         draft = folder / "draft.gguf" if options.draft else None
-        session = load(report, "it", folder / "target.gguf", draft, max_ctx=4096, speculation=speculation)
+        session = load(
+            report, "the model", folder / "target.gguf", draft, max_ctx=4096, speculation=speculation
+        )
         with torch.inference_mode():
             guarded(report, "plain decoding", partial(plain, report, session))
             smallest = session.engine.runner.step_rows(1)

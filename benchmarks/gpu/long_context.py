@@ -68,20 +68,20 @@ def limited(report: Report, options: Options) -> None:
             graphs=False, prefix_cache=0, vram_limit=options.limit, max_ctx=WHOLE,
         )  # fmt: skip
     plan = session.plan
-    report.tell("loaded", seconds=round(time.perf_counter() - begin, 1), plan=plan.line())
-    report.tell("plan", parts_mib={name: size >> 20 for name, size in plan.parts.items()})
+    report.log("loaded", seconds=round(time.perf_counter() - begin, 1), plan=plan.line())
+    report.log("plan", parts_mib={name: size >> 20 for name, size in plan.parts.items()})
     # No other thread may call CUDA while a graph is captured; what the capture takes stays allocated.
     report.check("captured", session.engine.capture())
     peak.sample()
     compile_slices(session.engine)
     freed(session.engine.target.device)
-    report.tell("ready", seconds=round(time.perf_counter() - begin, 1))
+    report.log("ready", seconds=round(time.perf_counter() - begin, 1))
     prompt, needles = long_text(session, min(options.tokens, plan.max_ctx - 2 * GENERATED))
     with peak:
         found = read(session.engine, prompt, needles, GENERATED, progress_of(report))
     stats = found.stats
     assert stats is not None
-    report.tell(
+    report.log(
         "limited: speed",
         prompt=len(prompt),
         prefill_s=round(stats.ttft_s, 2),
@@ -89,7 +89,7 @@ def limited(report: Report, options: Options) -> None:
         decode_tok_s=round(stats.decode_tok_s, 1),
         tokens_a_step=round(stats.step_tokens / max(1, stats.steps), 2),
     )
-    report.tell(
+    report.log(
         "limited: memory",
         looks=peak.samples,
         peak_gib=round(peak.bytes / GIB, 3),
@@ -106,7 +106,7 @@ def progress_of(report: Report) -> Callable[[int, int], None]:
         seconds = time.perf_counter() - begin
         if seconds - reported > 5 or done == total:
             reported = seconds
-            report.tell("prefill", tokens=done, of=total, seconds=round(seconds, 1))
+            report.log("prefill", tokens=done, of=total, seconds=round(seconds, 1))
         if report.left < 5:
             raise TimeoutError(f"{done} of {total} tokens processed, and no time is left")
 
@@ -119,7 +119,7 @@ def unlimited(report: Report, options: Options) -> None:
         options.folder / "target.gguf", options.folder / "draft.gguf", device=options.device,
         prefix_cache=0, max_ctx=None,
     )  # fmt: skip
-    # The draft takes the same time with every format of the target's KV cache: it is timed once.
+    # The draft's time does not depend on the format of the target's KV cache: it is measured once.
     longest = USUAL if options.on_gpu else 500
     drafting = draft_ms(report, session, longest, ROWS[-1] if options.on_gpu else 8)
     target, plan = session.engine.target, session.plan
@@ -141,7 +141,7 @@ def matmul_rate() -> float:
 
 @torch.inference_mode()
 def fill_with_noise(engine: Engine) -> None:
-    """Fill the KV pages with random numbers of the size that a text gives."""
+    """Fill the KV pages with random numbers as large as those of a text."""
     for plane in engine.states.planes:
         if plane.dtype == torch.uint8:
             plane.random_(0, 256)
@@ -157,10 +157,10 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
     rows = ROWS if options.on_gpu else (1, 8)
     bandwidth = read_bandwidth(target.device)
     rate = matmul_rate() if options.on_gpu else 1e11
-    report.tell("ceilings", read_tb_s=round(bandwidth / 1e12, 3), tflops=round(rate / 1e12))
+    report.log("ceilings", read_tb_s=round(bandwidth / 1e12, 3), tflops=round(rate / 1e12))
     for names in PAIRS if options.on_gpu else (("f32", "f32"), ("q8_0", "q5_0")):
         if report.left < 12:
-            report.tell("left out", format="/".join(names))
+            report.log("left out", format="/".join(names))
             continue
         label, formats = "/".join(dict.fromkeys(names)), (FORMATS[names[0]], FORMATS[names[1]])
         freed(target.device)
@@ -179,7 +179,7 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
             spec = target.spec
             operations = 4 * count * spec.heads * spec.head_dim * context * spec.attention_layers
             floors = [1e3 * moved / bandwidth, 1e3 * operations / rate]
-            report.tell(
+            report.log(
                 "step", format=label, context=context, rows=count, ms=round(ms, 3),
                 floor_ms=round(max(floors), 3), times_the_floor=round(ms / max(floors), 2),
             )  # fmt: skip
@@ -188,8 +188,8 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
         if label in ("f16", "q8_0") and options.on_gpu:
             report.check(f"{label}: a tree's step after {USUAL:,} tokens", many / few <= RATIO, **facts)
         else:
-            report.tell(f"{label}: a tree's step after {USUAL:,} tokens", **facts)
-        report.tell("format done", format=label, seconds=round(time.perf_counter() - begin, 1))
+            report.log(f"{label}: a tree's step after {USUAL:,} tokens", **facts)
+        report.log("format done", format=label, seconds=round(time.perf_counter() - begin, 1))
         del engine
 
 
@@ -226,9 +226,9 @@ def draft_ms(report: Report, session: Session, context: int, rows: int) -> float
     try:
         times = step_parts(session.engine, context, rows)
     except Exception as failure:
-        report.check("the draft's part", False, failed=str(failure)[:200])
+        report.check("time of the draft", False, failed=str(failure)[:200])
         return 0.0
-    report.tell("a whole step with the draft", context=context, rows=rows, **times)
+    report.log("a whole step with the draft", context=context, rows=rows, **times)
     return times["draft_ms"]
 
 
@@ -292,7 +292,7 @@ def main() -> int:
     if given.part is None:
         return orchestrate(given, options)
     report = Report(given.out, given.seconds, given.device, given.folder)
-    report.tell(given.part, torch=torch.__version__)
+    report.log(given.part, torch=torch.__version__)
     report.part(lambda report: PARTS[given.part](report, options), needs=10)
     return int(report.failed)
 

@@ -34,7 +34,7 @@ def outside_torch(report: Report) -> None:
     torch.mm(half, half, out_dtype=torch.float32)
     torch.nn.functional.silu(half).sum().item()
     libraries = in_use() - begin - torch.cuda.memory_reserved(DEVICE)
-    report.tell(
+    report.log(
         "outside torch",
         context_mib=begin >> 20,
         supposed_mib=CUDA_CONTEXT >> 20,
@@ -58,12 +58,12 @@ def gather(report: Report) -> None:
                 # Other rows each time, so that no cache holds them.
                 rows.copy_(torch.randint(0, len(table), (count,)))
                 times.append(1000 * eager_ms(graph.replay, repeats=1))
-            report.tell("gather", rows=count, table=name, median_us=round(sorted(times)[15], 1))
+            report.log("gather", rows=count, table=name, median_us=round(sorted(times)[15], 1))
 
 
 def small_plan(report: Report) -> None:
     plan = load_session(*embedded_pair(), graphs=False, speculation=SpecConfig()).plan
-    report.tell("plan of the small pair", line=plan.line(), parts=dict(plan.parts))
+    report.log("plan of the small pair", line=plan.line(), parts=dict(plan.parts))
 
 
 def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
@@ -75,7 +75,7 @@ def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
 
     def mark(name: str) -> None:
         seen[name] = in_use()
-        report.tell(
+        report.log(
             name,
             in_use_gib=round(seen[name] / GIB, 3),
             allocated_gib=round(torch.cuda.memory_allocated(DEVICE) / GIB, 3),
@@ -88,12 +88,12 @@ def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
         vram_limit=limit or None,
     )  # fmt: skip
     plan, engine = session.plan, session.engine
-    report.tell("plan", line=plan.line(), parts_mib={name: size >> 20 for name, size in plan.parts.items()})
+    report.log("plan", line=plan.line(), parts_mib={name: size >> 20 for name, size in plan.parts.items()})
     mark("loaded")
     report.check("captured", engine.capture())
     torch.cuda.empty_cache()
     mark("captured")
-    report.tell(
+    report.log(
         "steps", planned_mib=plan.parts["steps"] >> 20, taken_mib=(seen["captured"] - seen["loaded"]) >> 20
     )
     count = min(tokens, plan.max_ctx - 128)
@@ -102,17 +102,17 @@ def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
     for event in engine.generate(Request(prompt=prompt, max_tokens=64, sampling=GREEDY)):
         match event:
             case Progress(done, total) if done in (total, engine.prefill_chunk):
-                mark(f"read {done} of {total}")
+                mark(f"{done} of {total} prompt tokens")
             case Done():
-                report.tell("speed", prefill_tok_s=round(count / event.stats.ttft_s))
-    mark("written")
+                report.log("speed", prefill_tok_s=round(count / event.stats.ttft_s))
+    mark("generated")
     spare = plan.total - max(seen.values())
-    report.tell("beside the model", before_mib=before >> 20, spare_mib=spare >> 20)
+    report.log("outside the plan", before_mib=before >> 20, spare_mib=spare >> 20)
 
 
 def growing(report: Report, folder: Path) -> None:
     grown = grow(folder, "27b", random=True)
-    report.tell("grew the 27b", bytes=grown.bytes)
+    report.log("grew the 27b", bytes=grown.bytes)
 
 
 def main() -> int:
@@ -125,8 +125,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device; 0: all of it")
     parser.add_argument("--tokens", type=int, default=16384)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = given.folder or Path(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch)
         report = Report(given.out, given.seconds, folder=folder)
         for part in (outside_torch, gather, small_plan):
             report.part(part, needs=10)

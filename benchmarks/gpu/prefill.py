@@ -65,7 +65,7 @@ def arithmetic(report: Report) -> float:
     """Return the operations a second of a matmul of 8192 cubed in bf16 on random data."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     rate = 2 * 8192**3 / median_ms(lambda: a @ b, 20) * 1e3
-    report.tell("arithmetic", bf16_8192_tflops=round(rate / 1e12, 1))
+    report.log("arithmetic", bf16_8192_tflops=round(rate / 1e12, 1))
     return rate
 
 
@@ -73,10 +73,10 @@ def time_delta(report: Report) -> None:
     """Time one of the 48 layers; two in turn, so that little of a layer is left in the L2 cache."""
     for tokens in (2048, 8192):
         chunks = [DeltaChunk(DELTA_SHAPE, tokens, 0) for _ in range(2)]
-        report.tell("fold, a layer", tokens=tokens, ms=round(median_ms(partial(fold, chunks)) / 2, 4))
-        report.tell("convolution, a layer", tokens=tokens, ms=round(median_ms(partial(heads, chunks)) / 2, 3))
+        report.log("fold, a layer", tokens=tokens, ms=round(median_ms(partial(fold, chunks)) / 2, 4))
+        report.log("convolution, a layer", tokens=tokens, ms=round(median_ms(partial(heads, chunks)) / 2, 3))
         run = partial(deltas, chunks, heads(chunks))
-        report.tell("delta rule, a layer", tokens=tokens, ms=round(median_ms(run) / 2, 3))
+        report.log("delta rule, a layer", tokens=tokens, ms=round(median_ms(run) / 2, 3))
     guarded(report, "delta tiles", partial(tune_delta, report, run))
 
 
@@ -115,9 +115,9 @@ def try_tiles(report: Report, name: str, run: Callable[[], None], **chosen: Any)
     if report.left < 5:
         return
     try:
-        report.tell(name, ms=round(median_ms(run) / 2, 3), **chosen)
+        report.log(name, ms=round(median_ms(run) / 2, 3), **chosen)
     except Exception as failure:
-        report.tell(name, failed=str(failure)[:80], **chosen)
+        report.log(name, failed=str(failure)[:80], **chosen)
 
 
 def time_attention(report: Report) -> None:
@@ -127,7 +127,7 @@ def time_attention(report: Report) -> None:
             chunk = AttentionChunk(ATTENTION_HEADS, rows, length, (format, format))
             ms = median_ms(chunk.attention, 3)
             facts = {"rows": rows, "behind": length, "format": format, "ms": round(ms, 2)}
-            report.tell("attention, a layer", tflops=round(flops / ms / 1e9), **facts)
+            report.log("attention, a layer", tflops=round(flops / ms / 1e9), **facts)
             if format == "f16" and length == 24576:
                 guarded(report, "attention tiles", partial(tune_attention, report, chunk, flops))
 
@@ -138,11 +138,9 @@ def tune_attention(report: Report, chunk: AttentionChunk, flops: float) -> None:
         chosen = dict(zip(("BLOCK_M", "BLOCK_N", "num_stages", "num_warps"), tile, strict=True))
         attention.tiles = lambda *_, chosen=chosen: dict(chosen)
         try:
-            report.tell(
-                "attention tiles", tflops=round(flops / median_ms(chunk.attention, 3) / 1e9), **chosen
-            )
+            report.log("attention tiles", tflops=round(flops / median_ms(chunk.attention, 3) / 1e9), **chosen)
         except Exception as failure:
-            report.tell("attention tiles", failed=str(failure)[:80], **chosen)
+            report.log("attention tiles", failed=str(failure)[:80], **chosen)
         finally:
             attention.tiles = plain
 
@@ -168,7 +166,7 @@ def time_matmuls(report: Report) -> None:
                 facts = {"ms": round(ms, 3), "tflops": round(2 * rows * 5120 * 12800 / ms / 1e9)}
             except Exception as failure:
                 facts = {"failed": str(failure)[:120]}
-            report.tell(name, rows=rows, **facts)
+            report.log(name, rows=rows, **facts)
 
 
 def in_pieces(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -230,7 +228,7 @@ def model(report: Report) -> None:
     rate = arithmetic(report)
     for tokens in (512, 2048, 8192, 32768, longest):
         if report.left < 6 + tokens / 4000:
-            report.tell("left out", tokens=tokens)
+            report.log("left out", tokens=tokens)
             continue
         first_token_s(engine, tokens, 0) if tokens <= 8192 else None
         torch.cuda.reset_peak_memory_stats()
@@ -239,7 +237,7 @@ def model(report: Report) -> None:
         seconds = statistics.median(first_token_s(engine, tokens, seed + 1) for seed in range(repeats))
         peak = torch.cuda.max_memory_allocated() - before
         planned = prefill_bytes(spec, min(engine.prefill_chunk, tokens), len(engine.drafter.taps))
-        report.tell(
+        report.log(
             "prefill",
             tokens=tokens,
             tok_s=round(tokens / seconds),
@@ -257,7 +255,7 @@ def chunks(report: Report, engine: Engine) -> None:
     for chunk in (512, 1024, 2048, 4096, 8192):
         engine.prefill_chunk = chunk
         first_token_s(engine, 8192, 0)
-        report.tell("chunk size", chunk=chunk, tok_s_at_8192=round(8192 / first_token_s(engine, 8192, 1)))
+        report.log("chunk size", chunk=chunk, tok_s_at_8192=round(8192 / first_token_s(engine, 8192, 1)))
     engine.prefill_chunk = plain
 
 
@@ -274,7 +272,7 @@ def groups(report: Report, engine: Engine) -> None:
         )
         found[group] += ms
         names[event.key[:80]] += ms
-    report.tell(
+    report.log(
         "time by group", **{name: round(ms, 1) for name, ms in sorted(found.items(), key=lambda x: -x[1])}
     )
     for name, ms in sorted(names.items(), key=lambda x: -x[1])[:25]:
@@ -338,7 +336,7 @@ def main() -> int:
     facts = {"torch": torch.__version__}
     if options.device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
-    report.tell(options.part, **facts)
+    report.log(options.part, **facts)
     torch.manual_seed(1)
     report.part(PARTS[options.part], needs=5.0)
     return int(report.failed)

@@ -35,7 +35,7 @@ class Report:
         print("PASS" if passed else "FAIL", name, facts or "", flush=True)
         self.write(check=name, passed=passed, **facts)
 
-    def tell(self, name: str, **facts: Any) -> None:
+    def log(self, name: str, **facts: Any) -> None:
         print(f"[{time.perf_counter() - self._begin:5.1f} s]", name, facts or "", flush=True)
         self.write(what=name, **facts)
 
@@ -55,7 +55,7 @@ class Report:
     def part(self, run: Callable[["Report"], None], *, needs: float = 0.0) -> None:
         """Run a part if `needs` seconds are left; an exception fails this part only."""
         if self.left < needs:
-            self.tell(f"{run.__name__} left out", seconds_left=round(self.left, 1))
+            self.log(f"{run.__name__} left out", seconds_left=round(self.left, 1))
             return
         try:
             run(self)

@@ -59,7 +59,7 @@ def load(
         facts["capture_s"] = [round(b - a, 2) for a, b in itertools.pairwise(marks)]
         if graphs:
             report.check(f"{name}: captured", session.engine.runner.captured)
-    report.tell(f"loaded {name}", **facts)
+    report.log(f"loaded {name}", **facts)
     return session
 
 
@@ -80,7 +80,7 @@ def small(report: Report) -> None:
         seconds = sum((s.generated_tokens - 1) / s.decode_tok_s for s in (r.stats for r in runs) if s.steps)
         tokens = sum(run.stats.generated_tokens - 1 for run in runs)
         steps, committed = sum(r.stats.steps for r in runs), sum(r.stats.step_tokens for r in runs)
-        report.tell(
+        report.log(
             f"{name}: speed",
             tok_s=round(tokens / seconds, 1),
             acceptance=round(committed / steps, 3),
@@ -90,7 +90,7 @@ def small(report: Report) -> None:
             sampled(report, session, expected)
     for name in ("tree eager", "tree graphs"):
         same = sum(a == b for a, b in zip(found[name], found["plain"], strict=True))
-        report.tell(f"{name}: texts equal to plain ones", same=same, of=len(expected))
+        report.log(f"{name}: texts identical to plain decoding", same=same, of=len(expected))
 
 
 def sampled(report: Report, session: Session, expected: list[ExpectedText]) -> None:
@@ -105,7 +105,7 @@ def sampled(report: Report, session: Session, expected: list[ExpectedText]) -> N
             for budget in (None, 0)
         )
         index = divergence(tree, plain)
-        report.tell(f"{name}: tree text against plain", same=index is None, first=index)
+        report.log(f"{name}: tree text against plain", same=index is None, first=index)
 
 
 def prefill(report: Report, session: Session) -> None:
@@ -117,12 +117,12 @@ def prefill(report: Report, session: Session) -> None:
             *_, done = engine.generate(Request(prompt=prompt, max_tokens=1))
             assert isinstance(done, Done)
             speeds.append(count / done.stats.ttft_s)
-        report.tell("prefill", tokens=count, tok_s=[round(speed) for speed in speeds])
+        report.log("prefill", tokens=count, tok_s=[round(speed) for speed in speeds])
 
 
 def steps_of(report: Report, session: Session, bandwidth: float, **options) -> dict[int, dict]:
     result = measure_steps(session, bandwidth=bandwidth, **options)
-    report.tell("steps", **result)
+    report.log("steps", **result)
     for row in lines(result):
         print("   ", f"{row[0]:>5}", *(f"{cell:>24}" for cell in row[1:]), flush=True)
     return {row["rows"]: row for row in result["sizes"]}
@@ -142,8 +142,8 @@ def random_large(report: Report) -> None:
     bandwidth = read_bandwidth(torch.device(report.device))
     rows = steps_of(report, session, bandwidth)
     root = rows[1]["verify_ms"] + rows[1]["walk_ms"]
-    report.tell(
-        "against the root alone",
+    report.log(
+        "relative to the root alone",
         root_ms=round(root, 3),
         verify_8=round(rows[8]["verify_ms"] / rows[1]["verify_ms"], 3),
         verify_24=round(rows[24]["verify_ms"] / rows[1]["verify_ms"], 3),
@@ -155,8 +155,8 @@ def random_large(report: Report) -> None:
     harsh = SamplingParams(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2, seed=3)
     for name, sampling in (("T 0.8, top-p 0.95", warm), ("penalties", harsh)):
         found = measure_steps(session, sizes=[24], sampling=sampling, bandwidth=bandwidth)["sizes"][0]
-        report.tell(f"24 rows, {name}", ratio=round(found["step_ms"] / rows[24]["step_ms"], 3), **found)
-    guarded(report, "plain text", lambda: plain_text(report, session, "beside a draft"))
+        report.log(f"24 rows, {name}", ratio=round(found["step_ms"] / rows[24]["step_ms"], 3), **found)
+    guarded(report, "plain text", lambda: plain_text(report, session, "with a draft loaded"))
     for size in (1, 24):
         guarded(report, "kernels", lambda size=size: kernels(report, session, size))
     guarded(report, "prefill", lambda: prefill(report, session))
@@ -181,15 +181,15 @@ def plain_text(report: Report, session: Session, how: str) -> None:
         *_, done = session.engine.generate(request)
         assert isinstance(done, Done)
         speeds.append(done.stats.decode_tok_s)
-    report.tell(f"plain text, {how}", tok_s=[round(speed, 1) for speed in speeds], tokens=257)
+    report.log(f"plain text, {how}", tok_s=[round(speed, 1) for speed in speeds], tokens=257)
 
 
 def kernels(report: Report, session: Session, size: int) -> None:
     found = kernel_times(session, size)
-    report.tell(f"kernels of a step, {size} rows", total=round(sum(found.values()), 3))
+    report.log(f"kernels of a step, {size} rows", total=round(sum(found.values()), 3))
     for name, milliseconds in list(found.items())[:25]:
         print(f"    {milliseconds:8.3f} ms {name}", flush=True)
-    report.tell("kernels", rows=size, ms={name: round(ms, 4) for name, ms in list(found.items())[:40]})
+    report.log("kernels", rows=size, ms={name: round(ms, 4) for name, ms in list(found.items())[:40]})
 
 
 def exact_large(report: Report) -> None:
@@ -208,14 +208,14 @@ def exact_large(report: Report) -> None:
         speeds[name] = statistics.median(stats.decode_tok_s for stats in all_stats)
         steps = sum(stats.steps for stats in all_stats)
         seconds = sum((stats.generated_tokens - 1) / stats.decode_tok_s for stats in all_stats)
-        report.tell(
+        report.log(
             f"grown, {name}",
             tok_s=round(speeds[name], 1),
             acceptance=round(sum(stats.step_tokens for stats in all_stats) / steps, 3),
             step_ms=round(1000 * seconds / steps, 3),
             by_prompt=[round(stats.decode_tok_s, 1) for stats in all_stats],
         )
-    report.tell("grown, speed-up", tree_over_plain=round(speeds["tree"] / speeds["plain"], 3))
+    report.log("grown, speed-up", tree_over_plain=round(speeds["tree"] / speeds["plain"], 3))
 
 
 def guarded(report: Report, name: str, work: Callable[[], Any]) -> None:
@@ -253,7 +253,7 @@ def wait_for_model(report: Report, name: str) -> Path:
         if report.left < 15:
             raise TimeoutError(f"the {name} model is not written yet, and no time is left")
         time.sleep(0.2)
-    report.tell(f"grew the {name} 27b", **json.loads((folder / "facts.json").read_text()))
+    report.log(f"grew the {name} 27b", **json.loads((folder / "facts.json").read_text()))
     return folder
 
 
@@ -312,7 +312,7 @@ def main() -> int:
     facts = {"torch": torch.__version__, "folder": str(options.folder)}
     if options.device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
-    report.tell(options.part, **facts)
+    report.log(options.part, **facts)
     run, needs = PARTS[options.part]
     report.part(run, needs=needs)
     return int(report.failed)

@@ -57,7 +57,7 @@ def second_turns(
     first = generate(session, asked)
     messages = [*asked, assistant(session.tokenizer.decode(first.tokens)), user("Why?")]
     turns = {"first": first, "pool": generate(session, messages)}
-    # An answer that comes back changed, as from templates that drop reasoning: the last boundary counts.
+    # The client sends the answer back changed, as templates that drop reasoning do: the prompt is cached.
     turns["rewritten"] = generate(session, [*asked, assistant("Because."), user("Why?")])
     while_cached(session, messages)
     evict_to_host(session)

@@ -207,7 +207,7 @@ def encoded_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
 
 
 def noise_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
-    """Return a pool of random codes: made at once, for timing."""
+    """Return a pool of random codes, for timing: quick to fill."""
     pool = HeadPool.empty(FORMATS[format], shape, dim, DEVICE)
     if pool.scales is None:
         pool.codes.normal_()

@@ -25,7 +25,7 @@ NEEDLE_TOKENS = 8  # of each needle, whose K and V are compared
 
 @dataclass
 class Needles:
-    """What reading a long text gave."""
+    """Tokens, gaps, K and V found by processing a long text."""
 
     tokens: list[int] = field(default_factory=list)  # generated after it
     gaps: list[float] = field(default_factory=list)  # between the log probabilities of the two likeliest
@@ -104,7 +104,7 @@ def stored(rows: Tensor, format: KVFormat) -> Tensor:
 
 
 def compile_slices(engine: Engine) -> None:
-    """Read a short prompt in slices as small as pages, so that a long one does not wait for the compiler."""
+    """Prefill a short prompt in slices as small as pages, so that no long prompt waits for compilation."""
     plain, prefill.SLICE_BYTES = prefill.SLICE_BYTES, 1
     try:
         for _ in engine.generate(

@@ -28,7 +28,7 @@ GENERATED = 64  # tokens after the prompt
 
 @dataclass(frozen=True)
 class Limited:
-    """What the process with the limit found."""
+    """Results of the process with the limit."""
 
     prompt: list[int]
     needles: list[int]  # their positions
@@ -38,7 +38,7 @@ class Limited:
 
 
 def limited(folder: Path, tokens: int, out: Path) -> None:
-    """Read the text within the limit, in the KV format that the planner picks, and save what was found."""
+    """Process the text within the limit, in the KV format that the planner picks, and save the results."""
     peak = PeakMemory()
     with peak:
         session = load_session(
@@ -69,7 +69,7 @@ def release() -> None:
 
 
 def unlimited(folder: Path, saved: Path) -> None:
-    """Read it again without the limit, in the same KV format and in 16 bits, by plain decoding."""
+    """Process it again without the limit, in the same KV format and in 16 bits, by plain decoding."""
     other: Limited = torch.load(saved, weights_only=False)
     session = load_session(
         folder / "target.gguf", folder / "draft.gguf", graphs=False, prefix_cache=0, max_ctx=None
@@ -91,7 +91,7 @@ def compare(target: Decoder, other: Limited, *, kv: tuple[KVFormat, KVFormat], *
         # A grown model has layers and heads that are zero.
         layers = [layer for layer in range(len(expected)) if expected[layer].norm() > 0]
         rounding = relative_error(stored(expected[layers], format), expected[layers])
-        # In another format, layers after the first read what the first made of their input.
+        # In another format, the inputs of all layers but the first differ, too.
         allowed = 1e-3 if kv == other.kv else 2 * rounding + 0.01
         for number, depth in enumerate(DEPTHS):
             error = relative_error(limited[layers, number], expected[layers, number])

@@ -21,7 +21,7 @@ from treeflash.models.step import Step
 pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
-# Parts of the plan that are counted to the byte, as they are held once an engine is made.
+# Parts of the plan that are exact to the byte and allocated once there is an engine.
 EXACT = (
     "weights", EMBEDDING, "draft", "draft context", "recurrent states", "tree rows", "sampling", KV_CACHE,
     PARTIAL_SUMS,

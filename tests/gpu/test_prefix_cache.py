@@ -1,4 +1,4 @@
-"""The prefix cache on a GPU: a hit from any tier gives the text of a miss."""
+"""The prefix cache on a GPU: the text after a hit in any tier is that after a miss."""
 
 from pathlib import Path
 

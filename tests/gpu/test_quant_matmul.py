@@ -86,7 +86,7 @@ def test_repacked_weights_keep_their_values(type: QuantType, rows: int, columns:
 @every_type
 @every_shape
 def test_matmul_matches_float64_in_every_row_count(type: QuantType, rows: int, columns: int | str) -> None:
-    """Rows of x give the same bits twice, in every row count and at every index."""
+    """A row's result has the same bits in repeated calls, in every row count and at every index."""
     random = generator(rows + type)
     columns = columns_of(type, columns)
     weight = pack(random_rows(type, rows, columns, random), type)
