@@ -1,7 +1,7 @@
 """The line below an answer."""
 
 from treeflash.cli import report
-from treeflash.engine.stats import RequestStats
+from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.session.session import Finished
 
 
@@ -19,7 +19,7 @@ def stats(**changes) -> RequestStats:
     }
     found = RequestStats(**(values | changes))
     for accepted in (4, 4, 6, 7, 3, 5, 5, 5, 5, 5):
-        found.step_done(rows=14, committed=accepted + 1)
+        found.step_done(StepRecord(14, accepted + 1, 0.0), committed=accepted + 1)
     found.verified_rows += 2
     return found
 

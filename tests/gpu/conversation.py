@@ -11,7 +11,7 @@ from treeflash.session.requests import Finished
 from treeflash.session.session import Session
 from treeflash.state.sequences import PAGE
 
-SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 40}
+SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 120}
 HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.driving import drive
 from tests.tiny_draft import draft_config, save_draft
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
@@ -16,6 +17,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends
+from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.policy import StepCosts
@@ -81,9 +83,8 @@ def ask(engine: Engine, prompt: list[int], *, cancel: int = 0) -> tuple[list[int
         max_tokens=GENERATED,
         sampling=SamplingParams(seed=1),
         boundaries=boundaries(prompt),
-        cancelled=cancelled,
     )
-    for event in engine.generate(request):
+    for event in drive(engine, request, cancelled=cancelled):
         if isinstance(event, Tokens):
             text += event.ids
         elif isinstance(event, Done):
@@ -128,7 +129,7 @@ def folder_of(engine: Engine) -> Sequence[SnapshotFile]:
 @pytest.mark.parametrize("seed", range(6))
 def test_text_is_the_same_with_and_without_the_cache(pair: Pair, tmp_path: Path, seed: int) -> None:
     clients, choose = Clients(seed), random.Random(100 + seed)
-    whole = pair.engine(prefix_cache=1 << 30)
+    whole = pair.engine(prefix_cache=PrefixCacheConfig(1 << 30))
     ask(whole, [OPENER, *range(10, 90), OPENER, 5])
     each = whole.prefixes.usage.host_bytes // 3
     # From a budget that holds a snapshot or two, offloaded pages included, to one that holds everything.
@@ -138,7 +139,8 @@ def test_text_is_the_same_with_and_without_the_cache(pair: Pair, tmp_path: Path,
     def engine() -> Engine:
         folder = SnapshotFiles(tmp_path, "tiny" * 8, limit=60 * each) if files else None
         # Every third one allocates its pool at start and runs steps over static buffers, as on a GPU.
-        return pair.engine(prefix_cache=budget, prefix_files=folder, padded=seed % 3 == 2)
+        config = PrefixCacheConfig(budget, folder)
+        return pair.engine(prefix_cache=config, runner="graph" if seed % 3 == 2 else "eager")
 
     cached, hits = engine(), 0
     for _ in range(10):
@@ -165,7 +167,7 @@ def test_a_restored_prefill_leads_to_the_same_state_bit_for_bit(pair: Pair) -> N
     choose = random.Random(9)
     prompt = [OPENER, *(choose.randrange(10, 200) for _ in range(150)), OPENER, 7, 8, 9, OPENER, 5]
     longer = [*prompt[:-2], *range(20, 60), OPENER, *range(60, 100), OPENER, 5]
-    warm, cold = pair.engine(prefix_cache=1 << 30), pair.engine(prefix_cache=1 << 30)
+    warm, cold = (pair.engine(prefix_cache=PrefixCacheConfig(1 << 30)) for _ in range(2))
     with torch.inference_mode():
         ask(warm, prompt)
         # The answer was not sent back, so the match is a chunk end of the prompt.

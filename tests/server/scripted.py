@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tests.text.templates import QWEN35
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
-from treeflash.engine.stats import RequestStats
+from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.errors import PromptTooLong, UsageError
 from treeflash.session.requests import (
     Finished,
@@ -98,8 +98,8 @@ class ScriptedSession:
             if isinstance(step, Text | Reasoning):
                 fresh = self.tokenizer.encode(step.text)
                 tokens += fresh
-                stats.token_came()
-                stats.step_done(rows=4, committed=max(1, min(4, len(fresh))))
+                stats.token_arrived()
+                stats.step_done(StepRecord(4, len(fresh), 0.0), committed=max(1, min(4, len(fresh))))
                 if isinstance(step, Reasoning):
                     stats.reasoning_tokens += len(fresh)
                 elif request.sampling.logprobs is not None:
