@@ -119,7 +119,7 @@ def test_quiet(treeflash, model):
         (["x" * 5000], 2, "the prompt has 5", "shorten the prompt: the model was made for no more"),
         (["x" * 500, "--max-ctx", "100"], 2, "the prompt has 5", "raise --max-ctx"),
         (["x", "--draft", ""], 2, "the name of the draft is empty", "--no-draft"),
-        (["x", "--device", "cuda:99"], 6, "device 'cuda:99' asked for", "treeflash doctor"),
+        (["x", "--device", "cuda:99"], 6, "--device is 'cuda:99'", "treeflash doctor"),
     ],
 )
 def test_what_cannot_be_honoured(treeflash, model, arguments, code, message, hint):

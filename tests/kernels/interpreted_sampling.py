@@ -9,7 +9,7 @@ from torch import Tensor
 from treeflash.kernels.sampling import SamplingState, filtered, launch, rank_rows, sample_rows
 from treeflash.kernels.sampling.filters import OPEN as _OPEN
 from treeflash.kernels.sampling.filters import THRESHOLD as _THRESHOLD
-from treeflash.kernels.sampling.state import adjusted
+from treeflash.kernels.sampling.state import NoiseCache, adjusted
 
 torch.set_num_threads(1)
 OPEN, THRESHOLD = _OPEN.value, _THRESHOLD.value
@@ -90,12 +90,12 @@ def kept(work: launch.Workspace, logits: Tensor, settings: dict) -> list[set[int
         ("everything", "holes", 300, 64, 256),
     ],
 )
-def test_draw(name: str, kind: str, vocabulary: int, capacity: int, shortlist: int) -> None:
+def test_sample(name: str, kind: str, vocabulary: int, capacity: int, shortlist: int) -> None:
     logits = make_logits(kind, vocabulary)
     state, tokens = asked(OPTIONS[name], logits)
     work = poisoned(vocabulary, capacity, shortlist)
     found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, work)
-    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, NoiseCache()))
     assert not work.arrived.any()
     settings = state.settings()
     if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
@@ -117,7 +117,7 @@ def test_rank(name: str, shortlist: int) -> None:
     state, tokens = asked(OPTIONS[name], logits)
     work = poisoned(2500, shortlist=shortlist)
     ids, scores = launch.rank_rows(logits, POSITIONS, tokens[:1], 16, state, work)
-    wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], 16, state, None)
+    wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], 16, state, NoiseCache())
     live = wanted > -torch.inf
     assert torch.equal(scores > -torch.inf, live)
     assert torch.equal(ids, wanted_ids)
@@ -134,11 +134,11 @@ def test_masks(name: str) -> None:
     state.allowed[1] = 0
     state.allowed[1, 2] = 1 << 5
     found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300))
-    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, NoiseCache()))
     assert int(found[1]) == 69
     # A draft's rows are not the tree's, whose masks these are.
     ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], 4, state, poisoned(300))
-    assert torch.equal(ids, rank_rows(logits, POSITIONS, tokens[:1], 4, state, None)[0])
+    assert torch.equal(ids, rank_rows(logits, POSITIONS, tokens[:1], 4, state, NoiseCache())[0])
 
 
 def test_a_row_alone_is_the_row_among_others() -> None:
@@ -158,4 +158,4 @@ def test_rows_of_a_wider_tensor() -> None:
     logits = make_logits("normal", 320)[:, :301]
     state, tokens = asked(OPTIONS["top-p"], logits)
     found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301))
-    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, None))
+    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, NoiseCache()))

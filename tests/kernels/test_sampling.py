@@ -17,6 +17,7 @@ from treeflash.kernels.sampling import (
     sample_rows,
 )
 from treeflash.kernels.sampling.reference import fixed_exp
+from treeflash.kernels.sampling.state import NoiseCache
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -143,7 +144,7 @@ def test_whole_number_weights_are_exponentials() -> None:
     assert fixed_exp(torch.tensor([0.0, -29.0, -torch.inf])).tolist() == [2**40, 0, 0]
 
 
-def test_a_request_in_tensors_draws_as_one_in_numbers() -> None:
+def test_a_request_in_tensors_samples_as_one_in_numbers() -> None:
     torch.manual_seed(4)
     logits, positions = torch.randn(3, 50) * 2, torch.tensor([7, 8, 8])
     tokens, ancestors = torch.tensor([5, 6, 6]), torch.tensor([0b001, 0b011, 0b101])
@@ -158,10 +159,10 @@ def test_a_request_in_tensors_draws_as_one_in_numbers() -> None:
     seen[:, 3] += 4
     seen[:, 4] = -torch.inf
     wanted = sample(seen, positions, seed=2**64 - 3, **filters)
-    assert torch.equal(sample_rows(logits, positions, tokens, ancestors, state, None), wanted)
+    assert torch.equal(sample_rows(logits, positions, tokens, ancestors, state, NoiseCache()), wanted)
     # A draft's rows have the anchor alone above them.
     state.begin(**filters, seed=11)
-    ids, scores = rank_rows(logits, positions, tokens[:1], 30, state, None)
+    ids, scores = rank_rows(logits, positions, tokens[:1], 30, state, NoiseCache())
     few, own = rank(logits, positions, count=30, seed=11, **filters)
     width = int((own > -torch.inf).sum(-1).min())
     assert torch.equal(ids[:, :width], few[:, :width]) and torch.equal(scores[:, :width], own[:, :width])

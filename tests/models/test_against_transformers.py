@@ -11,7 +11,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
-from treeflash.state.sequences import SequenceStates
+from treeflash.state.sequences import CacheConfig, SequenceStates
 
 TOLERANCE = 1e-4
 PROMPT = 150
@@ -168,7 +168,9 @@ def test_packed_weights_compute_the_same(pair: Pair) -> None:
 
 def test_sixteen_bit_states_hold_what_they_are_given(pair: Pair) -> None:
     """A GPU keeps keys, values and convolution inputs in 16 bits: everything still fits together, roughly."""
-    states = states_of(pair, max_rows=8, kv=(FORMATS["f16"],) * 2, input_dtype=torch.bfloat16)
+    states = states_of(
+        pair, max_rows=8, cache=CacheConfig(FORMATS["f16"], FORMATS["f16"]), input_dtype=torch.bfloat16
+    )
     slot, text, rows = states.open(), ids_of(pair, 40, seed=9), ids_of(pair, 8, seed=10)
     feed(pair, states, slot, text)
     parents = random_parents(8, seed=11)
