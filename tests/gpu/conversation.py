@@ -11,8 +11,10 @@ from treeflash.session.requests import Finished
 from treeflash.session.session import Session
 from treeflash.state.sequences import PAGE
 
-SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 120}
-HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
+_RULE = "You are a careful assistant who writes short answers. "
+SYSTEM = {"role": "system", "content": _RULE * 40}
+# Longer than a sixteenth of the largest prefill chunk: else its end is no chunk boundary and nothing is cached.
+HELLO = [{"role": "system", "content": _RULE * 120}, {"role": "user", "content": "Hello"}]
 
 
 def user(content: str) -> dict[str, str]:
