@@ -13,7 +13,8 @@ from treeflash.state.sequences import PAGE
 
 _RULE = "You are a careful assistant who writes short answers. "
 SYSTEM = {"role": "system", "content": _RULE * 40}
-# Longer than a sixteenth of the largest prefill chunk: else its end is no chunk boundary and nothing is cached.
+# Longer than a sixteenth of the largest prefill chunk: else its end is no chunk boundary and nothing is
+# cached.
 HELLO = [{"role": "system", "content": _RULE * 120}, {"role": "user", "content": "Hello"}]
 
 
