@@ -106,3 +106,85 @@ def test_the_decisions_are_those_recorded() -> None:
         "H200": (301, 300, 2052),
         "CPU": (332, 235, 2052),
     }
+
+
+@dataclass(frozen=True)
+class SlowPhase(Machine):
+    """A machine whose steps take `factor` times as long while `slow` says so."""
+
+    slow: list[bool]
+    factor: float = 8.0
+
+    def cost(self, rows: int) -> float:
+        return super().cost(rows) * (self.factor if self.slow[0] else 1.0)
+
+
+@pytest.mark.parametrize("machine", [H200, CPU])
+@pytest.mark.parametrize("only_trees", [False, True])
+def test_speculation_comes_back_after_a_slow_phase(machine: Machine, only_trees: bool) -> None:
+    """Costs of what is not used age: else trees stay off for hundreds of tokens after the machine has calmed.
+
+    only_trees: the slow phase ends while trees are still in use, so that plain steps were never seen slow.
+    """
+    slow = [False]
+    machine = SlowPhase(machine.step, machine.draft, slow)
+    policy = RowPolicy(StepCosts(), max_rows=24, drafts=True, sizes=tuple(machine.step))
+
+    def run(tokens: int) -> tuple[float, int]:
+        """Return tokens per millisecond and draft calls over a text that the draft always gets right."""
+        done, spent, calls = 0, 0.0, 0
+        while done < tokens:
+            plan = policy.plan()
+            cost = machine.cost(plan.rows) + plan.draft * machine.draft * (machine.factor if slow[0] else 1)
+            accepted = min(plan.rows - 1, 15) if plan.draft else 0
+            policy.costs.observe_step(plan.rows, machine.cost(plan.rows))
+            if plan.draft:
+                policy.costs.observe_draft(cost - machine.cost(plan.rows))
+                verified = plan.rows if plan.rows > 1 else 16
+                policy.observe([1.0] * 16, list(range(16)), verified=verified, waited=plan.waited)
+                calls += 1
+            done, spent = done + 1 + accepted, spent + cost
+        return done / spent, calls
+
+    policy.begin()
+    before, _ = run(600)
+    slow[0] = True
+    if only_trees:
+        for _ in range(120):  # as far as costs may rise, without a plain step between
+            policy.costs.observe_step(24, machine.cost(24))
+            policy.costs.observe_step(16, machine.cost(16))
+            policy.costs.observe_step(8, machine.cost(8))
+            policy.costs.observe_draft(machine.draft * machine.factor)
+    else:
+        run(600)
+    slow[0] = False
+    run(250)
+    after, calls = run(600)
+    assert after > 0.9 * before and calls > 0
+
+
+def test_a_size_that_has_become_slower_is_tried_seldom() -> None:
+    """Aging must not cost more than the never-slower rule allows."""
+    costs = StepCosts()
+    policy = RowPolicy(costs, max_rows=24, drafts=True, sizes=(1, 8, 16, 24))
+    policy.begin()
+    for rows, cost in H200.step.items():
+        costs.observe_step(rows, cost)
+    costs.observe_draft(H200.draft)
+    spent = tokens = 0.0
+    for number in range(6000):
+        if number == 2000:  # costs rise slowly, so that a hiccup does no harm: that is learnt by now
+            spent = tokens = 0.0
+        plan = policy.plan()
+        # From now on a tree takes five plain steps, and the draft gets two tokens right.
+        cost = H200.cost(1) if plan.rows == 1 else 5 * H200.cost(1)
+        costs.observe_step(plan.rows, cost)
+        if plan.draft:
+            costs.observe_draft(H200.draft)
+            verified = plan.rows if plan.rows > 1 else 24
+            weights = [0.7**row for row in range(24)]
+            policy.observe(weights, [0, 1, 2], verified=verified, waited=plan.waited)
+            cost += H200.draft
+        spent, tokens = spent + cost, tokens + 1 + (2 if plan.rows > 1 else 0)
+    plain = 1 / H200.cost(1)
+    assert tokens / spent > 0.96 * plain

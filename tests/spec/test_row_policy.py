@@ -78,7 +78,7 @@ def best_fixed(cost: Callable[[int], float], draft: float, texts: Sequence[Seque
     return max(mean(rows) for rows in (2, 4, 8, 12, 16))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(draft=st.floats(0.05, 4), row=st.floats(0.005, 0.2), claim=st.floats(0.05, 0.99))
 def test_a_useless_draft_costs_no_more_than_its_share(draft: float, row: float, claim: float) -> None:
     play = Play(lambda rows: 1 + row * (rows - 1), draft)

@@ -15,7 +15,7 @@ to pay.
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,8 +35,18 @@ SILENT_CALLS, SILENT_STEPS = 20, 200  # without one accepted token the draft can
 
 # -- Step costs
 COST_RATE = 0.1  # of an exponential moving average towards slower steps; a faster one counts at once
+SLOW_AGAIN = 1.2  # times the fastest ever measured: a try that was slow
 COST_RISE = 1.02  # most that one step may raise a cost: what else the machine did is not the step's cost
 UNMEASURED = 1.05  # of the next smaller size: a size that was never measured is tried
+# A cost that is not measured again drifts to the fastest ever measured, with this half-life in steps, so
+# that what a slow phase of the machine left is tried again. Each try of a tree that is slow again doubles
+# the half-life of all trees: a size that has really become slower is tried so seldom that it loses about 1%
+# of the time.
+COST_HALF_LIFE, LONGEST_HALF_LIFE = 64, 1024
+UNUSED = 8  # steps after which a measurement is a new try and counts fully
+CALMED = (
+    0.8  # of its last estimate: a plain step this fast says that the machine has calmed, for trees as well
+)
 
 # -- Acceptance estimator
 # Plain steps since the last tree from which a factor of its own is learnt; after the last it is 1. Embedded
@@ -64,24 +74,36 @@ LOOKUP_PRIOR = 6.0
 LOOKUP_DECAY = 0.98
 
 
+_DRAFT = 0  # the draft call's key among the ages, which are by rows
+
+
 @dataclass(slots=True)
 class StepCosts:
     """Measured seconds, kept from run to run: a step by its rows, and one draft call."""
 
     step: dict[int, float] = field(default_factory=dict)
     draft: float = 0.0
+    _ages: dict[int, "_Age"] = field(default_factory=dict, repr=False, compare=False)
+    _steps: int = 0
 
     def observe_step(self, rows: int, seconds: float) -> None:
+        self._steps += 1
         old = self.step.get(rows)
-        self.step[rows] = seconds if old is None else min(_average(old, seconds), COST_RISE * old)
+        self.step[rows] = self._observed(rows, old, seconds)
+        if rows == 1 and old is not None and self.step[1] < CALMED * old:
+            self._scale_trees(self.step[1] / old)
 
     def observe_draft(self, seconds: float) -> None:
-        self.draft = _average(self.draft, seconds) if self.draft else seconds
+        self.draft = self._observed(_DRAFT, self.draft or None, seconds)
+
+    def draft_call(self) -> float:
+        """Return the cost of a draft call."""
+        return self._aged(_DRAFT, self.draft)
 
     def of(self, rows: int) -> float:
         """Return the cost of a step, interpolated between measured sizes."""
         if rows in self.step:
-            return self.step[rows]
+            return self._aged(rows, self.step[rows])
         known = sorted(self.step)
         if not known:
             return 1.0
@@ -89,12 +111,50 @@ class StepCosts:
         if 0 < index < len(known):
             low, high = known[index - 1], known[index]
             share = (rows - low) / (high - low)
-            return self.step[low] + share * (self.step[high] - self.step[low])
-        return self.step[known[index - 1]] * UNMEASURED if index else self.step[known[0]]
+            return self.of(low) + share * (self.of(high) - self.of(low))
+        return self.of(known[index - 1]) * UNMEASURED if index else self.of(known[0])
+
+    def _observed(self, key: int, old: float | None, seconds: float) -> float:
+        """Return the new estimate after a measurement."""
+        age = self._ages.get(key, _Age(seconds, self._steps))
+        unused, slow = self._steps - age.step > UNUSED, seconds > SLOW_AGAIN * age.fastest
+        half_life = age.half_life if slow else COST_HALF_LIFE
+        if unused and slow and key > 1:
+            half_life = min(2 * age.half_life, LONGEST_HALF_LIFE)
+            for other in self._trees():
+                self._ages[other] = replace(self._ages[other], step=self._steps, half_life=half_life)
+        self._ages[key] = _Age(min(age.fastest, seconds), self._steps, half_life)
+        if old is None or unused:
+            return seconds
+        return min(seconds, old + COST_RATE * (seconds - old), COST_RISE * old)
+
+    def _scale_trees(self, factor: float) -> None:
+        """Lower the costs of trees, not measured meanwhile, as much as that of plain decoding fell."""
+        for rows in self._trees():
+            age = self._ages[rows]
+            self.step[rows] = max(factor * self.step[rows], age.fastest)
+            self._ages[rows] = replace(age, half_life=COST_HALF_LIFE)
+        if _DRAFT in self._ages:
+            self.draft = max(factor * self.draft, self._ages[_DRAFT].fastest)
+
+    def _trees(self) -> list[int]:
+        return [rows for rows in self.step if rows > 1 and rows in self._ages]
+
+    def _aged(self, key: int, seconds: float) -> float:
+        age = self._ages.get(key)
+        if age is None:
+            return seconds
+        weight = 0.5 ** ((self._steps - age.step) / age.half_life)
+        return age.fastest + weight * (seconds - age.fastest)
 
 
-def _average(old: float, new: float) -> float:
-    return min(new, old + COST_RATE * (new - old))
+@dataclass(frozen=True, slots=True)
+class _Age:
+    """Of one measured cost."""
+
+    fastest: float  # seconds, ever measured
+    step: int  # number of the step at which it was last measured
+    half_life: float = COST_HALF_LIFE
 
 
 class AcceptanceEstimator:
@@ -371,7 +431,7 @@ class RowPolicy:
         for wait in (self._waited, *(wait for wait in WAITS if wait > self._waited)):
             now = wait == self._waited
             for rows, more in zip(self._sizes[1:], self._estimator.expected(wait)[1:], strict=True):
-                seconds = self.costs.of(rows) + self.costs.draft
+                seconds = self.costs.of(rows) + self.costs.draft_call()
                 rate = (wait + 1 + more) / (wait * plain + seconds) / (1 if now else PATIENCE)
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else Plan(1, False), rate
@@ -389,9 +449,9 @@ class RowPolicy:
     def _cheapest_probe(self) -> tuple[Plan, float]:
         """Return the draft call that loses least against a plain step, and its loss in plain steps."""
         plain = self.costs.of(1)
-        probe, loss = Plan(1, True, waited=self._waited), self.costs.draft / plain
+        probe, loss = Plan(1, True, waited=self._waited), self.costs.draft_call() / plain
         for rows, more in zip(self._sizes[1:], self._estimator.expected(self._waited)[1:], strict=True):
-            lost = (self.costs.of(rows) + self.costs.draft) / plain - 1 - more
+            lost = (self.costs.of(rows) + self.costs.draft_call()) / plain - 1 - more
             if lost < loss:
                 probe, loss = Plan(rows, True, waited=self._waited), lost
         return probe, loss
