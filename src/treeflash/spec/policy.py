@@ -56,7 +56,7 @@ RECENT_DECAY, RECENT_FLOOR = 0.93, 0.4  # of the recent average, per step; least
 LONG_DECAY, LONG_FLOOR = 15 / 16, 0.8  # the same of the long-run average
 REVERT = 0.97  # how much of the difference to the long-run average is left per step without an outcome
 NEW_TEXT_STEPS = 32  # another text is as far from the last one as this many steps
-WAIT_DECAY = 0.98  # of the counts behind the factors of WAITS, per outcome
+WAIT_DECAY = 0.98  # of the counts that the factors of WAITS come from, per outcome
 WAIT_PRIOR = 20.0  # tokens that a fresh factor has seen, all accepted
 
 # -- Calibration
