@@ -223,7 +223,7 @@ def run(
 
     The answer goes to standard output and everything else to standard error, so that it can be piped;
     reasoning is shown on a terminal only. On a CPU, in float32, the text is identical to that of
-    `--no-draft`. On a GPU 149 of 150 outputs were; near-ties may differ.
+    `--no-draft`. On a GPU 149 of 150 outputs were (docs/benchmarks.md); near-ties may differ.
 
     treeflash run qwen3.6-27b "Why is the sky blue?"
 
