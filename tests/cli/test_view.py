@@ -7,7 +7,7 @@ import time
 
 import pyte
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treeflash.cli import view
@@ -37,6 +37,7 @@ def test_no_text_steers_a_terminal_and_pipes_get_it_unchanged(text):
 
 
 @given(st.text(alphabet="a\r\n\x1b[", max_size=30), st.lists(st.integers(0, 30)))
+@example("\r", [])
 def test_an_answer_is_shown_the_same_however_it_is_cut(text, cuts):
     with pytest.MonkeyPatch.context() as patch:
         screens = []

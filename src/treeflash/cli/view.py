@@ -171,7 +171,8 @@ class Answer:
 
     def end(self) -> None:
         """End the last line."""
-        if self._shown and self._written and not self._written.endswith("\n"):
+        shown = self._written or self._held
+        if shown and not self._written.endswith("\n"):
             with delivered():
                 sys.stdout.write("\n")
                 sys.stdout.flush()
