@@ -255,7 +255,7 @@ def test_without_a_model_the_embedded_pair_answers(treeflash, tmp_path):
 
 def test_sampling_is_that_of_the_card_unless_given(treeflash):
     def tokens(*flags: object) -> list[int]:
-        result = treeflash("run", "-p", "Tell me about the sea.", "-n", 40, "--seed", 3, "--json", *flags)
+        result = treeflash("run", "-p", "Hello", "-n", 40, "--seed", 3, "--json", *flags)
         return json.loads(result.stdout)["tokens"]
 
     recommended = tokens()

@@ -256,7 +256,7 @@ def test_penalties_and_bias_reach_the_sampler(answer):
 
 
 def test_logprobs(answer):
-    found = answer("--logprobs", 2)
+    found = answer("--logprobs", 2, "--no-think")
     assert [each["id"] for each in found["logprobs"]] == found["tokens"]
     assert "".join(each["token"] for each in found["logprobs"]) == found["text"]
     for each in found["logprobs"]:
