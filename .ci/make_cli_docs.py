@@ -12,7 +12,7 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from treeflash import errors
 from treeflash.cli.command import BROKEN_PIPE, INTERRUPTED, UNEXPECTED
-from treeflash.cli.main import app
+from treeflash.cli.program import app
 from treeflash.cli.streams import OUTPUT_FAILED
 from treeflash.hub import catalog
 

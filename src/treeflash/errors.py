@@ -43,12 +43,18 @@ class UsageError(TreeFlashError):
 
 
 class PromptTooLong(UsageError):
-    """Carries both lengths for the protocol adapters, which word the message themselves."""
+    """Carries both lengths for the protocol adapters, which word the message themselves.
 
-    def __init__(self, tokens: int, limit: int, hint: str = "shorten the prompt or raise `max_ctx`"):
+    raisable: the model was made for a longer context, so that a larger `max_ctx` may help.
+    """
+
+    def __init__(self, tokens: int, limit: int, hint: str = "", *, raisable: bool = True):
+        rest = " or raise `max_ctx`" if raisable else ": the model was made for no more tokens"
+        hint = hint or f"shorten the prompt{rest}"
         super().__init__(f"the prompt has {tokens} tokens, the context holds {limit}", hint)
         self.tokens = tokens
         self.limit = limit
+        self.raisable = raisable
 
 
 class ModelNotFound(TreeFlashError):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests.hub.fake_hub import FakeHub
 from tests.hub.fake_pairs import add_pair, use_hub
-from treeflash.cli.main import app
+from treeflash.cli.program import app
 from treeflash.hub import download
 
 

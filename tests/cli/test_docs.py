@@ -94,4 +94,5 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
             arguments[arguments.index("--url") + 1] = server.url
         result = treeflash(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.output
-    assert result.stdout
+    # Three tokens of a model that thinks are no answer.
+    assert result.stdout or "tokens were spent on reasoning" in result.stderr

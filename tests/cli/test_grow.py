@@ -21,12 +21,12 @@ def test_grows_and_runs(treeflash, tmp_path, tiny_model, draft):
     assert "16 layers, 128 wide, 640 tokens" in result.stdout and "--draft" in result.stdout
     assert specification(folder / "target.gguf").width == 128
 
-    prompt = ("the", "-n", 12, "-t", 0, "--json")
+    prompt = ("the", "-n", 12, "--greedy", "--no-think", "--json")
     small = json.loads(treeflash("run", target, *prompt, "--draft", draft).stdout)
     grown = json.loads(
         treeflash("run", folder / "target.gguf", *prompt, "--draft", folder / "draft.gguf").stdout
     )
-    assert grown["text"] == small["text"]
+    assert grown["text"] == small["text"] != ""
 
     again = treeflash(*arguments)
     assert again.exit_code == 2 and "exist" in again.stderr and "--force" in again.stderr

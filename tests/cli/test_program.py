@@ -61,7 +61,7 @@ def test_managing_models_loads_no_torch(environment, tmp_path):
 
 
 def test_piped_in_and_out(environment, tiny_model):
-    command = [*PROGRAM, "run", str(tiny_model()), "-n", "20"]
+    command = [*PROGRAM, "run", str(tiny_model()), "-n", "20", "--no-think"]
     result = subprocess.run(command, env=environment, input="hello", capture_output=True, text=True)
     assert result.returncode == 0
     assert re.fullmatch(
@@ -73,9 +73,43 @@ def test_piped_in_and_out(environment, tiny_model):
     assert result.stdout.endswith("\n") and len(result.stdout) > 10 and "\x1b" not in result.stdout
 
 
+# Prints a line when Python itself has started, which takes a time that depends on the machine.
+STARTING = """
+import contextlib, importlib, signal, threading, typing
+print("started", flush=True)
+from treeflash.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.4, 0.8])
+@pytest.mark.parametrize("command", ["run", "serve", "show", "list"])
+def test_interrupting_while_it_starts(environment, tiny_model, tmp_path, command, delay):
+    arguments = {
+        "run": ["run", str(tiny_model()), "hello"],
+        "serve": ["serve", str(tiny_model()), "--port", "0"],
+        "show": ["show", str(tiny_model())],
+        "list": ["list"],
+    }[command]
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTING, *arguments],
+        env=environment | {"HF_HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"started\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    ended = process.returncode
+    assert ended == 130 or (ended == 0 and (command == "serve" or delay > 0.2)), (ended, errors)
+    assert b"Traceback" not in errors and b"KeyboardInterrupt" not in errors
+
+
 def start(environment, model, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [*PROGRAM, "run", str(model), "-n", "4000", "hello", *arguments],
+        [*PROGRAM, "run", str(model), "-n", "4000", "hello", "--no-think", *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -112,13 +146,13 @@ CLOSED = "error: cannot write the answer: standard output is closed\n"
 @pytest.mark.parametrize(
     ("arguments", "code", "output", "errors"),
     [
-        ("run {} hi -n 3 >/dev/full", 74, "", FULL),
-        ("run {} hi -n 3 --json >/dev/full", 74, "", FULL),
+        ("run {} hi --no-think -n 3 >/dev/full", 74, "", FULL),
+        ("run {} hi --no-think -n 3 --json >/dev/full", 74, "", FULL),
         ("run {} hi -n 0 --json >/dev/full", 74, "", FULL),
-        ("run {} hi -n 3 >&-", 74, "", CLOSED),
-        ("run {} hi -n 3 --json >&- 2>&-", 74, "", ""),
-        ("run {} hi -n 3 -q 2>&-", 0, ".+\n", ""),
-        ("run {} hi -n 3 2>/dev/full", 0, ".+\n", ""),
+        ("run {} hi --no-think -n 3 >&-", 74, "", CLOSED),
+        ("run {} hi --no-think -n 3 --json >&- 2>&-", 74, "", ""),
+        ("run {} hi --no-think -n 3 -q 2>&-", 0, ".+\n", ""),
+        ("run {} hi --no-think -n 3 2>/dev/full", 0, ".+\n", ""),
         ("run nothing.gguf hi 2>&-", 3, "", ""),
         ("show {} >/dev/full", 74, "", FULL),
         ("--version >/dev/full", 74, "", FULL),
@@ -133,7 +167,7 @@ def test_streams_that_take_nothing(environment, tiny_model, arguments, code, out
 
 
 def test_an_answer_that_outgrows_what_is_allowed(environment, tiny_model, tmp_path):
-    program = shlex.join([*PROGRAM, "run", str(tiny_model()), "hi", "-n", "4000", "--no-draft"])
+    program = shlex.join([*PROGRAM, "run", str(tiny_model()), "hi", "-n", "4000", "--no-draft", "--no-think"])
     command = f"ulimit -f 1; exec {program} >{shlex.quote(str(tmp_path / 'answer'))} </dev/null"
     # Nothing else may want to write a file: neither compiled sources nor step costs.
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path)}
@@ -144,11 +178,11 @@ def test_an_answer_that_outgrows_what_is_allowed(environment, tiny_model, tmp_pa
 
 @pytest.mark.parametrize("nothing", ["</dev/null", "<&-"])
 def test_standard_input_that_holds_nothing(environment, tiny_model, nothing):
-    command = shlex.join([*PROGRAM, "run", str(tiny_model()), "hi", "-n", "3", "-q"])
+    command = shlex.join([*PROGRAM, "run", str(tiny_model()), "hi", "-n", "3", "-q", "--no-think"])
     result = subprocess.run(["sh", "-c", f"{command} {nothing}"], env=environment, capture_output=True)
     piped = subprocess.run(["sh", "-c", f"printf '' | {command}"], env=environment, capture_output=True)
     assert result.returncode == 0 and result.stderr == b""
-    assert result.stdout == piped.stdout
+    assert result.stdout == piped.stdout != b""
 
 
 def test_a_table_whose_reader_goes_away(environment, tiny_model):
@@ -173,7 +207,8 @@ def test_a_reader_that_goes_away(environment, tiny_model):
 def test_on_a_terminal(environment, tiny_model):
     screen = pyte.Screen(120, 24)
     stream = pyte.ByteStream(screen)
-    arguments = [*PROGRAM[1:], "run", str(tiny_model()), "hello", "-n", "40", "-t", "1", "--seed", "3"]
+    arguments = [*PROGRAM[1:], "run", str(tiny_model()), "hello", "--no-think"]
+    arguments += ["-n", "40", "-t", "1", "--seed", "3"]
     child = pexpect.spawn(PROGRAM[0], arguments, env=environment, dimensions=(24, 120), timeout=60)
     seen_text_before_end = False
     while True:
@@ -199,6 +234,29 @@ def test_on_a_terminal(environment, tiny_model):
         text=True,
     )
     assert "".join(lines[:last]).replace(" ", "") == plain.stdout.replace("\n", "").replace(" ", "")
+
+
+def test_reasoning_is_dimmed_on_a_terminal_and_not_piped(environment, tiny_model):
+    arguments = ["run", str(tiny_model()), "hello", "-n", "12", "--think"]
+    screen = pyte.Screen(120, 24)
+    child = pexpect.spawn(PROGRAM[0], [*PROGRAM[1:], *arguments], env=environment, dimensions=(24, 120))
+    child.expect(pexpect.EOF, timeout=60)
+    child.close()
+    pyte.ByteStream(screen).feed(child.before)
+    assert child.exitstatus == 0
+    first = [cell for cell in screen.buffer[0].values() if cell.data.strip()]
+    assert first and {cell.fg for cell in first} == {"brightblack"}
+    assert "All 12 tokens were spent on reasoning" in "\n".join(screen.display)
+    command = [*PROGRAM, *arguments]
+    piped = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert piped.returncode == 0 and piped.stdout == ""
+    reasoning = json.loads(
+        subprocess.run(
+            [*command, "--json"], env=environment, stdin=subprocess.DEVNULL, capture_output=True
+        ).stdout
+    )["reasoning"]
+    assert "".join(cell.data for cell in first)[:5] in reasoning.replace(" ", "").replace("\n", "")
+    assert reasoning[:8] not in piped.stderr
 
 
 def test_errors_on_a_terminal_are_two_lines(environment, tmp_path):

@@ -47,6 +47,23 @@ def test_what_does_not_apply_is_left_out():
     assert report.line(None, plain=True, drafted=False, sampled=True, interrupted=True) == "interrupted"
 
 
+def test_tokens_that_were_all_spent_on_reasoning():
+    def spent(text="", reason="length", limit=256, switch=True, raisable=True, **changes) -> str:
+        values = {"generated_tokens": 256, "reasoning_tokens": 256} | changes
+        finished = Finished(reason=reason, tokens=[], stats=stats(**values))
+        return report.spent_on_reasoning(finished, text, limit=limit, switch=switch, raisable=raisable)
+
+    assert spent() == (
+        "all 256 tokens were spent on reasoning: -n 4000 allows more, --no-think answers at once"
+    )
+    assert spent(switch=False).endswith(": -n 4000 allows more")
+    full = "all 256 tokens that the context had left were spent on reasoning"
+    assert spent(limit=None) == f"{full}: a larger --max-ctx allows more, --no-think answers at once"
+    assert spent(limit=300, raisable=False) == f"{full}: --no-think answers at once"
+    assert spent(limit=None, raisable=False, switch=False) == full
+    assert spent("an answer") == spent(reason="stop") == spent(reasoning_tokens=0) == ""
+
+
 def test_histogram():
     assert report.statistics(stats())["acceptance_histogram"] == [0, 0, 0, 1, 2, 5, 1, 1]
     assert report.statistics(RequestStats())["acceptance_histogram"] == [0]

@@ -13,6 +13,7 @@ from treeflash.cli import view
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.loading import LoadingBar
 from treeflash.gguf.reader import GGUFFile
+from treeflash.hub import catalog
 from treeflash.memory import device as memory
 from treeflash.models.spec import ModelSpec
 
@@ -23,11 +24,11 @@ def model(tiny_model) -> Path:
 
 
 def test_only_the_answer_goes_to_standard_output(treeflash, model):
-    plain = treeflash("run", model, "-p", "hello", "-n", 12)
-    result = treeflash("run", model, "-p", "hello", "-n", 12, "--json")
+    plain = treeflash("run", model, "-p", "hello", "-n", 12, "--no-think")
+    result = treeflash("run", model, "-p", "hello", "-n", 12, "--no-think", "--json")
     assert plain.exit_code == result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert plain.stdout == answer["text"].removesuffix("\n") + "\n"
+    assert plain.stdout == answer["text"].removesuffix("\n") + "\n" and answer["reasoning"] == ""
     assert "12 tok · " in plain.stderr and "accept 1.00/step · 1.0 rows/step" in plain.stderr
     assert "seed" not in plain.stderr  # nothing was sampled
     assert result.stderr == ""
@@ -36,7 +37,7 @@ def test_only_the_answer_goes_to_standard_output(treeflash, model):
 
 def test_json_fields(treeflash, model):
     answer = json.loads(treeflash("run", model, "hello", "-n", 9, "--json").stdout)
-    assert set(answer) == {"text", "tokens", "finish_reason", "model", "draft", "kv", "stats"}
+    assert set(answer) == {"text", "reasoning", "tokens", "finish_reason", "model", "draft", "kv", "stats"}
     stats = answer["stats"]
     assert answer["finish_reason"] == "length" and answer["model"] == str(model)
     assert answer["draft"] is None and answer["kv"] == "f32"
@@ -93,7 +94,8 @@ def test_stop_strings_end_the_text(treeflash, model):
 
 def test_a_seed_repeats_the_text_and_is_shown(treeflash, model):
     def sample(*flags: object):
-        return treeflash("run", model, "hello", "-n", 20, "-t", 1.5, "--top-k", 50, "--min-p", 0.01, *flags)
+        sampling = ("-t", 1.5, "--top-k", 50, "--min-p", 0.01)
+        return treeflash("run", model, "hello", "--no-think", "-n", 20, *sampling, *flags)
 
     first, second, other = sample("--seed", 7), sample("--seed", 7), sample("--seed", 8)
     assert first.stdout == second.stdout != other.stdout
@@ -235,19 +237,57 @@ def test_thinking_needs_a_switch_in_the_template(treeflash, tmp_path, model):
 
 
 def test_without_a_model_the_embedded_pair_answers(treeflash, tmp_path):
-    result = treeflash("run", "-p", "def fibonacci(n):", "-n", 120, "--json")
+    result = treeflash("run", "-p", "def fibonacci(n):", "--greedy", "--json")
     answer = json.loads(result.stdout)
+    assert answer["finish_reason"] == "stop"
     code = answer["text"].split("```python\n")[1].split("```")[0]
     namespace = {}
     exec(code, namespace)
     assert [namespace["fibonacci"](n) for n in range(1, 8)] == [1, 1, 2, 3, 5, 8, 13]
     assert answer["draft"]
-    plain = json.loads(treeflash("run", "-p", "def fibonacci(n):", "-n", 120, "--json", "--no-draft").stdout)
+    plain = json.loads(treeflash("run", "-p", "def fibonacci(n):", "--greedy", "--json", "--no-draft").stdout)
     assert plain["text"] == answer["text"]
     assert plain["stats"]["acceptance_length"] == 1
     assert answer["stats"]["steps"] < plain["stats"]["steps"]
     result = treeflash("run", "-p", "Hello", "-n", 3)
     assert result.stderr.startswith("No model given: using treeflash-40m")
+
+
+def test_sampling_is_that_of_the_card_unless_given(treeflash):
+    def tokens(*flags: object) -> list[int]:
+        result = treeflash("run", "-p", "Hello", "-n", 40, "--seed", 3, "--json", *flags)
+        return json.loads(result.stdout)["tokens"]
+
+    recommended = tokens()
+    plain = catalog.named("treeflash-40m")[0].sampling["plain"]
+    values = ("-t", plain.temperature, "--top-p", plain.top_p, "--top-k", plain.top_k)
+    assert recommended == tokens("--greedy", *values)
+    assert recommended != tokens("--greedy") == tokens("-t", 0)
+    assert tokens("-t", 1.5) == tokens("--greedy", *values, "-t", 1.5) != recommended
+
+
+def test_reasoning_is_not_the_answer(treeflash, model):
+    asked = ("run", model, "hello", "--think", "-n", 12)
+    found = json.loads(treeflash(*asked, "--json").stdout)
+    assert found["text"] == "" and found["reasoning"] and found["stats"]["reasoning_tokens"] == 12
+    piped = treeflash(*asked)
+    assert piped.stdout == "" and found["reasoning"][:8] not in piped.stderr
+    assert (
+        "All 12 tokens were spent on reasoning: -n 4000 allows more, --no-think answers at once\n"
+        in piped.stderr
+    )
+    assert "spent" not in treeflash("run", model, "hello", "--no-think", "-n", 12).stderr
+
+
+def test_without_a_limit_the_context_is_the_limit(treeflash, model):
+    result = treeflash("run", model, "hello", "--max-ctx", 64)
+    assert result.exit_code == 0 and " · length limit\n" in result.stderr
+    assert (
+        "tokens that the context had left were spent on reasoning: a larger --max-ctx allows more, --no-think"
+        in result.stderr
+    )
+    stats = json.loads(treeflash("run", model, "hello", "--max-ctx", 64, "--json").stdout)["stats"]
+    assert stats["prompt_tokens"] + stats["generated_tokens"] == 65  # the last token is not run again
 
 
 def test_the_environment_names_the_default(treeflash, monkeypatch, model):

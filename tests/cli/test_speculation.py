@@ -86,20 +86,20 @@ def test_the_text_is_the_same_with_everything(answer, draft, sampling):
 
 
 def test_a_draft_shows_in_the_line_and_its_budget_counts(treeflash, model, draft, answer):
-    result = treeflash("run", model, "hello", "-n", 12, "--draft", draft)
+    result = treeflash("run", model, "hello", "-n", 12, "--no-think", "--draft", draft)
     (line,) = result.stderr.splitlines()
     assert "/step · " in line and " rows/step · draft " in line and line.endswith("% · length limit")
-    plain = treeflash("run", model, "hello", "-n", 12, "--draft", "none").stderr.splitlines()
+    plain = treeflash("run", model, "hello", "-n", 12, "--no-think", "--draft", "none").stderr.splitlines()
     assert len(plain) == 1 and "accept" not in plain[0] and "rows" not in plain[0] and "draft" not in plain[0]
     assert answer("--draft", draft, "--budget", 5)["stats"]["rows_per_step"] <= 6
 
 
 def test_without_a_listed_draft_one_quiet_line(treeflash, model):
-    result = treeflash("run", model, "hello", "-n", 3)
+    result = treeflash("run", model, "hello", "-n", 3, "--no-think")
     assert result.stderr.splitlines()[1:] == [
         "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
     ]
-    assert treeflash("run", model, "hello", "-n", 3, "--json").stderr == ""
+    assert treeflash("run", model, "hello", "-n", 3, "--no-think", "--json").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -152,16 +152,18 @@ def test_the_environment_names_a_draft(answer, monkeypatch, draft, treeflash, mo
 
 
 def test_a_listed_draft_that_is_not_here(treeflash, model, card):
-    result = treeflash("run", model, "hello", "-n", 4)
+    result = treeflash("run", model, "hello", "-n", 4, "--no-think")
     assert result.exit_code == 0
     assert result.stderr.splitlines()[:2] == [
         "warning: the draft of Tiny is not on this machine, answers come slower without it",
         "hint: treeflash pull tiny --draft-only",
     ]
     assert len(result.stderr.splitlines()) == 3 and "accept" in result.stderr
-    assert treeflash("run", model, "hello", "-n", 4, "-q").stderr == ""
-    assert "warning" not in treeflash("run", model, "hello", "-n", 4, "--no-draft").stderr
-    assert "warning" in treeflash("run", model, "hello", "-n", 4, "--draft-quant", "q8_0").stderr
+    assert treeflash("run", model, "hello", "-n", 4, "--no-think", "-q").stderr == ""
+    assert "warning" not in treeflash("run", model, "hello", "-n", 4, "--no-think", "--no-draft").stderr
+    assert (
+        "warning" in treeflash("run", model, "hello", "-n", 4, "--no-think", "--draft-quant", "q8_0").stderr
+    )
 
 
 def test_a_pair_that_comes_with_the_package(treeflash, model, draft, card, monkeypatch, tmp_path):
@@ -172,7 +174,7 @@ def test_a_pair_that_comes_with_the_package(treeflash, model, draft, card, monke
     (folder / "tiny.toml").write_text(text.format() + "\n" + pair)
     monkeypatch.setattr(catalog, "FOLDER", folder)
     for name in ("tiny", model):
-        result = treeflash("run", name, "hello", "-n", 4, "--json")
+        result = treeflash("run", name, "hello", "-n", 4, "--no-think", "--json")
         found = json.loads(result.stdout)
         assert found["model"] == str(model) and found["draft"] == str(draft / "model.safetensors")
     assert "comes with treeflash" in treeflash("show", "tiny").stdout
@@ -183,7 +185,7 @@ def test_a_file_finds_its_draft_in_the_cache(treeflash, hub, model, card):
     pulled = treeflash("pull", "tiny", "--draft-only")
     assert pulled.exit_code == 0 and pulled.stdout.startswith(f"draft   {DRAFT}  ")
     asked = len(hub.requests)
-    result = treeflash("run", model, "hello", "-n", 8, "--json")
+    result = treeflash("run", model, "hello", "-n", 8, "--no-think", "--json")
     found = json.loads(result.stdout)
     assert DRAFT.replace("/", "--") in found["draft"] and found["draft"].endswith("model.safetensors")
     assert found["stats"]["rows_per_step"] <= 4  # the card's budget
@@ -191,31 +193,31 @@ def test_a_file_finds_its_draft_in_the_cache(treeflash, hub, model, card):
 
 
 def test_the_first_run_of_a_name_fetches_both(treeflash, hub):
-    first = treeflash("run", "qwen3.6-27b", "hello", "-n", 4)
+    first = treeflash("run", "qwen3.6-27b", "hello", "-n", 4, "--no-think")
     assert first.exit_code == 0
     lines = first.stderr.splitlines()
     assert lines[0].startswith(f"Fetching {TARGET}:Q4_K_M, 1.72 MiB")
     assert lines[1].startswith(f"Fetching its draft {DRAFT}, 4")
     assert "draft" in lines[2] and len(lines) == 3
     asked = len(hub.requests)
-    second = treeflash("run", "qwen3.6-27b", "hello", "-n", 4)
+    second = treeflash("run", "qwen3.6-27b", "hello", "-n", 4, "--no-think")
     assert second.stdout == first.stdout and len(second.stderr.splitlines()) == 1
     assert len(hub.requests) == asked
 
 
 def test_a_repository_brings_its_draft_too_but_only_the_first_time(treeflash, hub, tmp_path):
     hub.gated.add(DRAFT)
-    first = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4)
+    first = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think")
     assert first.exit_code == 0
     lines = first.stderr.splitlines()
     assert lines[1].startswith(f"warning: the draft was not fetched, answers come slower: {DRAFT} is gated")
     assert lines[2].startswith(f"hint: accept it at {hub.endpoint}/{DRAFT} and then set HF_TOKEN")
     assert lines[2].endswith("; then: treeflash pull qwen3.6-27b --draft-only")
     hub.gated.clear()
-    second = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4)
+    second = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think")
     assert second.stderr.startswith("warning: the draft of Qwen3.6 27B is not on this machine")
     assert second.stdout == first.stdout
-    named = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--draft", DRAFT)
+    named = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think", "--draft", DRAFT)
     assert named.stderr.startswith(f"Fetching the draft {DRAFT}, 4") and named.stdout == first.stdout
 
 
@@ -227,12 +229,12 @@ def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
     tensors["norm.weight"] *= 0  # to it every token is as likely as any other, but for the bias
     save_file(tensors, hopeless / "model.safetensors")
     flags = ["--draft", hopeless, "--chain", "--budget", 2, "--logit-bias", "318=3"]  # a filler token
-    assert treeflash("run", model, "hello", "-n", 4, *flags).exit_code == 0
+    assert treeflash("run", model, "hello", "-n", 4, "--no-think", *flags).exit_code == 0
     costs = tmp_path / "cache/treeflash/step-costs.json"
     (entry,) = (book := json.loads(costs.read_text())).values()
     entry["step"]["1"] = 1e6  # plain steps seem so slow that the draft is called every time
     costs.write_text(json.dumps(book))
-    result = treeflash("run", model, "hello", "-n", 250, *flags)
+    result = treeflash("run", model, "hello", "-n", 250, "--no-think", *flags)
     assert result.exit_code == 0
     line, note = result.stderr.splitlines()
     assert "accept 1.00/step · 3.0 rows/step" in line
@@ -254,7 +256,7 @@ def test_penalties_and_bias_reach_the_sampler(answer):
 
 
 def test_logprobs(answer):
-    found = answer("--logprobs", 2)
+    found = answer("--logprobs", 2, "--no-think")
     assert [each["id"] for each in found["logprobs"]] == found["tokens"]
     assert "".join(each["token"] for each in found["logprobs"]) == found["text"]
     for each in found["logprobs"]:

@@ -7,7 +7,7 @@ import time
 
 import pyte
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treeflash.cli import view
@@ -37,6 +37,7 @@ def test_no_text_steers_a_terminal_and_pipes_get_it_unchanged(text):
 
 
 @given(st.text(alphabet="a\r\n\x1b[", max_size=30), st.lists(st.integers(0, 30)))
+@example("\r", [])
 def test_an_answer_is_shown_the_same_however_it_is_cut(text, cuts):
     with pytest.MonkeyPatch.context() as patch:
         screens = []
@@ -52,6 +53,24 @@ def test_an_answer_is_shown_the_same_however_it_is_cut(text, cuts):
     assert screens[0] == screens[1]
     assert "\x1b" not in screens[0] and "\r" not in screens[0]
     assert screens[0].endswith("\n") or not text
+
+
+def test_reasoning_is_dimmed_and_kept_out_of_pipes(monkeypatch):
+    def shown(stream: io.StringIO) -> str:
+        monkeypatch.setattr(sys, "stdout", stream)
+        answer = view.Answer(shown=True)
+        for piece in ("\nhmm\n", "well"):
+            answer.think(piece)
+        for piece in ("yes", " no"):
+            answer.write(piece)
+        answer.end()
+        assert (answer.reasoning, answer.text) == ("\nhmm\nwell", "yes no")
+        return stream.getvalue()
+
+    terminal(monkeypatch)
+    dimmed = "\x1b[90mhmm\x1b[0m\n\x1b[90mwell\x1b[0m"
+    assert shown(Terminal()) == f"{dimmed}\n\nyes no\n"
+    assert shown(io.StringIO()) == "yes no\n"
 
 
 def test_short_work_shows_nothing(monkeypatch):

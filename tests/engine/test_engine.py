@@ -140,9 +140,18 @@ def test_the_context_limit_ends_the_text(target: Decoder) -> None:
     assert (tokens, done.reason) == (long[:14], "length")
     tree = Engine(target, max_ctx=20, drafter=Oracle(long, 1000, target.spec.vocab_size), max_rows=31)
     assert run(tree, max_tokens=60)[0] == tokens
-    with pytest.raises(PromptTooLong, match="7 tokens, the context holds 6"):
+    with pytest.raises(PromptTooLong, match="7 tokens, the context holds 6") as caught:
         run(Engine(target, max_ctx=6))
+    assert caught.value.raisable and caught.value.hint == "shorten the prompt or raise `max_ctx`"
     assert len(run(Engine(target, max_ctx=7))[0]) == 1
+
+
+def test_a_context_that_is_the_models_own_cannot_be_raised(target: Decoder) -> None:
+    longest = target.spec.context_length
+    with pytest.raises(PromptTooLong) as caught:
+        run(Engine(target, max_ctx=longest), prompt=[1] * (longest + 1))
+    assert not caught.value.raisable
+    assert caught.value.hint == "shorten the prompt: the model was made for no more tokens"
 
 
 def test_cancelling_stops_at_the_next_chunk_or_step(target: Decoder) -> None:

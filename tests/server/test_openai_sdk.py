@@ -11,7 +11,8 @@ import pytest
 from tests.server.conftest import openai_client
 from tests.server.live import Live, scripted
 from treeflash.engine.stats import RequestStats
-from treeflash.errors import TreeFlashError
+from treeflash.errors import PromptTooLong, TreeFlashError
+from treeflash.server.failures import failure_of
 from treeflash.session.requests import Finished, Text
 
 CODE = "```python\ndef add(a, b):\n"
@@ -330,6 +331,15 @@ def test_errors_have_their_types(echo_server: Live, pair_server: Live):
             model="m", messages=[{"role": "user", "content": "a b c " * 1000}]
         )
     assert caught.value.code == "context_length_exceeded"
+    assert "the context holds 1024; shorten the prompt or raise max_ctx" in caught.value.message
+
+
+def test_a_context_that_cannot_be_raised_is_not_advised():
+    message = failure_of(PromptTooLong(9009, 8192, raisable=False)).message
+    assert message == (
+        "the prompt has 9009 tokens, the context holds 8192; "
+        "shorten the prompt: the model was made for no more tokens"
+    )
 
 
 def test_an_engine_error_fails_only_its_request():

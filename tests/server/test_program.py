@@ -232,7 +232,7 @@ def test_invalid_settings_are_rejected(treeflash_program, arguments: list[str], 
 def treeflash_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from typer.testing import CliRunner
 
-    from treeflash.cli.main import app
+    from treeflash.cli.program import app
 
     for name in ("DFLASH_TARGET", "DFLASH_DRAFT", "TREEFLASH_API_KEY"):
         monkeypatch.delenv(name, raising=False)

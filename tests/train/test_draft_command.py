@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.convert.hf_models import build_hf, save_hf
-from treeflash.cli.main import app
+from treeflash.cli.program import app
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--layers", 1, "--block", 4, "--batch", 2, "--anchors", 4, "--seq", 48, "--n-gen", 8, "-t", 0]

@@ -9,11 +9,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from treeflash.cli import view
+from treeflash.cli.interrupt import INTERRUPTED, raise_from_now_on
 from treeflash.cli.streams import OutputFailed, discard
 from treeflash.config import environment
 from treeflash.errors import ResourceError, TreeFlashError, UsageError
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a program that SIGPIPE ends
 UNEXPECTED = 70
 # The class of every mistake on the command line; its name and module depend on typer's version.
@@ -50,6 +50,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            raise_from_now_on()
             result = super().invoke(ctx)
             view.flush()
             return result

@@ -1,5 +1,7 @@
 """The `treeflash` program: its commands and the options before them. Imports no torch."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -8,7 +10,7 @@ import treeflash
 from treeflash.cli import view
 from treeflash.cli.bench import bench
 from treeflash.cli.chat.command import chat
-from treeflash.cli.command import Command, Program
+from treeflash.cli.command import BROKEN_PIPE, Command, Program, report_error
 from treeflash.cli.convert import convert
 from treeflash.cli.doctor import doctor
 from treeflash.cli.grow import grow
@@ -20,6 +22,7 @@ from treeflash.cli.remove import remove
 from treeflash.cli.run import run
 from treeflash.cli.serve import serve, stop
 from treeflash.cli.show import show
+from treeflash.cli.streams import OutputFailed, delivered, discard, reopen_closed
 from treeflash.cli.train import train
 from treeflash.cli.tune import tune
 
@@ -68,3 +71,24 @@ app.command("grow", cls=Command, rich_help_panel="Prepare")(grow)
 app.command("train", cls=Command, rich_help_panel="Prepare")(train)
 app.command("tune", cls=Command, rich_help_panel="Prepare")(tune)
 app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
+
+
+def start() -> None:
+    """Run the command that the arguments name and end the process."""
+    reopen_closed()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that lacks a character shows `?` instead of ending the program.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        # Commands report their own errors; what is left is a help text that cannot be written.
+        with delivered():
+            try:
+                app(prog_name="treeflash")
+            finally:
+                view.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+        sys.exit(BROKEN_PIPE)
+    except OutputFailed as error:
+        sys.exit(report_error(error, as_json=False))

@@ -34,6 +34,24 @@ def line(finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bo
     return " · ".join(filter(None, parts))
 
 
+def spent_on_reasoning(
+    finished: "Finished | None", text: str, *, limit: int | None, switch: bool, raisable: bool
+) -> str:
+    """Return what helps if the tokens ran out before there was an answer, else nothing.
+
+    limit: the requested number of tokens; None: the context is the only limit. switch: the template can turn
+    thinking off. raisable: the model was made for a longer context.
+    """
+    if finished is None or finished.reason != "length" or text.strip() or not finished.stats.reasoning_tokens:
+        return ""
+    tokens = finished.stats.generated_tokens
+    full = limit is None or tokens < limit
+    more = ("a larger --max-ctx" if raisable else "") if full else f"-n {max(4000, 4 * tokens)}"
+    helps = [f"{more} allows more" if more else "", "--no-think answers at once" if switch else ""]
+    spent = f"all {tokens:,} tokens {'that the context had left ' if full else ''}were spent on reasoning"
+    return ": ".join(filter(None, [spent, ", ".join(filter(None, helps))]))
+
+
 def draft_share(stats: "RequestStats") -> float:
     """Return the share of the steps' time that draft calls took."""
     whole = stats.draft_s + stats.verify_s + stats.commit_s
@@ -41,15 +59,16 @@ def draft_share(stats: "RequestStats") -> float:
 
 
 def result(
-    text: str,
+    texts: Mapping[str, str],
     finished: "Finished | None",
     paths: Mapping[str, Path | None],
     tokenizer: "Tokenizer",
     *,
     kv: str,
 ) -> dict[str, Any]:
+    """Return the answer as a JSON object. texts: `text` and `reasoning`."""
     found: dict[str, Any] = {
-        "text": text,
+        **texts,
         "tokens": finished.tokens if finished else None,
         "finish_reason": finished.reason if finished else "cancelled",
         **{name: None if path is None else str(path) for name, path in paths.items()},

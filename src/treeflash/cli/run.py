@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,12 +28,18 @@ from treeflash.cli.options import (
 )
 from treeflash.cli.speculation import Chosen, Speculation
 from treeflash.cli.values import bias, unescape
-from treeflash.errors import PromptTooLong, UsageError
+from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
     from treeflash.session.session import Finished, Session, TextRequest
 
 _prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
+
+# Options that are fields of SamplingParams under the same name.
+FILTERS_AND_PENALTIES = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +75,54 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    n_gen: Annotated[int, _sampling("--n-gen", "-n", min=1, metavar="N", help="Most tokens to write.")] = 256
-    temperature: Annotated[
-        float,
+    """Values that are not given are those recommended for the model, with `greedy` SamplingParams's own."""
+
+    n_gen: Annotated[
+        int | None,
         _sampling(
-            "--temperature", "-t", min=0, max=100, metavar="X", help="0 takes the likeliest token each time."
+            "--n-gen",
+            "-n",
+            min=1,
+            metavar="N",
+            help="Most tokens to write, reasoning included. Default: what fits in the context.",
         ),
-    ] = 0.0
+    ] = None
+    greedy: Annotated[
+        bool,
+        _sampling(
+            "--greedy",
+            help="Take the likeliest token each time: temperature 0 and no penalties. "
+            "Default: the sampling recommended for the model (`treeflash show`).",
+        ),
+    ] = False
+    temperature: Annotated[
+        float | None,
+        _sampling(
+            "--temperature",
+            "-t",
+            min=0,
+            max=100,
+            metavar="X",
+            help="0 takes the likeliest token each time. Default, here and below: as recommended.",
+        ),
+    ] = None
     top_p: Annotated[
-        float,
+        float | None,
         _sampling(
             "--top-p", min=0, max=1, metavar="X", help="Sample from the likeliest tokens that add up to this."
         ),
-    ] = 1.0
+    ] = None
     top_k: Annotated[
-        int, _sampling("--top-k", min=0, metavar="N", help="Sample from this many tokens; 0: all.")
-    ] = 0
+        int | None, _sampling("--top-k", min=0, metavar="N", help="Sample from this many tokens; 0: all.")
+    ] = None
     min_p: Annotated[
-        float,
+        float | None,
         _sampling(
             "--min-p", min=0, max=1, metavar="X", help="Leave out tokens below this share of the likeliest."
         ),
-    ] = 0.0
+    ] = None
     repetition_penalty: Annotated[
-        float,
+        float | None,
         _sampling(
             "--repetition-penalty",
             min=0.01,
@@ -100,9 +130,9 @@ class SamplingOptions:
             metavar="X",
             help="Above 1: tokens of the prompt and the answer become less likely.",
         ),
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[
-        float,
+        float | None,
         _sampling(
             "--presence-penalty",
             min=-100,
@@ -110,9 +140,9 @@ class SamplingOptions:
             metavar="X",
             help="Subtracted from the logits of the answer's tokens.",
         ),
-    ] = 0.0
+    ] = None
     frequency_penalty: Annotated[
-        float,
+        float | None,
         _sampling(
             "--frequency-penalty",
             min=-100,
@@ -120,7 +150,7 @@ class SamplingOptions:
             metavar="X",
             help="The same for each time that they occur in it.",
         ),
-    ] = 0.0
+    ] = None
     logit_bias: Annotated[
         list[str] | None,
         _sampling(
@@ -142,6 +172,12 @@ class SamplingOptions:
                 "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
             )
         bias(self.logit_bias or [])
+
+    def given(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given, by name."""
+        values = {name: getattr(self, name) for name in FILTERS_AND_PENALTIES}
+        values |= {"seed": self.seed, "logit_bias": bias(self.logit_bias or []) or None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +221,9 @@ def run(
 ) -> None:
     """Answer one prompt.
 
-    The answer goes to standard output and everything else to standard error, so that it can be piped.
-    Speculation does not change the text: `--no-draft` only makes it come slower.
+    The answer goes to standard output and everything else to standard error, so that it can be piped;
+    reasoning is shown on a terminal only. On a CPU, in float32, the text is identical to that of
+    `--no-draft`. On a GPU 149 of 150 outputs were (docs/benchmarks.md); near-ties may differ.
 
     treeflash run qwen3.6-27b "Why is the sky blue?"
 
@@ -198,28 +235,37 @@ def run(
     screen = view.Screen(quiet=output.quiet, notes=not output.as_json)
     text = _read_prompt(prompt, screen)
     target, proposing = choose(model, speculating, think=prompt.think, offline=engine.offline, screen=screen)
-    interrupt = Interrupt()
-    with screen.waiting("Starting PyTorch"), held():
-        request = _request(text, prompt, sampling, output, cancelled=lambda: interrupt.requested)
+    _check_sampling(sampling, screen)
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
     session = load(target.path, engine_config(engine.config(cache), proposing), screen)
     if session.template.is_fallback and not prompt.raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     answer = view.Answer(shown=not output.as_json)
+    interrupt = Interrupt()
+    request = _request(
+        session, text, prompt, sampling, logprobs=output.logprobs, cancelled=lambda: interrupt.requested
+    )
     with interrupt:
         finished = _generate(session, request, answer, screen)
     answer.end()
     if output.as_json:
-        _print_json(answer.text, finished, session, target, proposing)
+        _print_json(answer, finished, session, target, proposing)
     else:
         line = report.line(
             finished,
             plain=proposing.config is None,
             drafted=proposing.draft is not None,
-            sampled=sampling.temperature > 0,
+            sampled=request.sampling.temperature > 0,
             interrupted=interrupt.requested,
         )
-        _print_statistics(line, finished, proposing, screen)
+        spent = report.spent_on_reasoning(
+            finished,
+            answer.text,
+            limit=sampling.n_gen,
+            switch=session.template.supports_thinking,
+            raisable=session.max_ctx < session.engine.target.spec.context_length,
+        )
+        _print_statistics(line, finished, proposing, screen, spent=spent)
     if interrupt.requested:
         raise typer.Exit(INTERRUPTED)
 
@@ -247,35 +293,32 @@ def _read_prompt(options: PromptOptions, screen: view.Screen) -> str:
     return "\n\n".join(texts)
 
 
+def _check_sampling(sampling: SamplingOptions, screen: view.Screen) -> None:
+    """Refuse values before the model is loaded, which may take minutes; imports torch."""
+    with screen.waiting("Starting PyTorch"), held():
+        from treeflash.engine.sampler import SamplingParams
+    SamplingParams(**sampling.given())
+
+
 def _request(
+    session: "Session",
     text: str,
     prompt: PromptOptions,
     sampling: SamplingOptions,
-    output: OutputOptions,
     *,
+    logprobs: int | None,
     cancelled: Callable[[], bool],
 ) -> "TextRequest":
-    """Return the request to the session; imports torch."""
     from treeflash.engine.sampler import SamplingParams
     from treeflash.session.session import TextRequest
 
+    base = SamplingParams() if sampling.greedy else session.sampling_for(prompt.think)
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     return TextRequest(
         messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
         prompt=text if prompt.raw else None,
         max_tokens=sampling.n_gen,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=bias(sampling.logit_bias or []),
-            logprobs=output.logprobs,
-            seed=sampling.seed,
-        ),
+        sampling=replace(base, **sampling.given(), logprobs=logprobs),
         stop=[unescape(each) for each in sampling.stop or ()],
         thinking=prompt.think,
         cancelled=cancelled,
@@ -288,46 +331,44 @@ def _generate(
     """Stream the answer; return None where it had to be stopped by force."""
     from treeflash.session.requests import Finished, Progress, Reasoning, Text
 
-    finished, thinking = None, False
-    try:
-        with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
-            for event in session.generate(request):
-                match event:
-                    case Progress(done, total):
-                        bar.update(done, total)
-                    case Reasoning(piece):
-                        bar.stop()
-                        answer.write(piece)
-                        thinking = True
-                    case Text(piece):
-                        bar.stop()
-                        answer.write(f"\n\n{piece}" if thinking else piece)
-                        thinking = False
-                    case Finished():
-                        finished = event
-    except PromptTooLong as error:
-        if error.limit < session.engine.target.spec.context_length:
-            raise
-        raise PromptTooLong(
-            error.tokens, error.limit, "shorten the prompt: the model was made for no more tokens"
-        ) from None
+    finished = None
+    with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
+        for event in session.generate(request):
+            match event:
+                case Progress(done, total):
+                    bar.update(done, total)
+                case Reasoning(piece):
+                    bar.stop()
+                    answer.think(piece)
+                case Text(piece):
+                    bar.stop()
+                    answer.write(piece)
+                case Finished():
+                    finished = event
     return finished
 
 
 def _print_json(
-    text: str, finished: "Finished | None", session: "Session", target: Chosen, proposing: Speculation
+    answer: view.Answer,
+    finished: "Finished | None",
+    session: "Session",
+    target: Chosen,
+    proposing: Speculation,
 ) -> None:
     from treeflash.memory.planner import format_names
 
     paths = {"model": target.path, "draft": proposing.draft.path if proposing.draft else None}
     formats = format_names(session.plan.kv)
-    view.print_json(report.result(text, finished, paths, session.tokenizer, kv=formats))
+    texts = {"text": answer.text, "reasoning": answer.reasoning}
+    view.print_json(report.result(texts, finished, paths, session.tokenizer, kv=formats))
 
 
 def _print_statistics(
-    line: str, finished: "Finished | None", proposing: Speculation, screen: view.Screen
+    line: str, finished: "Finished | None", proposing: Speculation, screen: view.Screen, *, spent: str
 ) -> None:
     screen.statistics(line)
+    if spent:
+        screen.notice(spent[0].upper() + spent[1:])
     for note in finished.stats.notes if finished else ():
         screen.notice(note)
     if proposing.note:

@@ -131,26 +131,48 @@ _CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Answer:
-    """Text that is streamed to standard output; `text` is all of it."""
+    """Text that is streamed to standard output; `text` is all of it.
+
+    Reasoning is kept in `reasoning` and shown, dimmed, on a terminal only: what is piped is the answer alone.
+    """
 
     def __init__(self, *, shown: bool):
-        self.text = ""
+        self.text = self.reasoning = ""
         self._shown = shown
         self._held = ""
+        self._written = ""  # the last piece that was shown
+
+    def think(self, piece: str) -> None:
+        """Take a piece of the reasoning."""
+        self.reasoning += piece
+        if self._shown and sys.stdout.isatty():
+            self._show(piece if self._written else piece.lstrip("\n"), style=GREY)
 
     def write(self, piece: str) -> None:
-        self.text += piece
+        """Take a piece of the answer."""
         if self._shown:
-            # Lines of Windows files end in two characters, which may arrive in two pieces.
-            piece = (self._held + piece).replace("\r\n", "\n") if sys.stdout.isatty() else piece
-            self._held = "\r" if piece.endswith("\r") and sys.stdout.isatty() else ""
-            with delivered():
-                sys.stdout.write(guarded(piece.removesuffix(self._held), sys.stdout))
-                sys.stdout.flush()
+            if not self.text and self._written:
+                self._show("\n" if self._written.endswith("\n") else "\n\n")
+            self._show(piece)
+        self.text += piece
+
+    def _show(self, piece: str, style: str = "") -> None:
+        # Lines of Windows files end in two characters, which may arrive in two pieces.
+        piece = (self._held + piece).replace("\r\n", "\n") if sys.stdout.isatty() else piece
+        self._held = "\r" if piece.endswith("\r") and sys.stdout.isatty() else ""
+        piece = guarded(piece.removesuffix(self._held), sys.stdout)
+        with delivered():
+            if style:
+                _console(sys.stdout).print(Text(piece, style=style), end="", soft_wrap=True)
+            else:
+                sys.stdout.write(piece)
+            sys.stdout.flush()
+        self._written = piece or self._written
 
     def end(self) -> None:
         """End the last line."""
-        if self._shown and self.text and not self.text.endswith("\n"):
+        shown = self._written or self._held
+        if shown and not self._written.endswith("\n"):
             with delivered():
                 sys.stdout.write("\n")
                 sys.stdout.flush()

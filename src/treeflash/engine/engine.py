@@ -201,7 +201,8 @@ class Engine:
         if request.max_tokens < 1:
             raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
         if len(request.prompt) > self.max_ctx:
-            raise PromptTooLong(len(request.prompt), self.max_ctx)
+            raisable = self.max_ctx < self.target.spec.context_length
+            raise PromptTooLong(len(request.prompt), self.max_ctx, raisable=raisable)
         outside = [token for token in request.prompt if not 0 <= token < vocabulary]
         if outside:
             raise UsageError(

@@ -13,8 +13,8 @@ from treeflash.cli import view
 from treeflash.cli.chat import slash_commands
 from treeflash.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
 from treeflash.cli.chat.conversation import Conversation, Message, Settings
-from treeflash.cli.chat.loop import Chat
-from treeflash.errors import TreeFlashError, UsageError
+from treeflash.cli.chat.loop import Chat, _as_ours
+from treeflash.errors import PromptTooLong, TreeFlashError, UsageError
 
 
 class Parrot:
@@ -125,7 +125,7 @@ def test_without_speculation_the_same_answer_comes_again(talk, parrot, capsys):
     assert [settings.draft_budget for _, settings, _ in parrot.asked] == [None, 0, 7]
     assert chat.settings.draft_budget is None
     errors = capsys.readouterr().err
-    assert "Speculation is off; /regen generates the last reply again, with the same text." in errors
+    assert "Speculation is off; /regen generates the last reply again, with the same seed." in errors
     assert "the same text · 12.0 tok/s now, 11.0 tok/s before" in errors
     assert "Speculation is on, 7 tokens in a tree at most." in errors
     assert "/draft is '64'; needs on, off, or a number from 1 to 63" in errors and "63 is too much" in errors
@@ -269,3 +269,10 @@ def test_commands_that_do_not_exist(talk, parrot, capsys):
 )
 def test_completion(text, found):
     assert slash_commands.complete(text) == found
+
+
+@pytest.mark.parametrize(
+    ("raisable", "hint"), [(True, "/undo, /clear, or a larger --max-ctx"), (False, "/undo or /clear")]
+)
+def test_what_helps_against_a_full_context(raisable, hint):
+    assert _as_ours(PromptTooLong(9009, 8192, raisable=raisable)).hint == hint

@@ -247,7 +247,8 @@ class Chat:
 def _as_ours(error: Exception) -> TreeFlashError:
     """Return an error with a hint that fits a chat."""
     if isinstance(error, PromptTooLong):
-        return PromptTooLong(error.tokens, error.limit, "/undo, /clear, or a larger --max-ctx")
+        hint = "/undo, /clear, or a larger --max-ctx" if error.raisable else "/undo or /clear"
+        return PromptTooLong(error.tokens, error.limit, hint, raisable=error.raisable)
     if isinstance(error, TreeFlashError):
         return error
     return TreeFlashError(f"the model failed: {error}", "/save keeps the conversation")

@@ -169,7 +169,7 @@ def _draft(chat: "Chat", argument: str) -> None:
         case _:
             changed = replace(settings, draft_budget=_count("/draft", argument, 1, 63))
     chat.change(changed)
-    again = "; /regen generates the last reply again, with the same text" if chat.answered else ""
+    again = "; /regen generates the last reply again, with the same seed" if chat.answered else ""
     chat.screen.note(f"Speculation is {_draft_state(chat)}{again}.")
 
 
