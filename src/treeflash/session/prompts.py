@@ -1,7 +1,7 @@
 """Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -9,7 +9,7 @@ from treeflash.errors import UsageError
 from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.session.constraint import ConstraintSpec, TokenConstraint
 from treeflash.session.output import OutputStream
-from treeflash.session.requests import TextRequest
+from treeflash.session.requests import Prompt, TextRequest
 from treeflash.text.grammar import Grammar, GrammarCompiler, Matcher
 from treeflash.text.output import END_THINK, THINK, OutputParser
 from treeflash.text.stream import TextStream
@@ -20,14 +20,6 @@ from treeflash.text.tools import CLOSE, OPEN, Syntax, Tool, call_grammar, read_t
 # Forced when reasoning has used up its budget; the answer can continue from it.
 CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
 GAP = "\n\n"  # as templates write it between reasoning and answer
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    ids: list[int]
-    boundaries: dict[int, SnapshotKind]  # how many ids precede each turn
-    reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
-    tools: list[Tool]  # the answer may call these
 
 
 class Prompts:
@@ -45,16 +37,21 @@ class Prompts:
             tools=request.tools if tools else None,
             thinking=request.thinking,
             boundaries=True,
+            continue_final=request.continue_final,
             **request.template_options,
         )
         ids, boundaries = self._tokens(rendered)
+        return Prompt(ids, boundaries, self._reasoning(rendered), tools)
+
+    def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
+        if rendered.continued:
+            return "open" if rendered.continued == "reasoning" else "none"
         opened = rendered.text.rfind(THINK) > rendered.text.rfind(END_THINK)
-        reasoning = "none"
         if rendered.text.rstrip().endswith(THINK) and opened:
-            reasoning = "open"
-        elif self._template.supports_thinking and not rendered.text.rstrip().endswith(END_THINK):
-            reasoning = "possible"
-        return Prompt(ids, boundaries, reasoning, tools)
+            return "open"
+        if self._template.supports_thinking and not rendered.text.rstrip().endswith(END_THINK):
+            return "possible"
+        return "none"
 
     def _raw(self, request: TextRequest, tools: list[Tool]) -> Prompt:
         if tools:
