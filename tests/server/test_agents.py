@@ -1,4 +1,4 @@
-"""What agents need of the server: tools beside formats, prefill, and errors that do not depend on the queue."""
+"""What agents need of the server: tools beside formats, prefill, errors that do not depend on the queue."""
 
 import json
 import threading
