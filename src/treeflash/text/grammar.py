@@ -17,7 +17,7 @@ from treeflash.text.tokenizer import Tokenizer
 
 # As json.dumps writes: familiar to models, mostly forced, and no output of endless whitespace.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_KEPT = 32  # compiled grammars: agents send the same tools with every request
+_KEPT = 256  # compiled grammars: agents send the same tools with every request
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,16 +74,16 @@ class _Preparation:
         part = part or path in self._open
         parts = part or _is_combined(schema)
         made: dict[str, Any] = dict(schema)
+        for key in (*_LISTS, *_NAMED):
+            if isinstance(made.get(key), list | Mapping):
+                made[key] = list(made[key]) if isinstance(made[key], list) else dict(made[key])
         for key, name, each in _children(schema):
-            below = self.rewrite(
-                each, f"{path}/{key}/{name}" if name else f"{path}/{key}", part=parts and _same_value(key)
-            )
-            if not name:
+            where = f"{path}/{key}/{name}" if name is not None else f"{path}/{key}"
+            below = self.rewrite(each, where, part=parts and _same_value(key))
+            if name is None:
                 made[key] = below
-            elif isinstance(schema[key], Mapping):
-                made[key] = {**made[key], name: below}
             else:
-                made[key] = [*made[key][: int(name)], below, *made[key][int(name) + 1 :]]
+                made[key][name] = below
         self._values(made, path)
         if not part:
             self._close(schema, made)
@@ -115,7 +115,8 @@ class _Preparation:
         found.least = max(found.least, least) if isinstance(least, int) else found.least
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
-            self._collect(resolve(reference, self._root), found, seen | {reference})
+            seen.add(reference)
+            self._collect(resolve(reference, self._root), found, seen)
         for key, _, each in _children(schema):
             if _same_value(key):
                 self._collect(each, found, seen)
@@ -153,14 +154,14 @@ def resolve(reference: str, root: Mapping[str, Any]) -> Any:
     return target
 
 
-def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield keyword, name or index, and schema of each schema inside; the name is empty for a single one."""
+def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
+    """Yield keyword, name or index, and schema of each schema inside; the name is None for a single one."""
     for key in _ONE:
         if isinstance(schema.get(key), Mapping):
-            yield key, "", schema[key]
+            yield key, None, schema[key]
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            yield from ((key, str(index), each) for index, each in enumerate(schema[key]))
+            yield from ((key, index, each) for index, each in enumerate(schema[key]))
     for key in _NAMED:
         if isinstance(schema.get(key), Mapping):
             yield from ((key, name, each) for name, each in schema[key].items())
