@@ -75,8 +75,12 @@ def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
 
 def continues(messages: Sequence[Mapping[str, Any]], given: bool | None = None) -> bool:
     """Return whether the answer continues the last message: by default if it is the assistant's text."""
-    last = messages[-1] if messages else {}
-    return (last.get("role") == "assistant" and not last.get("tool_calls")) if given is None else given
+    if given is not None:
+        return given
+    # A conversation of the assistant's message alone is left to the template, which may refuse it.
+    return (
+        len(messages) > 1 and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+    )
 
 
 def choice_params(params: SamplingParams, count: int) -> list[SamplingParams]:
