@@ -65,12 +65,17 @@ class ScriptedSession:
             request.messages or [],
             tools=request.tools,
             thinking=request.thinking,
+            continue_final=request.continue_final,
             **request.template_options,
         )
         ids = self.tokenizer.encode(rendered.text)
         if len(ids) > self.max_ctx:
             raise PromptTooLong(len(ids), self.max_ctx)
         return ids
+
+    def check(self, request: TextRequest) -> TextRequest:
+        self.encode(request)
+        return request
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         ids = self.encode(request)

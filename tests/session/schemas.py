@@ -42,3 +42,20 @@ def random_schema(choose: random.Random, depth: int = 0) -> dict[str, Any]:
         "required": [name for name in names if choose.random() < 0.7],
         "additionalProperties": False,
     }
+
+
+def random_tools(choose: random.Random) -> list[dict[str, Any]]:
+    """One to three tools with parameters of any shape."""
+    tools = []
+    for index in range(choose.randint(1, 3)):
+        keys = choose.sample(["city", "days", "units", "mode"], choose.randint(0, 3))
+        parameters: dict[str, Any] = {
+            "type": "object",
+            "properties": {key: random_schema(choose, 1) for key in keys},
+            "required": [key for key in keys if choose.random() < 0.7],
+        }
+        if choose.random() < 0.5:
+            parameters["additionalProperties"] = False
+        function = {"name": f"tool_{index}", "parameters": parameters, "strict": choose.random() < 0.5}
+        tools.append({"type": "function", "function": function})
+    return tools

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.session.schemas import random_schema
+from tests.session.schemas import random_schema, random_tools
 from tests.text.templates import QWEN35
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
@@ -167,6 +167,132 @@ def test_answers_fit_two_hundred_random_schemas() -> None:
     fits_random_schemas(200)
 
 
+def fits_random_schemas_beside_tools(count: int) -> None:
+    choose = random.Random(7)
+    made = session("controlled")
+    tag = made.tokenizer.id_of("<tool_call>")
+    kinds = {"call": 0, "text": 0}
+    for case in range(count):
+        schema, tools = random_schema(choose), random_tools(choose)
+        parameters = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
+        choice = choose.choice(["auto", "auto", "auto", "required", choose.choice(list(parameters))])
+        sampling = SamplingParams(
+            temperature=choose.choice([0.0, 1.0, 1.5]),
+            logit_bias=choose.choice([{}, {tag: 60.0}]),
+            seed=case,
+        )
+        found = Output(
+            made,
+            grammar=Grammar("json_schema", schema),
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            sampling=sampling,
+            max_tokens=400,
+        )
+        if found.calls:
+            kinds["call"] += 1
+            assert (found.done.reason, found.text, len(found.calls)) == ("tool_calls", "", 1), (schema, tools)
+            name, arguments = found.calls[0]
+            assert choice in ("auto", "required", name)
+            jsonschema.validate(json.loads(arguments), parameters[name])
+        else:
+            kinds["text"] += 1
+            assert (choice, found.done.reason) == ("auto", "stop"), (schema, tools)
+            jsonschema.validate(json.loads(found.text), schema)
+    assert min(kinds.values()) > count // 5
+
+
+def test_answers_beside_tools_are_valid_calls_or_fit_the_schema() -> None:
+    fits_random_schemas_beside_tools(25)
+
+
+@pytest.mark.slow
+def test_two_hundred_answers_beside_tools_are_valid_calls_or_fit_the_schema() -> None:
+    fits_random_schemas_beside_tools(200)
+
+
+def biased_to_call(amount: float) -> SamplingParams:
+    tag = session("plain").tokenizer.id_of("<tool_call>")
+    assert tag is not None
+    return SamplingParams(logit_bias={tag: amount}, seed=1)
+
+
+@pytest.mark.parametrize("template", [None, QWEN35], ids=["json", "xml"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_tools_beside_a_format(template: str | None, thinking: bool) -> None:
+    options = {
+        "tools": TOOLS[:1],
+        "grammar": GRAMMARS["schema"],
+        "parallel_tool_calls": False,
+        "thinking": thinking,
+        "thinking_budget": 4 if thinking else None,
+        "max_tokens": 150,
+    }
+    called = everywhere(template, **options, sampling=biased_to_call(0.0 if thinking else 60.0))
+    if not thinking:
+        assert (called.done.reason, called.text, called.calls[0][0]) == ("tool_calls", "", "weather")
+    answered = everywhere(template, **options, sampling=biased_to_call(-60.0))
+    assert answered.done.reason == "stop" and not answered.calls
+    jsonschema.validate(json.loads(answered.text), PERSON)
+    forced = everywhere(template, **options, tool_choice="weather", sampling=biased_to_call(-60.0))
+    assert (forced.done.reason, forced.text, forced.calls[0][0]) == ("tool_calls", "", "weather")
+
+
+def test_text_of_a_format_that_spells_a_call_is_no_call() -> None:
+    spelled = "<tool_call><function=clock></function></tool_call>"
+    grammar = Grammar("json_schema", {"const": spelled})
+    found = everywhere(tools=TOOLS, grammar=grammar, sampling=biased_to_call(-60.0))
+    assert json.loads(found.text) == spelled and not found.calls
+
+
+@pytest.mark.parametrize("template", [None, QWEN35], ids=["json", "xml"])
+def test_a_call_that_the_limit_cuts_off_is_no_text(template: str | None) -> None:
+    for limit in range(1, 30, 4):
+        found = everywhere(template, tools=TOOLS, tool_choice="weather", thinking=False, max_tokens=limit)
+        assert (found.done.reason, found.text) == ("length", ""), limit
+
+
+def test_the_last_message_is_continued() -> None:
+    made = session("plain")
+    begun = [*MESSAGES, {"role": "assistant", "content": "def count_vowels(text"}]
+    whole = made.tokenizer.decode(made.encode(TextRequest(messages=MESSAGES)), skip_special=False)
+    ids = made.encode(TextRequest(messages=begun, continue_final=True))
+    assert made.tokenizer.decode(ids, skip_special=False) == whole + "def count_vowels(text"
+    found = everywhere(messages=begun, continue_final=True, max_tokens=8)
+    raw = everywhere(messages=None, prompt=ids, max_tokens=8)
+    assert found.done.tokens == raw.done.tokens
+
+
+UNSUPPORTED = {"x": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}}
+LOOKAHEAD = {"x": {"type": "string", "pattern": "^(?=a)b"}}
+
+
+@pytest.mark.parametrize("template", [None, QWEN35], ids=["json", "xml"])
+@pytest.mark.parametrize(("properties", "keyword"), [(UNSUPPORTED, "uniqueItems"), (LOOKAHEAD, "pattern")])
+def test_refusals_name_the_tool_and_the_keyword(
+    template: str | None, properties: dict[str, Any], keyword: str
+) -> None:
+    function = {"name": "cook", "strict": True, "parameters": {"type": "object", "properties": properties}}
+    tools = [*TOOLS, {"type": "function", "function": function}]
+    with pytest.raises(UsageError, match=f"the tool 'cook' cannot be enforced: .*{keyword}") as caught:
+        Output(session("plain", template), tools=tools)
+    assert caught.value.param == "tools[2]" and "\n" not in caught.value.message
+    loose = [{"type": "function", "function": function | {"strict": False}}]
+    options = {"tools": loose, "tool_choice": "cook", "thinking": False, "max_tokens": 20}
+    assert Output(session("plain", template), **options).text == ""
+
+
+def test_a_checked_request_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session("plain")
+    checked = made.check(TextRequest(messages=MESSAGES, max_tokens=3, sampling=GREEDY))
+    assert checked.encoded is not None and checked.encoded.ids == made.encode(checked)
+    expected = Output(made, max_tokens=3).done.tokens
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    done = list(made.generate(checked))[-1]
+    assert isinstance(done, Finished) and done.tokens == expected
+
+
 CALLS = {
     "json, any": (None, "required", WARM),
     "json, one": (None, "clock", GREEDY),
@@ -310,10 +436,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "needed auto, none, required or weather, clock",
     ),
     "no tools": ({"tool_choice": "required"}, "the request has no tools"),
-    "two wishes": (
-        {"tools": TOOLS, "tool_choice": "required", "grammar": Grammar("json_object")},
-        "cannot ask for both",
-    ),
     "bad schema": ({"grammar": Grammar("json_schema", {"type": "banana"})}, "Invalid type"),
     "budget": ({"thinking": True, "thinking_budget": -1}, "thinking_budget is -1"),
     "raw tools": ({"messages": None, "prompt": "x", "tools": TOOLS}, "tools need messages"),
@@ -325,3 +447,5 @@ def test_invalid_requests(case: str) -> None:
     options, reason = REFUSED[case]
     with pytest.raises(UsageError, match=reason):
         Output(session("plain"), **options)
+    with pytest.raises(UsageError, match=reason):
+        session("plain").check(TextRequest(**{"messages": MESSAGES, **options}))

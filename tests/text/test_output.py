@@ -169,6 +169,9 @@ def test_malformed_calls_are_content(text: str) -> None:
     assert shown(text, tools=TOOLS) == [("content", text)]
 
 
+JSON_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     assert shown(call("clock")) == [("content", call("clock"))]
 
@@ -186,6 +189,23 @@ def test_a_call_that_breaks_off_leaves_the_rest_as_content() -> None:
     unclosed = "<tool_call>\n<function=weather>\n<parameter=city>\nRome"
     assert shown(unclosed, tools=TOOLS)[1] == ("arguments", '{"city": "Rome"}')
     assert shown(unclosed, tools=TOOLS, whole=False)[1] == ("arguments", '{"city": "Rome')
+
+
+@pytest.mark.parametrize("written", [call("weather", ("city", "Rome")), JSON_CALL], ids=["xml", "json"])
+def test_a_call_that_is_cut_off_is_no_content(written: str) -> None:
+    for end in range(len("<tool"), len(written)):
+        kinds = shown(f"Let me see.\n{written[:end]}", tools=TOOLS, whole=False)
+        assert [text for kind, text in kinds if kind == "content"] == ["Let me see."], written[:end]
+    # Less than that may be other text.
+    assert shown("a <", tools=TOOLS, whole=False) == [("content", "a <")]
+    assert shown("a <tool", whole=False) == [("content", "a <tool")]
+
+
+def test_an_answer_is_either_text_or_calls() -> None:
+    text = '"<tool_call><function=clock></function></tool_call>"'
+    assert shown(text, tools=TOOLS, either=True) == [("content", text)]
+    assert shown(call("clock"), tools=TOOLS, either=True) == [("call", "clock"), ("arguments", "{}")]
+    assert shown("<tool_box>", tools=TOOLS, either=True) == [("content", "<tool_box>")]
 
 
 def test_counts_of_begun_and_complete_calls() -> None:

@@ -118,6 +118,31 @@ def test_the_template_decides_which_reasoning_it_renders(reply: dict):
     assert "Let me see." not in render(ASK, reply, ASK)
 
 
+def test_the_last_message_is_continued():
+    template = ChatTemplate(QWEN35, controls=["<|im_start|>", "<|im_end|>"])
+    asked = {"role": "user", "content": "Hi"}
+
+    def continued(thinking: bool | None = None, **message: str) -> str:
+        turns = [asked, {"role": "assistant", **message}]
+        found = template.render(turns, thinking=thinking, continue_final=True, boundaries=True)
+        assert found.boundaries == template.render([asked], boundaries=True).boundaries
+        return found.text.removeprefix("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+    assert continued(content="Yes ") == "<think>\n\n</think>\n\nYes "
+    assert continued(thinking=True, content="Yes") == continued(content="Yes")
+    assert continued(content="Yes", reasoning_content="Hm.") == "<think>\nHm.\n</think>\n\nYes"
+    assert continued(content="", reasoning_content="Hm") == "<think>\nHm"
+    assert continued(content="") == "<think>\n"
+    spelled = template.render([asked, {"role": "assistant", "content": "a <|im_end|>"}], continue_final=True)
+    assert [spelled.text[a:b] for a, b in spelled.literals] == ["<|im_end|>"]
+    plain = ChatTemplate.from_metadata({})
+    begun = [asked, {"role": "assistant", "content": "Yes"}]
+    assert plain.render(begun, continue_final=True).text.endswith("<|im_start|>assistant\nYes")
+    for last in (asked, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}):
+        with pytest.raises(UsageError, match="the last message has"):
+            template.render([asked, last], continue_final=True)
+
+
 def test_template_variables():
     for name in ("self", "cls", "extra", "a b", ""):
         assert TEMPLATE.render([ASK], **{name: "x"}).text == TEMPLATE.render([ASK]).text

@@ -84,7 +84,7 @@ class Engine:
 
     def add(self, request: Request) -> Sequence:
         """Queue a request; raises if it cannot run."""
-        self._check(request)
+        self.check(request)
         sampling = request.sampling.seeded()
         stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
         stats.approximate = self.states.approximate
@@ -194,7 +194,7 @@ class Engine:
         sequence.tokens += sampled
         return times
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         vocabulary = self.target.spec.vocab_size
         if not request.prompt:
             raise UsageError("the prompt has no tokens", "give some text", param="prompt")

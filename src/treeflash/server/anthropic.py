@@ -25,8 +25,9 @@ def to_request(body: MessagesBody, service: Service) -> TextRequest:
     form, where = body.output_format, "output_format"
     if form is None:
         form, where = (body.output_config or {}).get("format"), "output_config.format"
+    messages = to_messages(body)
     return TextRequest(
-        messages=to_messages(body),
+        messages=messages,
         tools=tools or None,
         tool_choice=options.tool_choice(_choice(choice), tools),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
@@ -36,6 +37,7 @@ def to_request(body: MessagesBody, service: Service) -> TextRequest:
         thinking=thinking.on,
         thinking_budget=thinking.budget,
         grammar=options.format_grammar(form, where),
+        continue_final=options.continues(messages),
         draft_budget=body.treeflash.budget if body.treeflash else None,
     )
 

@@ -133,6 +133,7 @@ def _text(app: FastAPI, service: Service) -> None:
             tools=chat.tool_list(body.tools, "tools"),
             thinking=thinking,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final=chat.continues(body),
             **kwargs,
         )
         return {"prompt": rendered.text}

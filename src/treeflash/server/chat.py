@@ -9,7 +9,7 @@ from treeflash.errors import UsageError
 from treeflash.server import options, outputs
 from treeflash.server.failures import Failure
 from treeflash.server.outputs import GeneratedOutput
-from treeflash.server.schemas import ChatBody, Object
+from treeflash.server.schemas import ChatBody, Object, TemplateBody
 from treeflash.server.service import Service
 from treeflash.server.sse import DONE, comment, event
 from treeflash.session.requests import (
@@ -27,7 +27,7 @@ from treeflash.session.requests import (
 from treeflash.session.worker import Job
 
 # Template variables that other fields of the request set.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries", "continue_final")
 
 
 def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
@@ -52,11 +52,19 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
         thinking_budget=thinking.budget,
         grammar=options.format_grammar(body.response_format, "response_format")
         or options.structured_grammar(body.structured_outputs),
+        continue_final=continues(body),
         template_options=template_options,
         draft_budget=body.treeflash.budget if body.treeflash else None,
         trees=bool(body.stream and body.treeflash and body.treeflash.trees),
     )
     return [replace(request, sampling=each) for each in options.choice_params(request.sampling, body.n or 1)]
+
+
+def continues(body: ChatBody | TemplateBody) -> bool:
+    """Return whether the answer continues the last message."""
+    if isinstance(body, TemplateBody) and not body.add_generation_prompt:
+        return bool(body.continue_final_message)
+    return options.continues(body.messages, body.continue_final_message)
 
 
 def check_template_options(given: Mapping[str, Any]) -> None:

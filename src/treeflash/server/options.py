@@ -20,6 +20,7 @@ EFFORTS: Mapping[str, int | None] = {
     "xhigh": None,
     "max": None,
 }
+MAX_BIAS = 100  # as OpenAI limits it
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -63,7 +64,23 @@ def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
     wrong = [name for name in given or {} if not re.fullmatch("[0-9]{1,9}", name)]
     if wrong:
         raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids", param="logit_bias")
+    for name, value in (given or {}).items():
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise UsageError(
+                f"logit_bias is {value} for the token {name}; needs -{MAX_BIAS} to {MAX_BIAS}",
+                param="logit_bias",
+            )
     return {int(name): value for name, value in (given or {}).items()}
+
+
+def continues(messages: Sequence[Mapping[str, Any]], given: bool | None = None) -> bool:
+    """Return whether the answer continues the last message: by default if it is the assistant's text."""
+    if given is not None:
+        return given
+    # A conversation of the assistant's message alone is left to the template, which may refuse it.
+    return (
+        len(messages) > 1 and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+    )
 
 
 def choice_params(params: SamplingParams, count: int) -> list[SamplingParams]:
@@ -120,18 +137,18 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return Grammar("json_object", None)
+            return Grammar("json_object", None, field)
         case "json_schema":
             inner = form.get("json_schema", form)
             where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
             schema = inner.get("schema") if isinstance(inner, Mapping) else None
             if not isinstance(schema, Mapping | bool):
                 raise UsageError(f"{where} is {schema!r}; needs a JSON schema", param=where)
-            return Grammar("json_schema", _schema(schema))
+            return Grammar("json_schema", _schema(schema), where)
         case "regex":
-            return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"))
+            return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"), f"{field}.pattern")
         case "grammar" | "lark":
-            return Grammar("lark", _text(form.get("grammar"), f"{field}.grammar"))
+            return Grammar("lark", _text(form.get("grammar"), f"{field}.grammar"), f"{field}.grammar")
     raise UsageError(
         f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar",
         param=f"{field}.type",
@@ -155,17 +172,17 @@ def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
                 raise UsageError(f"{field}.json is not JSON: {error}", param=f"{field}.json") from error
             if not isinstance(schema, Mapping | bool):
                 raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema", param=f"{field}.json")
-            return Grammar("json_schema", _schema(schema))
+            return Grammar("json_schema", _schema(schema), f"{field}.json")
         case "regex":
-            return Grammar("regex", _text(value, f"{field}.regex"))
+            return Grammar("regex", _text(value, f"{field}.regex"), f"{field}.regex")
         case "choice":
             if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
                 raise UsageError(
                     f"{field}.choice is {value!r}; needs a list of strings", param=f"{field}.choice"
                 )
-            return Grammar("regex", "|".join(re.escape(each) for each in value))
+            return Grammar("regex", "|".join(re.escape(each) for each in value), f"{field}.choice")
         case "grammar":
-            return Grammar("lark", _text(value, f"{field}.grammar"))
+            return Grammar("lark", _text(value, f"{field}.grammar"), f"{field}.grammar")
     raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
 
 

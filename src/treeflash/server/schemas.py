@@ -82,6 +82,9 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: Object | None = None
     enable_thinking: bool | None = None
     thinking_budget: int | None = Field(None, ge=0)
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message; by default if it is the assistant's text."
+    )
     modalities: list[str] | None = None
     audio: Object | None = None
     functions: list[Object] | None = None
@@ -154,4 +157,5 @@ class TemplateBody(Body):
     messages: list[Object] = Field(min_length=1)
     tools: list[Object] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None

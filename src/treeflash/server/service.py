@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -65,14 +65,10 @@ class Service:
     ) -> Response:
         request_id = f"req_{secrets.token_hex(8)}"
         headers = {"x-request-id": request_id, "request-id": request_id}
-        job = self.worker.submit(*requests, label=f"{request_id} {request.url.path}")
-        if job.ahead:
-            # Report invalid requests before they queue: a queued stream has already sent its status.
-            try:
-                await asyncio.to_thread(self.session.encode, requests[0])
-            except BaseException:
-                job.cancel()
-                raise
+        self.worker.check_room()
+        # Invalid requests are refused before they queue: a queued stream has already sent its status.
+        checked = await unless_gone(request, asyncio.to_thread(_checked_requests, self.session, requests))
+        job = self.worker.submit(*checked, label=f"{request_id} {request.url.path}")
         if not stream:
             try:
                 await unless_gone(request, _collect(job, writer))
@@ -86,6 +82,18 @@ class Service:
             job.cancel()
             raise
         return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
+
+
+def _checked_requests(session: TextSession, requests: list[TextRequest]) -> list[TextRequest]:
+    """Return the requests with their prompts encoded, once for the choices of one prompt."""
+    found: list[TextRequest] = []
+    for request in requests:
+        last = found[-1] if found else None
+        if last is not None and request.messages is last.messages and request.prompt is last.prompt:
+            found.append(replace(request, encoded=last.encoded))
+        else:
+            found.append(session.check(request))
+    return found
 
 
 async def _collect(job: Job, writer: Writer) -> None:

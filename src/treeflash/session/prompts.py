@@ -1,7 +1,7 @@
 """Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -9,25 +9,17 @@ from treeflash.errors import UsageError
 from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.session.constraint import ConstraintSpec, TokenConstraint
 from treeflash.session.output import OutputStream
-from treeflash.session.requests import TextRequest
-from treeflash.text.grammar import GrammarCompiler, Matcher
+from treeflash.session.requests import Prompt, TextRequest
+from treeflash.text.grammar import Grammar, GrammarCompiler, Matcher
 from treeflash.text.output import END_THINK, THINK, OutputParser
 from treeflash.text.stream import TextStream
 from treeflash.text.template import ChatTemplate, Rendered
 from treeflash.text.tokenizer import Tokenizer
-from treeflash.text.tools import CLOSE, OPEN, Tool, call_grammar, read_tools, syntax_of
+from treeflash.text.tools import CLOSE, OPEN, Syntax, Tool, call_grammar, read_tools, syntax_of
 
 # Forced when reasoning has used up its budget; the answer can continue from it.
 CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
 GAP = "\n\n"  # as templates write it between reasoning and answer
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    ids: list[int]
-    boundaries: dict[int, SnapshotKind]  # how many ids precede each turn
-    reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
-    tools: list[Tool]  # the answer may call these
 
 
 class Prompts:
@@ -45,16 +37,21 @@ class Prompts:
             tools=request.tools if tools else None,
             thinking=request.thinking,
             boundaries=True,
+            continue_final=request.continue_final,
             **request.template_options,
         )
         ids, boundaries = self._tokens(rendered)
+        return Prompt(ids, boundaries, self._reasoning(rendered), tools)
+
+    def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
+        if rendered.continued:
+            return "open" if rendered.continued == "reasoning" else "none"
         opened = rendered.text.rfind(THINK) > rendered.text.rfind(END_THINK)
-        reasoning = "none"
         if rendered.text.rstrip().endswith(THINK) and opened:
-            reasoning = "open"
-        elif self._template.supports_thinking and not rendered.text.rstrip().endswith(END_THINK):
-            reasoning = "possible"
-        return Prompt(ids, boundaries, reasoning, tools)
+            return "open"
+        if self._template.supports_thinking and not rendered.text.rstrip().endswith(END_THINK):
+            return "possible"
+        return "none"
 
     def _raw(self, request: TextRequest, tools: list[Tool]) -> Prompt:
         if tools:
@@ -109,7 +106,9 @@ class Prompts:
         def piece(id: int) -> bytes:
             return b"" if visible.is_control(id) and id not in tags else visible.token_bytes(id)
 
-        parser = OutputParser(reasoning=prompt.reasoning, tools=prompt.tools)
+        # With a grammar the answer is either calls or text that matches it, which may spell a call.
+        either = request.grammar is not None
+        parser = OutputParser(reasoning=prompt.reasoning, tools=prompt.tools, either=either)
         return OutputStream(TextStream(piece), parser, request.stop, one_call=not request.parallel_tool_calls)
 
     def constraint(self, request: TextRequest, prompt: Prompt) -> TokenConstraint | None:
@@ -146,15 +145,15 @@ class Prompts:
     def _matchers(self, request: TextRequest, tools: Sequence[Tool]) -> tuple[Matcher | None, Matcher | None]:
         """Return the grammar of the whole answer and that of each tool call."""
         if forced := self._forced_tools(request, tools):
-            if request.grammar is not None:
-                raise UsageError("a request cannot ask for both a tool call and a grammar of its answer")
+            # A forced call takes precedence over the grammar, which is for text.
             many = request.parallel_tool_calls and request.tool_choice == "required"
-            return self._call_matcher(forced, many=many), None
+            return self._compiler.compile(self._call_grammar(forced, many=many)), None
         if request.grammar is not None:
-            return self._compiler.compile(request.grammar), None
+            calls = self._call_grammar(tools, many=request.parallel_tool_calls) if tools else None
+            return self._compiler.compile(request.grammar, calls=calls), None
         if any(tool.strict for tool in tools) and self._tokenizer.id_of(OPEN) is not None:
             # A call of a strict tool matches its schema, even where other tools have none.
-            return None, self._call_matcher(tools, many=False, opened=True)
+            return None, self._compiler.compile(self._call_grammar(tools, many=False, opened=True))
         return None, None
 
     def _forced_tools(self, request: TextRequest, tools: Sequence[Tool]) -> list[Tool]:
@@ -176,11 +175,26 @@ class Prompts:
             )
         return named
 
-    def _call_matcher(self, tools: Sequence[Tool], *, many: bool, opened: bool = False) -> Matcher:
+    def _call_grammar(self, tools: Sequence[Tool], *, many: bool, opened: bool = False) -> Grammar:
         syntax = syntax_of(self._template.source)
         if syntax is None:
             raise UsageError("the model's chat template has no tool calls, so none can be enforced")
-        return self._compiler.compile(call_grammar(tools, syntax, many=many, opened=opened))
+        return call_grammar([self._checked(tool, syntax) for tool in tools], syntax, many=many, opened=opened)
+
+    def _checked(self, tool: Tool, syntax: Syntax) -> Tool:
+        """Return a tool whose parameters a grammar can represent; raise UsageError with its name."""
+        try:
+            parameters = self._compiler.prepare(tool.parameters, lenient=not tool.strict)
+            made = replace(tool, parameters=parameters)
+            self._compiler.compile(call_grammar([made], syntax, many=False))
+        except UsageError as error:
+            hint = "leave the keyword out" + ", or `strict`" * tool.strict
+            raise UsageError(
+                f"the parameters of the tool {tool.name!r} cannot be enforced: {error.message}",
+                hint,
+                param=tool.field,
+            ) from error
+        return made
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

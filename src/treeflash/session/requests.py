@@ -7,12 +7,15 @@ from typing import Any, Literal
 from treeflash.engine.events import Progress
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
+from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.text.grammar import Grammar
+from treeflash.text.tools import Tool
 
 __all__ = [
     "Finished",
     "Grammar",
     "Progress",
+    "Prompt",
     "Reasoning",
     "SessionEvent",
     "Text",
@@ -22,6 +25,14 @@ __all__ = [
     "ToolCall",
     "TreeStep",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    boundaries: dict[int, SnapshotKind]  # how many ids precede each turn
+    reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
+    tools: list[Tool]  # the answer may call these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +50,12 @@ class TextRequest:
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained
+    continue_final: bool = False  # the last message is the beginning of the answer
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables
     draft_budget: int | None = None  # most nodes of a tree; 0: plain decoding; None: as configured
     trees: bool = False  # report every step's tree
     cancelled: Callable[[], bool] = lambda: False
+    encoded: Prompt | None = None  # from `Session.check`
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ calls. A stop string ends the text exactly before its first character, wherever 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from treeflash.engine.engine import Engine
 from treeflash.engine.events import Done, Event, Progress, Tokens, VerifiedTree
@@ -15,7 +15,7 @@ from treeflash.hub.catalog import Card
 from treeflash.memory.planner import MemoryPlan
 from treeflash.session.output import OutputStream
 from treeflash.session.prompts import Prompts
-from treeflash.session.requests import Finished, Reasoning, SessionEvent, Text, TextRequest, TreeStep
+from treeflash.session.requests import Finished, Prompt, Reasoning, SessionEvent, Text, TextRequest, TreeStep
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
@@ -61,24 +61,20 @@ class Session:
         """Return the prompt's token ids; raises if the template refuses the messages."""
         return self._prompts.encode(request).ids
 
+    def check(self, request: TextRequest) -> TextRequest:
+        """Return the request with its encoded prompt; raise what `generate` would before its first step.
+
+        It can run in another thread than `generate`.
+        """
+        prompt = self._prompts.encode(request)
+        self.engine.check(self._engine_request(request, prompt, self._prompts.output(request, prompt)))
+        return replace(request, encoded=prompt)
+
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
-        prompt = self._prompts.encode(request)
+        prompt = request.encoded or self._prompts.encode(request)
         output = self._prompts.output(request, prompt)
-        room = self.max_ctx - len(prompt.ids) + 1
-        sequence = self.engine.add(
-            Request(
-                prompt=prompt.ids,
-                max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
-                sampling=request.sampling,
-                stop_ids=self.tokenizer.stop_ids,
-                may_stop=output.may_end,
-                constraint=self._prompts.constraint(request, prompt),
-                draft_budget=request.draft_budget,
-                trees=request.trees,
-                boundaries=prompt.boundaries,
-            )
-        )
+        sequence = self.engine.add(self._engine_request(request, prompt, output))
         generation = _Generation(self.engine, sequence, output, self._show)
         try:
             while not sequence.finished:
@@ -90,6 +86,20 @@ class Session:
         finally:
             self.engine.release(sequence)
             self._save_costs()
+
+    def _engine_request(self, request: TextRequest, prompt: Prompt, output: OutputStream) -> Request:
+        room = self.max_ctx - len(prompt.ids) + 1
+        return Request(
+            prompt=prompt.ids,
+            max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
+            sampling=request.sampling,
+            stop_ids=self.tokenizer.stop_ids,
+            may_stop=output.may_end,
+            constraint=self._prompts.constraint(request, prompt),
+            draft_budget=request.draft_budget,
+            trees=request.trees,
+            boundaries=prompt.boundaries,
+        )
 
     def _show(self, tree: VerifiedTree) -> TreeStep:
         texts = [self.tokenizer.token_bytes(token).decode(errors="replace") for token in tree.tokens]

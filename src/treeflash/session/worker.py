@@ -35,6 +35,7 @@ class TextSession(Protocol):
     def max_ctx(self) -> int: ...
     def sampling_for(self, thinking: bool | None) -> SamplingParams: ...
     def encode(self, request: TextRequest) -> list[int]: ...
+    def check(self, request: TextRequest) -> TextRequest: ...
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]: ...
 
 
@@ -176,15 +177,19 @@ class EngineWorker:
     def running(self) -> bool:
         return self._current is not None
 
+    def check_room(self) -> None:
+        """Raise Unavailable unless a job could be queued."""
+        _ = self.session
+        if len(self._waiting) >= self._max_queue:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting, the queue holds {self._max_queue}",
+                "try again later, or raise `max_queue`",
+            )
+
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
         """Queue the requests as one job; call this in the loop that reads its events."""
         with self._changed:
-            _ = self.session
-            if len(self._waiting) >= self._max_queue:
-                raise QueueFull(
-                    f"{len(self._waiting)} requests are waiting, the queue holds {self._max_queue}",
-                    "try again later, or raise `max_queue`",
-                )
+            self.check_room()
             job = Job(requests, label, self._drop)
             job.ahead = len(self._waiting) + (self._current is not None)
             self._waiting.append(job)

@@ -13,6 +13,7 @@ from treeflash.text.tools import Tool, is_string, typed
 
 THINK, END_THINK = "<think>", "</think>"
 _MAX_NAME = 256
+_CERTAIN = len("<tool")  # of the opening tag; less may be other text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,14 @@ class OutputParser:
         *,
         reasoning: Literal["open", "possible", "none"] = "none",
         tools: Sequence[Tool] = (),
+        either: bool = False,
     ):
-        """`reasoning`: open where the prompt begins it, possible where the answer may begin with it."""
+        """`reasoning`: open where the prompt begins it, possible where the answer may begin with it.
+
+        `either`: an answer that begins with text has no calls.
+        """
         self._tools = {tool.name: tool for tool in tools}
+        self._either = either
         self._state: Callable[[bool], bool] = {
             "open": self._reasoning,
             "possible": self._beginning,
@@ -57,13 +63,21 @@ class OutputParser:
 
     def flush(self, *, whole: bool = True) -> list[Delta]:
         """Return what was held back at the end; not `whole`: the text was cut off, maybe within a call."""
-        if not whole and self._state in (self._parameters, self._value, self._closing):
-            return []
+        if not whole and self._state in (self._call, self._parameters, self._value, self._closing):
+            return []  # a call that was cut off is no text
+        if not whole and self._state == self._content and self._tools:
+            self._drop_opening()
         if not whole and self._state == self._string:
             self._emit("arguments", json.dumps(self._held, ensure_ascii=False)[1:-1])
             self._held = ""
             return self._drain()
         return self._take(final=True)
+
+    def _drop_opening(self) -> None:
+        """Drop the beginning of an opening tag at the end of the held text."""
+        start = _before(self._held, tags.OPEN)
+        if len(self._held) - start >= _CERTAIN:
+            self._held = self._held[:start].rstrip()
 
     def _take(self, *, final: bool) -> list[Delta]:
         # A state returns whether the next state should process the rest.
@@ -106,6 +120,8 @@ class OutputParser:
     def _content(self, final: bool) -> bool:
         if not self._past_whitespace():
             return False
+        if self._either and self._is_text(self._held.lstrip()):
+            self._tools = {}
         if not self._tools:
             self._emit("content", self._held)
             self._held = ""
@@ -119,6 +135,10 @@ class OutputParser:
         self._held = self._held[len(before.rstrip()) :]
         self._state = self._call
         return True
+
+    def _is_text(self, text: str) -> bool:
+        """Return whether the answer is certainly text rather than calls."""
+        return bool(text) and not self.calls_begun and not text.startswith(tags.OPEN[: len(text)])
 
     def _call(self, final: bool) -> bool:
         """Parse the opening tag of a possible call."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treeflash.errors import BadGGUF, TemplateFailed, UsageError
 from treeflash.text.messages import Message, merge_neighbours, normalise
+from treeflash.text.output import END_THINK, THINK
 from treeflash.text.tokenizer import KEY, TokenType
 
 FALLBACK = """\
@@ -50,6 +51,8 @@ class Rendered:
     last_user_end: int | None
     # Spans where a message spells out a control token; `Tokenizer.encode` keeps them plain text.
     literals: list[tuple[int, int]]
+    # What the last message has begun and the model continues.
+    continued: Literal["", "reasoning", "answer"] = ""
 
 
 class ChatTemplate:
@@ -110,12 +113,20 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
         boundaries: bool = False,
+        continue_final: bool = False,
         **extra: Any,
     ) -> Rendered:
-        """Render a conversation as clients send it; `thinking` None leaves the template's default."""
+        """Render a conversation as clients send it; `thinking` None leaves the template's default.
+
+        `continue_final`: the last message is the beginning of the assistant's answer; its turn stays open.
+        """
         if own := {"messages", COUNTER, *self._tokens} & extra.keys():
             raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
         conversation: list[Message] = self._guard(normalise(messages))
+        reasoning, answer = _final_text(conversation.pop()) if continue_final else ("", "")
+        if answer and not reasoning:
+            thinking = False
+        add_generation_prompt |= continue_final
         variables = self._guard(extra) | self._tokens | {"tools": self._guard(_checked_tools(tools))}
         if thinking is not None:
             variables["enable_thinking"] = thinking
@@ -131,9 +142,14 @@ class ChatTemplate:
                 raise
             conversation = merged
             marked = run(conversation, add_generation_prompt)
+        if reasoning or answer:
+            marked = _begun(marked, reasoning, answer)
         text, literals = _without_marks(marked)
-        ends, last_user_end = self._turn_ends(text, conversation, run) if boundaries else ([], None)
-        return Rendered(text, ends, last_user_end, literals)
+        ends, last_user_end = [], None
+        if boundaries and conversation:
+            ends, last_user_end = self._turn_ends(text, conversation, run)
+        continued = "answer" if answer else "reasoning" if reasoning else ""
+        return Rendered(text, ends, last_user_end, literals, continued)
 
     def _turn_ends(
         self, text: str, conversation: list[Message], run: Callable[[list[Message], bool], str]
@@ -272,6 +288,28 @@ def _checked_tools(tools: Any) -> list[Any] | None:
                 f"tools[{i}] is of type {type(tool).__name__}; needs an object", param=f"tools[{i}]"
             )
     return list(tools)
+
+
+def _final_text(message: Message) -> tuple[str, str]:
+    """Return the reasoning and the text of a last message that is to be continued."""
+    if message["role"] != "assistant" or "tool_calls" in message:
+        seen = "has tool calls" if "tool_calls" in message else f"has the role {message['role']}"
+        raise UsageError(
+            f"continue_final_message is set, but the last message {seen}; needs the assistant's text",
+            param="continue_final_message",
+        )
+    return message.get("reasoning_content", ""), message["content"]
+
+
+def _begun(prompt: str, reasoning: str, answer: str) -> str:
+    """Return the generation prompt with the beginning of the assistant's turn."""
+    opened = prompt.rstrip().endswith(THINK)
+    if reasoning:
+        prompt = f"{prompt.rstrip()}\n" if opened else f"{prompt}{THINK}\n"
+        prompt += reasoning.strip() if answer else reasoning
+    if answer and (reasoning or opened):
+        prompt += f"\n{END_THINK}\n\n"
+    return prompt + answer
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -34,6 +34,7 @@ class Tool:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of an object
     strict: bool = False
+    field: str = "tools"  # of the request, for errors
 
     def schema(self, key: str) -> Mapping[str, Any]:
         """Return the schema of an argument with references resolved; empty where there is none."""
@@ -67,7 +68,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
                 " needed a JSON schema",
                 param=f"tools[{index}].function.parameters",
             )
-        found.append(Tool(name, parameters, bool(function.get("strict"))))
+        found.append(Tool(name, parameters, bool(function.get("strict")), f"tools[{index}]"))
     return found
 
 
