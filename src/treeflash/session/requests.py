@@ -29,6 +29,7 @@ class TextRequest:
     """A request with exactly one of `messages` (rendered by the chat template) and `prompt` (raw)."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
+    continue_final_message: bool | None = None  # of the assistant; None: if the last message is its
     prompt: str | list[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the tool to call
@@ -36,6 +37,8 @@ class TextRequest:
     max_tokens: int | None = None  # None: as many as fit in the context
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # end the text, beside the model's end tokens
+    ignore_eos: bool = False  # the model's end tokens do not end the text
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained

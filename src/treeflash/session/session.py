@@ -71,7 +71,8 @@ class Session:
                 prompt=prompt.ids,
                 max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
                 sampling=request.sampling,
-                stop_ids=self.tokenizer.stop_ids,
+                stop_ids=request.stop_token_ids
+                | (frozenset() if request.ignore_eos else self.tokenizer.stop_ids),
                 may_stop=output.may_end,
                 constraint=self._prompts.constraint(request, prompt),
                 draft_budget=request.draft_budget,
@@ -90,6 +91,9 @@ class Session:
         finally:
             self.engine.release(sequence)
             self._save_costs()
+
+    def _stop_ids(self, request: TextRequest) -> frozenset[int]:
+        return request.stop_token_ids | (frozenset() if request.ignore_eos else self.tokenizer.stop_ids)
 
     def _show(self, tree: VerifiedTree) -> TreeStep:
         texts = [self.tokenizer.token_bytes(token).decode(errors="replace") for token in tree.tokens]

@@ -4,7 +4,7 @@ Parsing and masks come from llguidance; this wraps the part that sessions use, w
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -22,7 +22,7 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 class Grammar:
     """`value`: the schema, the expression or the grammar's text; None for json_object."""
 
-    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    kind: Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
     value: str | Mapping[str, Any] | None = None
 
 
@@ -84,9 +84,11 @@ class GrammarCompiler:
                 text = make.grammar_from_regex(_string(grammar.kind, value))
             case "lark":
                 text = make.grammar_from_lark(_string(grammar.kind, value))
+            case "gbnf":
+                text = _gbnf(_string(grammar.kind, value), library.grammar_from)
             case kind:
                 raise UsageError(
-                    f"the grammar's kind is {kind!r}, needed json_object, json_schema, regex or lark"
+                    f"the grammar's kind is {kind!r}, needed json_object, json_schema, regex, lark or gbnf"
                 )
         state = make(tables, text, log_level=0)
         if state.is_error():
@@ -145,6 +147,14 @@ def _schema(value: Any) -> str:
     if not isinstance(value, Mapping):
         raise UsageError(f"the JSON schema is of type {type(value).__name__}, needed an object")
     return json.dumps(dict(value), ensure_ascii=False)
+
+
+def _gbnf(text: str, convert: Callable[[str, str], str]) -> str:
+    try:
+        return convert("gbnf", text)
+    except ValueError as error:
+        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+        raise UsageError(f"the gbnf grammar cannot be used: {reason}") from error
 
 
 def _string(kind: str, value: Any) -> str:
