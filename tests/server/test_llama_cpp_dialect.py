@@ -76,6 +76,7 @@ def test_constraints_reach_the_engine(echo_server: Live, http: httpx2.Client, ro
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         ({"grammar": YES, "json_schema": COLOUR}, "grammar"),
+        ({"min_tokens": 5}, "min_tokens"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
