@@ -46,7 +46,6 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
     ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=constrained)
     request = TextRequest(
         messages=body.messages,
-        continue_final_message=body.continue_final_message,
         tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,

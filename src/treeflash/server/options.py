@@ -139,14 +139,14 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
         case "json_object":
             if isinstance(form, Mapping) and form.get("schema") is not None:
                 return _json_grammar(form["schema"], f"{field}.schema")
-            return Grammar("json_object", None)
+            return Grammar("json_object", None, field)
         case "json_schema":
             form = form if isinstance(form, Mapping) else {}
             inner = form.get("json_schema", form)
             where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
             return _json_grammar(inner.get("schema") if isinstance(inner, Mapping) else None, where)
         case "regex":
-            return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"))
+            return _regex_grammar(form.get("pattern"), f"{field}.pattern")
         case "grammar" | "lark" | "gbnf":
             return _text_grammar(form.get("grammar"), f"{field}.grammar")
     raise UsageError(
@@ -172,9 +172,9 @@ def structured_grammar(given: Mapping[str, Any] | None, field: str) -> Grammar |
         case "json":
             return _json_grammar(value, where)
         case "json_object":
-            return Grammar("json_object", None)
+            return Grammar("json_object", None, where)
         case "regex":
-            return Grammar("regex", _text(value, where))
+            return _regex_grammar(value, where)
         case "choice":
             return _choice_grammar(value, where)
         case "grammar":
@@ -189,24 +189,24 @@ def _json_grammar(value: Any, field: str) -> Grammar:
         raise UsageError(f"{field} is not JSON: {error}", param=field) from error
     if not isinstance(schema, Mapping | bool):
         raise UsageError(f"{field} is {schema!r}; needs a JSON schema", param=field)
-    return Grammar("json_schema", _schema(schema))
+    return Grammar("json_schema", _schema(schema), field)
 
 
 def _regex_grammar(value: Any, field: str) -> Grammar:
-    return Grammar("regex", _text(value, field))
+    return Grammar("regex", _text(value, field), field)
 
 
 def _choice_grammar(value: Any, field: str) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
         raise UsageError(f"{field} is {value!r}; needs a list of strings", param=field)
-    return Grammar("regex", "|".join(re.escape(each) for each in value))
+    return Grammar("regex", "|".join(re.escape(each) for each in value), field)
 
 
 def _text_grammar(value: Any, field: str) -> Grammar:
     """Return a Lark grammar, or one in llama.cpp's GBNF, whose rules are written `name ::= ...`."""
     text = _text(value, field)
     is_lark = re.search(r"(?m)^\s*(%llguidance\b|\??start\s*:(?!:=))", text)
-    return Grammar("gbnf" if "::=" in text and not is_lark else "lark", text)
+    return Grammar("gbnf" if "::=" in text and not is_lark else "lark", text, field)
 
 
 # Fields that constrain the text, and how each is read.

@@ -93,7 +93,6 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Object | None = None
-    continue_final_message: bool | None = Field(None, description="Continue a last assistant message.")
     enable_thinking: bool | None = None
     thinking_budget: int | None = Field(None, ge=0)
     modalities: list[str] | None = None

@@ -29,7 +29,6 @@ class TextRequest:
     """A request with exactly one of `messages` (rendered by the chat template) and `prompt` (raw)."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
-    continue_final_message: bool | None = None  # of the assistant; None: if the last message is its
     prompt: str | list[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the tool to call

@@ -24,6 +24,7 @@ class Grammar:
 
     kind: Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
     value: str | Mapping[str, Any] | None = None
+    field: str | None = None  # the request field that holds it, for errors
 
 
 class Matcher:
