@@ -3,6 +3,7 @@
 import base64
 import socket
 import threading
+import time
 
 import httpx2
 import pytest
@@ -16,6 +17,7 @@ from treeflash.errors import UsageError
 from treeflash.server.failures import failure_of
 from treeflash.server.guard import _repaired
 from treeflash.server.listen import bind, check
+from treeflash.server.refusals import BURST, LOGGED, RateLimit
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 ROUTES = ["/", "/docs", "/openapi.json", "/props", "/metrics", "/v1/models", "/app.js"]
@@ -37,6 +39,15 @@ def test_every_route_needs_the_key(locked: Live, route: str):
         assert httpx2.get(locked.url + route, headers={"authorization": f"Bearer {key}"}).status_code == 200
     assert httpx2.get(locked.url + route, headers={"x-api-key": "first"}).status_code == 200
     assert httpx2.get(locked.url + route, headers={"x-api-key": "third"}).status_code == 401
+
+
+def test_any_right_key_grants_access(locked: Live):
+    bearer = {"authorization": "Bearer first", "x-api-key": "wrong"}
+    assert httpx2.get(f"{locked.url}/props", headers=bearer).status_code == 200
+    header = {"authorization": "Bearer wrong", "x-api-key": "second"}
+    assert httpx2.get(f"{locked.url}/props", headers=header).status_code == 200
+    neither = {"authorization": "Bearer wrong", "x-api-key": "wrong"}
+    assert httpx2.get(f"{locked.url}/props", headers=neither).status_code == 401
 
 
 def test_health_needs_no_key(locked: Live):
@@ -279,3 +290,71 @@ def test_repair_changes_only_lone_surrogates(text: str):
     # An escaped surrogate pair is one character.
     expected = "".join(map(whole, json.loads(json.dumps(text))))
     assert json.loads(_repaired(json.dumps(text).encode())) == expected
+
+
+@pytest.fixture
+def fresh_http():
+    """A server that has logged nothing yet."""
+    with scripted() as server, httpx2.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def test_refused_requests_are_logged(fresh_http: httpx2.Client, caplog: pytest.LogCaptureFixture):
+    http = fresh_http
+
+    def lines() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name.endswith("refusals")]
+        caplog.clear()
+        return found
+
+    http.post("/v1/chat/completions", json=CHAT | {"stop": 5})
+    assert lines() == [
+        "POST /v1/chat/completions · 400 · stop is 5; input should be a valid string or input should be a "
+        "valid list"
+    ]
+    http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 0})
+    assert lines() == ["POST /v1/chat/completions · 400 · max_tokens is 0; needs at least 1"]
+    with scripted(config=ServerConfig(api_keys=("right",))) as locked:
+        httpx2.get(f"{locked.url}/props?key=secret", headers={"x-api-key": "secret"})
+    assert lines() == ["GET /props · 401 · the key is wrong"]
+    http.get("/props", headers={"host": "rebound.example"})
+    assert lines() == [
+        "GET /props · 403 · the host rebound.example is not allowed; use localhost, or set a key"
+    ]
+    http.post("/a%0A%1b[31m")
+    shown = "/a\ufffd\ufffd[31m"
+    assert lines() == [f"POST {shown} · 404 · there is no route {shown}; /docs lists all routes"]
+    http.get("/v1/chat/completions")
+    assert lines() == ["GET /v1/chat/completions · 405 · /v1/chat/completions does not take GET"]
+    http.post("/v1/chat/completions", json=CHAT).raise_for_status()
+    assert lines() == []
+
+
+def test_a_flood_of_refused_requests_is_logged_in_part(
+    fresh_http: httpx2.Client, caplog: pytest.LogCaptureFixture
+):
+    start = time.monotonic()
+    for _ in range(200):
+        fresh_http.get("/nothing")
+    # Every second one more line, and one with the number of those left out.
+    assert BURST <= len(caplog.records) <= BURST + 2 * (time.monotonic() - start + 1)
+
+
+def test_the_limit_counts_what_was_not_logged():
+    now = 0.0
+    limit = RateLimit(lambda: now)
+    assert [limit.take() for _ in range(BURST)] == [0] * BURST
+    assert [limit.take() for _ in range(7)] == [None] * 7
+    now = 1.5
+    assert limit.take() == 7 and limit.take() is None
+
+
+def test_an_error_that_has_a_log_line_gets_no_second_one(caplog: pytest.LogCaptureFixture):
+    def fail(_request):
+        error = UsageError("the engine refuses it")
+        error.add_note(LOGGED)
+        yield error
+
+    with scripted(fail) as server:
+        assert httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 400
+    assert not [record for record in caplog.records if record.name.endswith("refusals")]

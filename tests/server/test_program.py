@@ -213,6 +213,15 @@ def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
     assert found["engine"]["draft"]["path"].endswith("draft.gguf")
 
 
+def test_a_key_file_that_everyone_can_read_is_warned_of(treeflash_program, tmp_path: Path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    for mode, warned in ((0o644, True), (0o600, False), (0o640, False)):
+        keys.chmod(mode)
+        done = treeflash_program("serve", "--print-config", "--api-key-file", keys)
+        assert ("can read the keys" in done.stderr) == warned
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +174,7 @@ def serve(
     target, proposing = choose(model, speculating, think=server.think, offline=engine.offline, screen=screen)
     config = server.config(target)
     check(config)
+    _warn_of_readable_keys(server.api_key_file, screen)
     settings = engine_config(engine.config(cache), proposing)
     if print_config:
         return view.print_json(_as_json(target, config, settings))
@@ -189,6 +192,12 @@ def stop(
 ) -> None:
     """Stop a server that runs in the background; requests in progress get half a minute to finish."""
     view.plain(daemon.stop(port))
+
+
+def _warn_of_readable_keys(file: Path | None, screen: view.Screen) -> None:
+    # Other systems than POSIX have no such bits.
+    if file is not None and os.name == "posix" and file.stat().st_mode & stat.S_IROTH:
+        screen.warning(f"every user of this machine can read the keys in {file}", f"chmod 600 {file}")
 
 
 def _as_json(target: Chosen, config: ServerConfig, engine: EngineConfig) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from treeflash.session.worker import Job
 
 
 def to_request(body: MessagesBody, service: Service) -> TextRequest:
+    options.reject_constraints(body.extras, "output_config.format")
     fields = body.__dict__
     thinking = _thinking(body).otherwise(service.thinking)
     tools = tool_list(body.tools)

@@ -1,5 +1,7 @@
 """The FastAPI application: routes, protocol adapters and error responses."""
 
+import asyncio
+import functools
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,9 +16,10 @@ import treeflash
 from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server import anthropic, chat, completions, responses
-from treeflash.server.failures import Failure, failure_of, invalid
+from treeflash.server.failures import Failure, failure_of, invalid, unreadable
 from treeflash.server.guard import Guard
 from treeflash.server.metrics import CONTENT_TYPE, Metrics
+from treeflash.server.refusals import LOGGED, RefusalLog
 from treeflash.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -31,6 +34,8 @@ from treeflash.server.sse import ClientGone
 from treeflash.session.requests import TextRequest
 from treeflash.session.worker import EngineWorker, State
 
+EVENTS = "text/event-stream"
+Handler = Callable[..., Any]
 HERE = Path(__file__).parent
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -66,6 +71,7 @@ def create_app(
     )
     service = Service(worker, config, model_name)
     app.add_middleware(Guard, config=config)
+    app.add_middleware(RefusalLog)
     _generation(app, service)
     _text(app, service)
     _about(app, service, metrics, facts)
@@ -74,38 +80,75 @@ def create_app(
     return app
 
 
+def _post(app: FastAPI, path: str, *tags: str) -> Callable[[Handler], Handler]:
+    """Add a POST route, also without /v1: clients are often given an address that lacks it."""
+
+    def add(handler: Handler) -> Handler:
+        app.add_api_route(path, handler, methods=["POST"], tags=list(tags))
+        if path.startswith("/v1/"):
+            app.add_api_route(path[3:], handler, methods=["POST"], include_in_schema=False)
+        return handler
+
+    return add
+
+
+def _get(
+    app: FastAPI, path: str, *tags: str, listed: bool = True, response: type[Response] = JSONResponse
+) -> Callable[[Handler], Handler]:
+    """Add a GET route, its HEAD, and both also without /v1."""
+
+    def add(handler: Handler) -> Handler:
+        app.add_api_route(
+            path, handler, methods=["GET"], tags=list(tags), include_in_schema=listed, response_class=response
+        )
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+        if path.startswith("/v1/"):
+            app.add_api_route(path[3:], handler, methods=["GET", "HEAD"], include_in_schema=False)
+        return handler
+
+    return add
+
+
 def _generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    @_post(app, "/v1/chat/completions", "OpenAI")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         writer = chat.ChatWriter(service, body, _new_id("chatcmpl"))
         requests = chat.to_requests(body, service)
         return await service.respond(request, requests, writer, stream=body.stream)
 
-    @app.post("/v1/completions", tags=["OpenAI"])
+    @_post(app, "/v1/completions", "OpenAI")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
         writer = completions.CompletionWriter(service, body, _new_id("cmpl"))
         requests = completions.to_requests(body, service)
+        if completions.only_echo(body):
+            stream = await asyncio.to_thread(writer.echoed, requests)
+            return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
         return await service.respond(request, requests, writer, stream=body.stream)
 
-    @app.post("/v1/responses", tags=["OpenAI"])
+    @_post(app, "/v1/responses", "OpenAI")
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         writer = responses.ResponsesWriter(service, body, _new_id("resp"))
         requests = [responses.to_request(body, service)]
         return await service.respond(request, requests, writer, stream=body.stream)
 
-    @app.post("/v1/messages", tags=["Anthropic"])
+    @_post(app, "/v1/responses/input_tokens", "OpenAI")
+    def input_tokens(body: ResponsesBody) -> dict[str, Any]:
+        count = len(service.session.encode(responses.to_request(body, service)))
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    @_post(app, "/v1/messages", "Anthropic")
     async def create_message(body: MessagesBody, request: Request) -> Response:
         writer = anthropic.MessagesWriter(service, body, _new_id("msg"))
         requests = [anthropic.to_request(body, service)]
         return await service.respond(request, requests, writer, stream=body.stream)
 
-    @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
+    @_post(app, "/v1/messages/count_tokens", "Anthropic")
     def count_tokens(body: MessagesBody) -> dict[str, Any]:
         return {"input_tokens": len(service.session.encode(anthropic.to_request(body, service)))}
 
 
 def _text(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", tags=["Text"])
+    @_post(app, "/tokenize", "Text")
     def tokenize(body: TokenizeBody) -> dict[str, Any]:
         session = service.session
         if (body.content is None) == (body.messages is None):
@@ -117,13 +160,13 @@ def _text(app: FastAPI, service: Service) -> None:
             ids = session.tokenizer.encode(body.content)
             bos = session.tokenizer.bos_id
             ids = [bos, *ids] if body.add_special and bos is not None else ids
-        return {"tokens": ids}
+        return {"tokens": [_piece(session.tokenizer, id) for id in ids] if body.with_pieces else ids}
 
-    @app.post("/detokenize", tags=["Text"])
+    @_post(app, "/detokenize", "Text")
     def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         return {"content": service.session.tokenizer.decode(body.tokens, skip_special=False)}
 
-    @app.post("/apply-template", tags=["Text"])
+    @_post(app, "/apply-template", "Text")
     def apply_template(body: TemplateBody) -> dict[str, Any]:
         kwargs = dict(body.chat_template_kwargs or {})
         thinking = kwargs.pop("enable_thinking", service.config.thinking)
@@ -142,7 +185,7 @@ def _text(app: FastAPI, service: Service) -> None:
 def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[], Mapping[str, Any]]) -> None:
     worker = service.worker
 
-    @app.get("/health", tags=["Server"])
+    @_get(app, "/health", "Server")
     async def health() -> Response:
         status = 200 if worker.state is State.ready else 503
         return JSONResponse(dict(worker.describe()), status, {} if status == 200 else {"retry-after": "2"})
@@ -159,17 +202,17 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
             "max_model_len": service.session.max_ctx if worker.state is State.ready else None,
         }
 
-    @app.get("/v1/models", tags=["OpenAI", "Anthropic"])
+    @_get(app, "/v1/models", "OpenAI", "Anthropic")
     async def list_models() -> dict[str, Any]:
         id = service.model_name
         return {"object": "list", "data": [model(id)], "has_more": False, "first_id": id, "last_id": id}
 
-    @app.get("/v1/models/{id:path}", tags=["OpenAI", "Anthropic"])
+    @_get(app, "/v1/models/{id:path}", "OpenAI", "Anthropic")
     async def get_model(id: str) -> dict[str, Any]:
         """Return the loaded model under any name."""
         return model(id)
 
-    @app.get("/props", tags=["Server"])
+    @_get(app, "/props", "Server")
     async def props() -> dict[str, Any]:
         session, config = service.session, service.config
         return {
@@ -185,7 +228,7 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
             **facts(),
         }
 
-    @app.get("/metrics", tags=["Server"], response_class=PlainTextResponse)
+    @_get(app, "/metrics", "Server", response=PlainTextResponse)
     async def prometheus() -> Response:
         prefix_cache = facts().get("prefix_cache", {}) if worker.state is State.ready else {}
         return Response(metrics.page(worker, prefix_cache), media_type=CONTENT_TYPE)
@@ -194,22 +237,20 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
 def _pages(app: FastAPI) -> None:
     files = {path.name: path for folder in ("page", "docs") for path in (HERE / folder).glob("*.*")}
 
-    def send(path: Path) -> Response:
+    async def send(path: Path) -> Response:
         return FileResponse(path, headers=PAGE_HEADERS, media_type=TYPES.get(path.suffix))
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @_get(app, "/", listed=False)
     async def page() -> Response:
-        return send(files["index.html"])
+        return await send(files["index.html"])
 
-    @app.get("/docs", include_in_schema=False)
+    @_get(app, "/docs", listed=False)
     async def docs() -> Response:
-        return send(files["docs.html"])
+        return await send(files["docs.html"])
 
-    @app.get("/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
-        if name not in files:
-            raise HTTPException(404)
-        return send(files[name])
+    # One route for each file: a pattern would match the unknown paths of other methods, too.
+    for path in files.values():
+        _get(app, f"/{path.name}", listed=False)(functools.partial(send, path))
 
 
 def _errors(app: FastAPI) -> None:
@@ -218,6 +259,7 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(TreeFlashError)
     async def expected(request: Request, error: TreeFlashError) -> Response:
+        request.state.logged = LOGGED in getattr(error, "__notes__", ())
         return respond(request, failure_of(error))
 
     @app.exception_handler(RequestValidationError)
@@ -231,6 +273,8 @@ def _errors(app: FastAPI) -> None:
             405: f"{request.url.path} does not take {request.method}",
         }
         failure = Failure(error.status_code, messages.get(error.status_code, str(error.detail)))
+        if error.status_code == 400:
+            failure = unreadable(error.__cause__)
         response = respond(request, failure)
         response.headers.update(error.headers or {})
         return response
@@ -242,6 +286,14 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         return respond(request, failure_of(error))
+
+
+def _piece(tokenizer: Any, id: int) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(id)
+    try:
+        return {"id": id, "piece": raw.decode()}
+    except UnicodeDecodeError:
+        return {"id": id, "piece": list(raw)}
 
 
 def _new_id(prefix: str) -> str:

@@ -40,18 +40,23 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
     template_options.pop("enable_thinking", None)
     check_template_options(template_options)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    grammar = options.answer_grammar(fields)
+    choice = options.tool_choice(_choice(body.tool_choice), tools)
+    constrained = grammar is not None or choice not in ("auto", "none")
+    ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=constrained)
     request = TextRequest(
         messages=body.messages,
         tools=tools or None,
-        tool_choice=options.tool_choice(_choice(body.tool_choice), tools),
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        max_tokens=options.token_limit(fields, "max_completion_tokens", "max_tokens"),
+        max_tokens=options.token_limit(fields, "max_completion_tokens", "max_tokens", "n_predict"),
         sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
         stop=options.stops(body.stop),
+        stop_token_ids=ends.stop_token_ids,
+        ignore_eos=ends.ignore_eos,
         thinking=thinking.on,
         thinking_budget=thinking.budget,
-        grammar=options.format_grammar(body.response_format, "response_format")
-        or options.structured_grammar(body.structured_outputs),
+        grammar=grammar,
         continue_final=continues(body),
         template_options=template_options,
         draft_budget=body.treeflash.budget if body.treeflash else None,
@@ -77,6 +82,7 @@ def check_template_options(given: Mapping[str, Any]) -> None:
 
 
 def _reject_unsupported(body: ChatBody) -> None:
+    options.reject_unsupported(body.extras)
     if body.audio is not None or "audio" in (body.modalities or ()):
         field = "audio" if body.audio is not None else "modalities"
         raise UsageError(f"{field} is set; the model reads and writes text only", param=field)
@@ -136,16 +142,18 @@ class ChatWriter:
         return self.body.model or self.service.model_name
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
+        if isinstance(piece, Progress):
+            return b""
         fresh = index not in self.outputs
         output = self.outputs.setdefault(index, GeneratedOutput())
         output.add(piece)
-        begin = self._chunk(index, {"role": "assistant", "content": ""}) if fresh else b""
+        # An empty string would start a text in clients before a tool call or reasoning.
+        content = "" if isinstance(piece, Text | Finished) else None
+        begin = self._chunk(index, {"role": "assistant", "content": content}) if fresh else b""
         return begin + self._delta(index, piece)
 
     def _delta(self, index: int, piece: SessionEvent) -> bytes:
         match piece:
-            case Progress():
-                return b""
             case Text(text, found):
                 return self._chunk(index, {"content": text}, logprobs=self._logprobs(found))
             case Reasoning(text):
@@ -161,7 +169,9 @@ class ChatWriter:
             case Finished():
                 asked = self.body.treeflash is not None
                 extension = {"stats": outputs.statistics(piece.stats)} if asked else None
-                return self._chunk(index, {}, reason=piece.reason, extension=extension)
+                timings = outputs.timings(piece.stats) if self._timings_wanted else None
+                return self._chunk(index, {}, reason=piece.reason, extension=extension, timings=timings)
+        return b""
 
     def _chunk(
         self,
@@ -171,6 +181,7 @@ class ChatWriter:
         reason: str | None = None,
         logprobs: Object | None = None,
         extension: Object | None = None,
+        timings: Object | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = self._head("chat.completion.chunk") | {"choices": [choice]}
@@ -178,10 +189,22 @@ class ChatWriter:
             chunk["usage"] = None
         if extension is not None:
             chunk["treeflash"] = extension
+        if timings is not None:
+            chunk["timings"] = timings
         return event(chunk)
 
     def _head(self, kind: str) -> Object:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.service.fingerprint,
+        }
+
+    @property
+    def _timings_wanted(self) -> bool:
+        return bool(self.body.timings or self.body.timings_per_token)
 
     @property
     def _usage_wanted(self) -> bool:
@@ -205,9 +228,11 @@ class ChatWriter:
             "choices": choices,
             "usage": usage_of(list(self.outputs.values()), self.body.n or 1),
         }
+        stats = [output.finished.stats for output in self.outputs.values() if output.finished]
         if self.body.treeflash is not None:
-            stats = [output.finished.stats for output in self.outputs.values() if output.finished]
             found["treeflash"] = {"stats": outputs.statistics(stats[-1])}
+        if self._timings_wanted:
+            found["timings"] = outputs.timings(*stats)
         return found
 
     def _choice_of(self, index: int, output: GeneratedOutput) -> Object:

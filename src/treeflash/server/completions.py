@@ -4,8 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from treeflash.engine.stats import RequestStats
 from treeflash.errors import UsageError
-from treeflash.server import options
+from treeflash.server import options, outputs
 from treeflash.server.chat import usage_of
 from treeflash.server.failures import Failure
 from treeflash.server.outputs import GeneratedOutput
@@ -28,6 +29,7 @@ MAX_CHOICES = 128
 def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
     """Return `n` requests for each prompt."""
     count = body.n or 1
+    options.reject_unsupported(body.extras)
     if body.suffix:
         raise UsageError("suffix is set; the model only continues text", param="suffix")
     if body.best_of is not None and body.best_of != count:
@@ -41,18 +43,27 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
         )
     fields = body.__dict__
     params = options.sampling(service.defaults(None), fields, logprobs=body.logprobs)
+    grammar = options.answer_grammar(fields)
+    ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=grammar is not None)
     return [
         TextRequest(
             prompt=prompt,
-            max_tokens=options.token_limit(fields, "max_tokens"),
+            max_tokens=0 if only_echo(body) else options.token_limit(fields, "max_tokens", "n_predict"),
             sampling=each,
             stop=options.stops(body.stop),
-            grammar=options.structured_grammar(body.structured_outputs),
+            stop_token_ids=ends.stop_token_ids,
+            ignore_eos=ends.ignore_eos,
+            grammar=grammar,
             draft_budget=body.treeflash.budget if body.treeflash else None,
         )
         for prompt in prompts
         for each in options.choice_params(params, count)
     ]
+
+
+def only_echo(body: CompletionBody) -> bool:
+    """Return whether the response is the prompt alone."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def _prompts(body: CompletionBody) -> list[str | list[int]]:
@@ -88,26 +99,53 @@ class CompletionWriter:
         match piece:
             case Text(text, found):
                 return begin + self._chunk(index, text, logprobs=self._logprobs(index, found))
-            case Finished(reason=reason):
-                return begin + self._chunk(index, "", reason=reason)
+            case Finished(reason=reason, stats=stats):
+                timings = outputs.timings(stats) if self._timings_wanted else None
+                return begin + self._chunk(index, "", reason=reason, timings=timings)
         return begin
 
     def _echo(self, index: int) -> str:
         prompt = _prompts(self.body)[index // (self.body.n or 1)]
         return prompt if isinstance(prompt, str) else self.service.session.tokenizer.decode(prompt)
 
+    def echoed(self, requests: list[TextRequest]) -> bytes:
+        """Add the prompts as whole outputs; return the stream of a response without generated tokens."""
+        out = b""
+        for index, request in enumerate(requests):
+            stats = RequestStats(prompt_tokens=len(self.service.session.encode(request)))
+            out += self.write(index, Finished(reason="length", tokens=[], stats=stats))
+        return out + self.end()
+
     def _chunk(
-        self, index: int, text: str, *, reason: str | None = None, logprobs: Object | None = None
+        self,
+        index: int,
+        text: str,
+        *,
+        reason: str | None = None,
+        logprobs: Object | None = None,
+        timings: Object | None = None,
     ) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         chunk = self._head() | {"choices": [choice]}
         if self._usage_wanted:
             chunk["usage"] = None
+        if timings is not None:
+            chunk["timings"] = timings
         return event(chunk)
 
     def _head(self) -> Object:
         model = self.body.model or self.service.model_name
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": model}
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": self.service.fingerprint,
+        }
+
+    @property
+    def _timings_wanted(self) -> bool:
+        return bool(self.body.timings or self.body.timings_per_token)
 
     @property
     def _usage_wanted(self) -> bool:
@@ -136,7 +174,11 @@ class CompletionWriter:
             choices.append(
                 {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
             )
-        return self._head() | {"choices": choices, "usage": self._usage()}
+        found = self._head() | {"choices": choices, "usage": self._usage()}
+        if self._timings_wanted:
+            stats = [output.finished.stats for output in self.outputs.values() if output.finished]
+            found["timings"] = outputs.timings(*stats)
+        return found
 
     def _logprobs(self, index: int, found: list[TokenLogprob] | None) -> Object | None:
         if found is None or self.body.logprobs is None:

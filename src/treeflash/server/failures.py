@@ -1,6 +1,7 @@
 """Error objects of the protocols, with which official clients raise their typed exceptions."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 _SETTING = re.compile(r"`([a-z_]+)`")
-_WANTED = {"missing": "needs a value", "json_invalid": "needs JSON"}
+_UNION_TYPE = re.compile(r"str|int|bool|(list|dict)\[.*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Failure:
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the error object of the protocol that `path` belongs to."""
-        return self.anthropic() if path.startswith("/v1/messages") else self.openai()
+        return self.anthropic() if path.removeprefix("/v1").startswith("/messages") else self.openai()
 
     def openai(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -77,13 +78,41 @@ def failure_of(error: Exception) -> Failure:
 def invalid(errors: Sequence[Mapping[str, Any]]) -> Failure:
     """Report the first invalid field of a body that does not match its schema."""
     first = errors[0]
-    names = [str(part) if isinstance(part, str) else f"[{part}]" for part in first["loc"]]
-    field = ".".join(name for name in names if name != "body").replace(".[", "[")
     if first["type"] == "json_invalid":
         return Failure(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    wanted = _WANTED.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
-    seen = "" if first["type"] == "missing" else f" {_short(first.get('input'))};"
-    return Failure(400, f"{field or 'the body'} is{seen or ' missing;'} {wanted}", field or None)
+    # A field of several types has an error for each; the deepest one is of the type that was meant.
+    same = [each for each in errors if _names(each)[:1] == _names(first)[:1]]
+    deepest = max(same, key=lambda each: len(_names(each)))
+    names = _names(deepest)
+    field = ".".join(names).replace(".[", "[")
+    if deepest["type"] == "missing":
+        return Failure(400, f"{field or 'the body'} is missing; needs a value", field or None)
+    wanted = dict.fromkeys(_wanted(each) for each in same if _names(each) == names)
+    seen = _short(deepest.get("input"))
+    return Failure(400, f"{field or 'the body'} is {seen}; {' or '.join(wanted)}", field or None)
+
+
+def unreadable(cause: BaseException | None) -> Failure:
+    """Report a body that the JSON parser gave up on."""
+    match cause:
+        case UnicodeDecodeError(start=start):
+            return Failure(400, f"the body is not UTF-8: byte {start} is invalid")
+        case RecursionError():
+            return Failure(400, "the body has too many levels of nested objects")
+        case ValueError():
+            limit = sys.get_int_max_str_digits()
+            return Failure(400, f"the body has a number of more than {limit} digits")
+    return Failure(400, "the body cannot be read as JSON")
+
+
+def _names(error: Mapping[str, Any]) -> list[str]:
+    """Return the path to a field, without the names that pydantic gives to the types of a union."""
+    parts = [part for part in error["loc"] if part != "body" and not _UNION_TYPE.fullmatch(str(part))]
+    return [part if isinstance(part, str) else f"[{part}]" for part in parts]
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    return error["msg"][:1].lower() + error["msg"][1:]
 
 
 def _short(value: Any) -> str:

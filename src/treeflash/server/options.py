@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ EFFORTS: Mapping[str, int | None] = {
     "max": None,
 }
 MAX_BIAS = 100  # as OpenAI limits it
+MAX_STOP_IDS = 32
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -51,6 +52,12 @@ def sampling(
 ) -> SamplingParams:
     """Return the request's fields over the defaults."""
     given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    repeat = fields.get("repeat_penalty")
+    if repeat is not None and given.setdefault("repetition_penalty", repeat) != repeat:
+        raise UsageError(
+            f"repeat_penalty is {repeat}, repetition_penalty {given['repetition_penalty']}; needs one",
+            param="repeat_penalty",
+        )
     if "seed" in given:
         given["seed"] %= 2**64  # clients send any integer
     if given.get("top_k", 0) == -1:  # some clients' value for no limit
@@ -128,6 +135,16 @@ def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
     return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
 
 
+def answer_grammar(fields: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar that a chat or text completion asks for, in any server's dialect."""
+    given = [name for name in _GRAMMARS if fields.get(name) is not None]
+    grammars = [(name, grammar) for name in given if (grammar := _GRAMMARS[name](fields[name], name))]
+    if len(grammars) > 1:
+        names = " and ".join(name for name, _ in grammars)
+        raise UsageError(f"{names} are both set; needs one of them", param=grammars[1][0])
+    return grammars[0][1] if grammars else None
+
+
 def format_grammar(form: Any, field: str) -> Grammar | None:
     """Return the grammar of `response_format` or a field like it; `json_schema` may nest the schema."""
     if form is None:
@@ -137,53 +154,149 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
         case "text":
             return None
         case "json_object":
+            if isinstance(form, Mapping) and form.get("schema") is not None:
+                return _json_grammar(form["schema"], f"{field}.schema")
             return Grammar("json_object", None, field)
         case "json_schema":
+            form = form if isinstance(form, Mapping) else {}
             inner = form.get("json_schema", form)
             where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
-            schema = inner.get("schema") if isinstance(inner, Mapping) else None
-            if not isinstance(schema, Mapping | bool):
-                raise UsageError(f"{where} is {schema!r}; needs a JSON schema", param=where)
-            return Grammar("json_schema", _schema(schema), where)
+            return _json_grammar(inner.get("schema") if isinstance(inner, Mapping) else None, where)
         case "regex":
-            return Grammar("regex", _text(form.get("pattern"), f"{field}.pattern"), f"{field}.pattern")
-        case "grammar" | "lark":
-            return Grammar("lark", _text(form.get("grammar"), f"{field}.grammar"), f"{field}.grammar")
+            return _regex_grammar(form.get("pattern"), f"{field}.pattern")
+        case "grammar" | "lark" | "gbnf":
+            return _text_grammar(form.get("grammar"), f"{field}.grammar")
     raise UsageError(
         f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar",
         param=f"{field}.type",
     )
 
 
-def structured_grammar(given: Mapping[str, Any] | None) -> Grammar | None:
-    """`structured_outputs`: exactly one of json, regex, choice, grammar."""
-    kinds = {name: value for name, value in (given or {}).items() if value is not None}
+def structured_grammar(given: Mapping[str, Any] | None, field: str) -> Grammar | None:
+    """`structured_outputs`: exactly one of json, json_object, regex, choice, grammar."""
+    kinds = {
+        name: value
+        for name, value in (given or {}).items()
+        if value is not None and value is not False and name not in _STRUCTURED_IGNORED
+    }
     if not kinds:
         return None
-    field = "structured_outputs"
     if len(kinds) > 1:
         raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them", param=field)
     name, value = kinds.popitem()
+    where = f"{field}.{name}"
     match name:
         case "json":
-            try:
-                schema = json.loads(value) if isinstance(value, str) else value
-            except ValueError as error:
-                raise UsageError(f"{field}.json is not JSON: {error}", param=f"{field}.json") from error
-            if not isinstance(schema, Mapping | bool):
-                raise UsageError(f"{field}.json is {schema!r}; needs a JSON schema", param=f"{field}.json")
-            return Grammar("json_schema", _schema(schema), f"{field}.json")
+            return _json_grammar(value, where)
+        case "json_object":
+            return Grammar("json_object", None, where)
         case "regex":
-            return Grammar("regex", _text(value, f"{field}.regex"), f"{field}.regex")
+            return _regex_grammar(value, where)
         case "choice":
-            if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-                raise UsageError(
-                    f"{field}.choice is {value!r}; needs a list of strings", param=f"{field}.choice"
-                )
-            return Grammar("regex", "|".join(re.escape(each) for each in value), f"{field}.choice")
+            return _choice_grammar(value, where)
         case "grammar":
-            return Grammar("lark", _text(value, f"{field}.grammar"), f"{field}.grammar")
+            return _text_grammar(value, where)
     raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
+
+
+def _json_grammar(value: Any, field: str) -> Grammar:
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{field} is not JSON: {error}", param=field) from error
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError(f"{field} is {schema!r}; needs a JSON schema", param=field)
+    return Grammar("json_schema", _schema(schema), field)
+
+
+def _regex_grammar(value: Any, field: str) -> Grammar:
+    return Grammar("regex", _text(value, field), field)
+
+
+def _choice_grammar(value: Any, field: str) -> Grammar:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        raise UsageError(f"{field} is {value!r}; needs a list of strings", param=field)
+    return Grammar("regex", "|".join(re.escape(each) for each in value), field)
+
+
+def _text_grammar(value: Any, field: str) -> Grammar:
+    """Return a Lark grammar, or one in llama.cpp's GBNF, whose rules are written `name ::= ...`."""
+    text = _text(value, field)
+    is_lark = re.search(r"(?m)^\s*(%llguidance\b|\??start\s*:(?!:=))", text)
+    return Grammar("gbnf" if "::=" in text and not is_lark else "lark", text, field)
+
+
+# Fields that constrain the text, and how each is read.
+_GRAMMARS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
+    "response_format": format_grammar,
+    "structured_outputs": structured_grammar,
+    "json_schema": _json_grammar,
+    "grammar": _text_grammar,
+    "guided_json": _json_grammar,
+    "guided_choice": _choice_grammar,
+    "guided_regex": _regex_grammar,
+    "guided_grammar": _text_grammar,
+}
+# Settings of vLLM that do not change which texts are valid here.
+_STRUCTURED_IGNORED = ("disable_fallback", "disable_any_whitespace")
+# Fields of other servers that constrain the text and are not supported: refused, never ignored.
+_UNSUPPORTED = (
+    "allowed_token_ids",
+    "bad_words",
+    "grammar_lazy",
+    "guided_whitespace_pattern",
+    "include_stop_str_in_output",
+    "logits_processors",
+)
+
+
+def reject_unsupported(extras: Mapping[str, Any]) -> None:
+    """Refuse fields outside the protocol that would change the text if they were supported."""
+    for name in _UNSUPPORTED:
+        if extras.get(name):
+            raise UsageError(f"{name} is set; this server does not support it", param=name)
+
+
+def reject_constraints(extras: Mapping[str, Any], instead: str) -> None:
+    """Refuse another protocol's constraints on the text; `instead` is the field of this protocol."""
+    reject_unsupported(extras)
+    for name in (*_GRAMMARS, "stop_token_ids", "ignore_eos", "min_tokens", "continue_final_message"):
+        if extras.get(name):
+            hint = f"; use {instead}" if name in _GRAMMARS else ""
+            raise UsageError(f"{name} is set, which is not a field of this route{hint}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Which tokens end the text."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+def ends(fields: Mapping[str, Any], vocabulary: int, *, constrained: bool) -> Ends:
+    """`constrained`: a grammar or a forced tool call decides where the text ends."""
+    if (least := fields.get("min_tokens")) is not None and least != 0:
+        raise UsageError(
+            f"min_tokens is {least}; only 0 is supported",
+            "ignore_eos generates max_tokens",
+            param="min_tokens",
+        )
+    if fields.get("ignore_eos") and constrained:
+        raise UsageError(
+            "ignore_eos is set together with a grammar or a forced tool call, which end the text",
+            param="ignore_eos",
+        )
+    ids = frozenset(fields.get("stop_token_ids") or ())
+    if len(ids) > MAX_STOP_IDS:
+        raise UsageError(
+            f"stop_token_ids has {len(ids)} ids; needs at most {MAX_STOP_IDS}", param="stop_token_ids"
+        )
+    if wrong := [id for id in ids if not 0 <= id < vocabulary]:
+        raise UsageError(
+            f"stop_token_ids has {wrong[0]}; the vocabulary has {vocabulary} tokens", param="stop_token_ids"
+        )
+    return Ends(ids, bool(fields.get("ignore_eos")))
 
 
 def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:

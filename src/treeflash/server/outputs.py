@@ -100,6 +100,28 @@ def statistics(stats: RequestStats) -> dict[str, Any]:
     return stats.as_dict() | {"tok_s": stats.decode_tok_s}
 
 
+def timings(*found: RequestStats) -> dict[str, Any]:
+    """Return llama.cpp's timings object over all outputs of a request."""
+    cached = sum(stats.cached_tokens for stats in found)
+    prompt = sum(stats.prompt_tokens for stats in found) - cached
+    prompt_ms = 1000 * sum(stats.ttft_s for stats in found)
+    predicted = sum(stats.generated_tokens for stats in found)
+    predicted_ms = 1000 * sum(stats.decode_s for stats in found)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": 1000 * prompt / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / predicted if predicted else 0.0,
+        "predicted_per_second": 1000 * predicted / predicted_ms if predicted_ms else 0.0,
+        "draft_n": sum(stats.verified_rows - stats.steps for stats in found),
+        "draft_n_accepted": sum(sum(stats.accepted_by_position) for stats in found),
+    }
+
+
 def tree(step: TreeStep) -> dict[str, Any]:
     return {
         "tokens": step.tokens,

@@ -36,6 +36,7 @@ def to_request(body: ResponsesBody, service: Service) -> TextRequest:
     for field_name, reason in _REFUSED.items():
         if getattr(body, field_name):
             raise UsageError(f"{field_name} is set; {reason}", param=field_name)
+    options.reject_constraints(body.extras, "text.format")
     fields = body.__dict__
     thinking = _thinking(body.reasoning).otherwise(service.thinking)
     tools = tool_list(body.tools)

@@ -15,6 +15,7 @@ from treeflash.config import ServerConfig
 from treeflash.server.app import create_app
 from treeflash.server.failures import without_backquotes
 from treeflash.server.metrics import Metrics
+from treeflash.server.refusals import LOGGED, printable
 from treeflash.session.worker import EngineWorker, Job, Loader, RequestResult, State
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ def serve(
     def ended(job: Job, result: RequestResult) -> None:
         metrics.count(job, result)
         log.info("%s", line(job, result))
+        if result.error is not None:
+            result.error.add_note(LOGGED)
 
     worker = EngineWorker(load, max_queue=config.max_queue, ended=ended)
     app = create_app(worker, config, metrics=metrics, model_name=model_name, facts=facts)
@@ -109,7 +112,7 @@ class _Server(uvicorn.Server):
 def line(job: Job, result: RequestResult) -> str:
     """Return the log line of a finished request."""
     if result.finished is None:
-        reason = _one_line(without_backquotes(str(result.error)))
+        reason = printable(without_backquotes(str(result.error)), MAX_ERROR)
         return f"{job.label} · failed: {type(result.error).__name__}: {reason}"
     stats = result.finished.stats
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
@@ -124,9 +127,3 @@ def line(job: Job, result: RequestResult) -> str:
         result.finished.reason,
     ]
     return " · ".join(filter(None, parts))
-
-
-def _one_line(text: str) -> str:
-    """Return printable text: errors quote requests, which may contain line breaks and terminal escapes."""
-    printable = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-    return printable if len(printable) <= MAX_ERROR else f"{printable[: MAX_ERROR - 3]}..."

@@ -60,12 +60,26 @@ class SamplingBody(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
+    repeat_penalty: Number | None = Field(None, description="llama.cpp's name of repetition_penalty.")
     logit_bias: dict[str, Number] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the text.")
+    ignore_eos: bool | None = Field(None, description="End tokens do not end the text.")
+    min_tokens: int | None = None
     max_tokens: int | None = None
+    n_predict: int | None = Field(None, description="llama.cpp's name of max_tokens.")
     n: int | None = Field(None, ge=1, le=128)
+    response_format: Object | None = None
     structured_outputs: Object | None = Field(None, description="One of json, regex, choice, grammar.")
+    json_schema: bool | Object | None = Field(None, description="llama.cpp: the JSON schema of the text.")
+    grammar: str | None = Field(None, description="llama.cpp: a GBNF or Lark grammar of the text.")
+    guided_json: bool | str | Object | None = Field(None, description="vLLM: the JSON schema of the text.")
+    guided_choice: list[str] | None = Field(None, description="vLLM: the text is one of these.")
+    guided_regex: str | None = Field(None, description="vLLM: the text matches this expression.")
+    guided_grammar: str | None = Field(None, description="vLLM: a GBNF or Lark grammar of the text.")
+    timings: bool | None = Field(None, description="Return llama.cpp's timings object.")
+    timings_per_token: bool | None = Field(None, description="The same, by llama.cpp's name.")
     treeflash: Extension | None = None
 
 
@@ -74,7 +88,6 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: Object | None = None
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
@@ -147,6 +160,7 @@ class TokenizeBody(Body):
     messages: list[Object] | None = None
     tools: list[Object] | None = None
     add_special: bool = Field(False, description="Prepend the BOS token, if the model has one.")
+    with_pieces: bool = Field(False, description="Return each token's text, too; bytes that are no text.")
 
 
 class DetokenizeBody(Body):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+import treeflash
 from treeflash.config import ServerConfig
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import Unavailable
@@ -50,6 +51,11 @@ class Service:
     @property
     def thinking(self) -> Thinking:
         return Thinking(self.config.thinking, self.config.thinking_budget)
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: equal values mean equal software and model."""
+        return f"treeflash-{treeflash.__version__}-{self.model_name}"
 
     def defaults(self, thinking: bool | None) -> SamplingParams:
         return self.session.sampling_for(thinking)

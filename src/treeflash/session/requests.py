@@ -47,6 +47,8 @@ class TextRequest:
     max_tokens: int | None = None  # None: as many as fit in the context
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # end the text, beside the model's end tokens
+    ignore_eos: bool = False  # the model's end tokens do not end the text
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained

@@ -93,13 +93,16 @@ class Session:
             prompt=prompt.ids,
             max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
             sampling=request.sampling,
-            stop_ids=self.tokenizer.stop_ids,
+            stop_ids=self._stop_ids(request),
             may_stop=output.may_end,
             constraint=self._prompts.constraint(request, prompt),
             draft_budget=request.draft_budget,
             trees=request.trees,
             boundaries=prompt.boundaries,
         )
+
+    def _stop_ids(self, request: TextRequest) -> frozenset[int]:
+        return request.stop_token_ids | (frozenset() if request.ignore_eos else self.tokenizer.stop_ids)
 
     def _show(self, tree: VerifiedTree) -> TreeStep:
         texts = [self.tokenizer.token_bytes(token).decode(errors="replace") for token in tree.tokens]

@@ -4,7 +4,7 @@ Parsing and masks come from llguidance; this wraps the part that sessions use, w
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -24,7 +24,7 @@ _KEPT = 256  # compiled grammars: agents send the same tools with every request
 class Grammar:
     """`value`: the schema, the expression or the grammar's text; None for json_object."""
 
-    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    kind: Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
     value: str | Mapping[str, Any] | None = None
     field: str | None = None  # the request field that holds it, for errors
 
@@ -113,9 +113,11 @@ class GrammarCompiler:
                 return make.grammar_from_regex(_string(grammar.kind, value))
             case "lark":
                 return make.grammar_from_lark(_string(grammar.kind, value))
+            case "gbnf":
+                return _gbnf(_string(grammar.kind, value), library.grammar_from)
             case kind:
                 raise UsageError(
-                    f"the grammar's kind is {kind!r}, needed json_object, json_schema, regex or lark"
+                    f"the grammar's kind is {kind!r}, needed json_object, json_schema, regex, lark or gbnf"
                 )
 
     @cached_property
@@ -205,6 +207,14 @@ def _schema(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UsageError(f"the JSON schema is of type {type(value).__name__}, needed an object")
     return value
+
+
+def _gbnf(text: str, convert: Callable[[str, str], str]) -> str:
+    try:
+        return convert("gbnf", text)
+    except ValueError as error:
+        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+        raise UsageError(f"the gbnf grammar cannot be used: {reason}") from error
 
 
 def _string(kind: str, value: Any) -> str:
