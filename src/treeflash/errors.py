@@ -13,6 +13,7 @@ TreeFlashError
 │   ├── UnsupportedQuant   a tensor type that has no reader
 │   └── UnsupportedModel   a valid file of an unsupported architecture or variant
 ├── TemplateFailed         the model's chat template refused the conversation
+├── Cancelled              the client left before its prompt was tokenised
 ├── ResourceError          not enough memory or disk space
 └── Unavailable            the server cannot take a request now: loading, stopping, or its model failed
     └── QueueFull          the queue of waiting requests is full
@@ -45,8 +46,17 @@ class UsageError(TreeFlashError):
 class PromptTooLong(UsageError):
     """Carries both lengths for the protocol adapters, which word the message themselves."""
 
-    def __init__(self, tokens: int, limit: int, hint: str = "shorten the prompt or raise `max_ctx`"):
-        super().__init__(f"the prompt has {tokens} tokens, the context holds {limit}", hint)
+    def __init__(
+        self,
+        tokens: int,
+        limit: int,
+        hint: str = "shorten the prompt or raise `max_ctx`",
+        *,
+        at_least: bool = False,
+    ):
+        """at_least: the prompt was not tokenised to its end."""
+        count = f"at least {tokens}" if at_least else f"{tokens}"
+        super().__init__(f"the prompt has {count} tokens, the context holds {limit}", hint)
         self.tokens = tokens
         self.limit = limit
 
@@ -79,6 +89,10 @@ class UnsupportedModel(ModelFileError):
 class TemplateFailed(TreeFlashError):
     exit_code = 5
     http_status = 400
+
+
+class Cancelled(TreeFlashError):
+    http_status = 499
 
 
 class ResourceError(TreeFlashError):

@@ -14,6 +14,7 @@ import treeflash
 from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server import anthropic, chat, completions, responses
+from treeflash.server.bodies import BodyRoute
 from treeflash.server.failures import Failure, failure_of, invalid
 from treeflash.server.guard import Guard
 from treeflash.server.metrics import CONTENT_TYPE, Metrics
@@ -66,6 +67,7 @@ def create_app(
     )
     service = Service(worker, config, model_name)
     app.add_middleware(Guard, config=config)
+    app.router.route_class = BodyRoute
     _generation(app, service)
     _text(app, service)
     _about(app, service, metrics, facts)
@@ -100,23 +102,25 @@ def _generation(app: FastAPI, service: Service) -> None:
         return await service.respond(request, requests, writer, stream=body.stream)
 
     @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
-    def count_tokens(body: MessagesBody) -> dict[str, Any]:
-        return {"input_tokens": len(service.session.encode(anthropic.to_request(body, service)))}
+    async def count_tokens(body: MessagesBody, request: Request) -> dict[str, Any]:
+        ids = await service.encode(request, anthropic.to_request(body, service))
+        return {"input_tokens": len(ids)}
 
 
 def _text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", tags=["Text"])
-    def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        session = service.session
+    async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+        tokenizer = service.session.tokenizer
         if (body.content is None) == (body.messages is None):
             raise UsageError("content is needed, or messages; exactly one of them", param="content")
         if body.messages is not None:
             tools = chat.tool_list(body.tools, "tools")
-            ids = session.encode(TextRequest(messages=body.messages, tools=tools or None))
+            prompt = TextRequest(messages=body.messages, tools=tools or None)
+            ids = await service.encode(request, prompt)
         else:
-            ids = session.tokenizer.encode(body.content)
-            bos = session.tokenizer.bos_id
-            ids = [bos, *ids] if body.add_special and bos is not None else ids
+            ids = await service.encode(request, TextRequest(prompt=body.content))
+            if not body.add_special and tokenizer.bos_id is not None:
+                ids = ids[1:]  # every raw prompt begins with it
         return {"tokens": ids}
 
     @app.post("/detokenize", tags=["Text"])

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import secrets
+import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -60,6 +61,15 @@ class Service:
         names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
         return {name: getattr(found, name) for name in names}
 
+    async def encode(self, request: Request, prompt: TextRequest) -> list[int]:
+        """Return the prompt's tokens, found in a thread that stops when the client disconnects."""
+        gone = threading.Event()
+        work = asyncio.to_thread(self.session.encode, replace(prompt, cancelled=gone.is_set))
+        try:
+            return await unless_gone(request, work)
+        finally:
+            gone.set()
+
     async def respond(
         self, request: Request, requests: list[TextRequest], writer: Writer, *, stream: bool | None
     ) -> Response:
@@ -69,7 +79,7 @@ class Service:
         if job.ahead:
             # Report invalid requests before they queue: a queued stream has already sent its status.
             try:
-                await asyncio.to_thread(self.session.encode, requests[0])
+                await unless_gone(request, asyncio.to_thread(self.session.check, job.requests[0]))
             except BaseException:
                 job.cancel()
                 raise
