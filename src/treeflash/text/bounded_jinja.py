@@ -62,7 +62,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Insert a count in every loop and macro, the two ways to repeat, and replace the operator ~."""
         for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             block.body.insert(0, nodes.ExprStmt(_call(BUDGET, [])))
-        self.globals.update({CONCAT: _concat})
+        functions: dict[str, Any] = self.globals
+        functions[CONCAT] = _concat
         return _Concatenations().visit(tree)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
