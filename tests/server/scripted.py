@@ -72,9 +72,6 @@ class ScriptedSession:
             raise PromptTooLong(len(ids), self.max_ctx)
         return ids
 
-    def check(self, request: TextRequest) -> None:
-        self.encode(request)
-
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         ids = self.encode(request)
         self.seen.append(request)

@@ -79,7 +79,7 @@ class Service:
         if job.ahead:
             # Report invalid requests before they queue: a queued stream has already sent its status.
             try:
-                await unless_gone(request, asyncio.to_thread(self.session.check, job.requests[0]))
+                await unless_gone(request, asyncio.to_thread(self.session.encode, job.requests[0]))
             except BaseException:
                 job.cancel()
                 raise

@@ -1,6 +1,5 @@
 """Requests to a session and the events it yields."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,21 +24,6 @@ __all__ = [
 ]
 
 
-class Once:
-    """A value that several threads need and the first of them computes."""
-
-    def __init__(self) -> None:
-        self._lock, self._made = threading.Lock(), False
-        self._value: Any = None
-
-    def get(self, make: Callable[[], Any]) -> Any:
-        """Return the value; `make` runs again only if it raised."""
-        with self._lock:
-            if not self._made:
-                self._value, self._made = make(), True
-            return self._value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
     """A request with exactly one of `messages` (rendered by the chat template) and `prompt` (raw)."""
@@ -59,7 +43,6 @@ class TextRequest:
     draft_budget: int | None = None  # most nodes of a tree; 0: plain decoding; None: as configured
     trees: bool = False  # report every step's tree
     cancelled: Callable[[], bool] = lambda: False
-    encoded: Once | None = None  # the session's prompt; a job's requests with equal messages share it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from treeflash.engine.sequence import Request, Sequence
 from treeflash.hub.catalog import Card
 from treeflash.memory.planner import MemoryPlan
 from treeflash.session.output import OutputStream
-from treeflash.session.prompts import Prompt, Prompts
+from treeflash.session.prompts import Prompts
 from treeflash.session.requests import Finished, Reasoning, SessionEvent, Text, TextRequest, TreeStep
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import EncodeLimit, Tokenizer
@@ -59,21 +59,12 @@ class Session:
 
     def encode(self, request: TextRequest) -> list[int]:
         """Return the prompt's token ids; raises if the template refuses the messages."""
-        return self._prompt(request, fits=False).ids
-
-    def check(self, request: TextRequest) -> None:
-        """Raise if the request cannot be run; its prompt is not tokenised again by `generate`."""
-        self._prompt(request)
-
-    def _prompt(self, request: TextRequest, *, fits: bool = True) -> Prompt:
-        limit = EncodeLimit(self.max_ctx, request.cancelled, stops_at_tokens=fits)
-        if request.encoded is None:
-            return self._prompts.encode(request, limit)
-        return request.encoded.get(lambda: self._prompts.encode(request, limit))
+        limit = EncodeLimit(self.max_ctx, request.cancelled, stops_at_tokens=False)
+        return self._prompts.encode(request, limit).ids
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
-        prompt = self._prompt(request)
+        prompt = self._prompts.encode(request, EncodeLimit(self.max_ctx, request.cancelled))
         output = self._prompts.output(request, prompt)
         room = self.max_ctx - len(prompt.ids) + 1
         sequence = self.engine.add(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import QueueFull, ResourceError, TreeFlashError, Unavailable
-from treeflash.session.requests import Finished, Once, Progress, SessionEvent, TextRequest
+from treeflash.session.requests import Finished, Progress, SessionEvent, TextRequest
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ class TextSession(Protocol):
     def max_ctx(self) -> int: ...
     def sampling_for(self, thinking: bool | None) -> SamplingParams: ...
     def encode(self, request: TextRequest) -> list[int]: ...
-    def check(self, request: TextRequest) -> None: ...
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]: ...
 
 
@@ -63,12 +62,7 @@ class Job:
     """Requests that run one after the other and occupy one position in the queue."""
 
     def __init__(self, requests: Sequence[TextRequest], label: str, dequeue: Callable[["Job"], None]):
-        # The choices of one request have the same messages, or the same prompt, and are tokenised once.
-        prompts = {(id(each.messages), id(each.prompt)): Once() for each in requests}
-        self.requests = [
-            replace(each, cancelled=self._is_cancelled, encoded=prompts[id(each.messages), id(each.prompt)])
-            for each in requests
-        ]
+        self.requests = [replace(request, cancelled=self._is_cancelled) for request in requests]
         self.label = label
         self.ahead = 0  # jobs before this one when it was queued
         self.progress: Progress | None = None
