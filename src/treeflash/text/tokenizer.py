@@ -147,7 +147,7 @@ class Tokenizer:
             ids += self._encode_words(text[position:start], limit)
             ids.append(self._ids[text[start:end]])
             if limit is not None:
-                limit.count(1, more=end < len(text))
+                limit.count(1, more=False)
             position = end
         return ids + self._encode_words(text[position:], limit)
 
