@@ -63,7 +63,7 @@ class Connections:
 
     def protocol(self) -> type[asyncio.Protocol]:
         """Return the protocol class of this server."""
-        return type("Protocol", (_Protocol,), {"connections": self})
+        return type("Protocol", (_Protocol,), {"registry": self})
 
     def add(self, new: "_Protocol") -> None:
         if len(self._open) >= self.limit:
@@ -117,21 +117,21 @@ class Connections:
 
 
 class _Protocol(H11Protocol):
-    connections: Connections
+    registry: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.connections.add(self)
+        self.registry.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.connections.remove(self)
+        self.registry.remove(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.connections.runs(self)
+            self.registry.runs(self)
 
     def on_response_complete(self) -> None:
-        self.connections.waits(self)
+        self.registry.waits(self)
         super().on_response_complete()
