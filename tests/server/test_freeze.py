@@ -52,7 +52,10 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes(pair_server: Live):
     assert fits.status_code == 200
 
 
-def test_a_long_prompt_is_tokenised_only_until_it_is_too_long(pair_server: Live):
+def test_a_long_prompt_is_tokenised_only_until_it_is_too_long(
+    pair_server: Live, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("treeflash.text.tokenizer.PIECE", 1000)
     tokenizer = pair_server.session.tokenizer
     text = "x y " * (pair_server.session.max_ctx * tokenizer.longest_token // 5)
     answer = httpx2.post(f"{pair_server.url}/v1/completions", json={"prompt": text}, timeout=30)
