@@ -10,6 +10,7 @@ from treeflash.errors import UsageError
 MAX_NESTING = 100
 # Far above what clients send; each message costs some 15 us to render, each entry some 5 us to apply.
 MAX_LENGTHS = {"messages": 10_000, "input": 10_000, "tools": 2_000, "logit_bias": 10_000, "stop": 1_000}
+MAX_UNKNOWN = 1_000  # entries of an unknown field that is still checked
 Object = dict[str, Any]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -22,8 +23,10 @@ class Body(BaseModel):
     def _check_json(cls, given: Any) -> Any:
         """Reject values that Python's parser accepts but JSON cannot represent: responses echo them."""
         for name, value in given.items() if isinstance(given, dict) else ():
-            # Unknown fields are neither used nor returned.
-            if name in cls.model_fields and isinstance(value, dict | list):
+            if isinstance(value, dict | list):
+                # Unknown fields are neither used nor returned.
+                if name not in cls.model_fields and len(value) > MAX_UNKNOWN:
+                    continue
                 _check_length(value, name)
                 _check(value, name, MAX_NESTING)
         return given
