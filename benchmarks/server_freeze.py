@@ -31,7 +31,7 @@ def bodies(scale: float) -> dict[str, tuple[str, Callable[[], bytes]]]:
         return max(1, int(number * scale))
 
     def encoded(value: dict) -> Callable[[], bytes]:
-        return lambda: json.dumps(value).encode()
+        return lambda: json.dumps(value, separators=(",", ":")).encode()
 
     text = "The quick brown fox, and so on. " * count(10_000_000 // 32)
     chat, hello = "/v1/chat/completions", message("Hello")
