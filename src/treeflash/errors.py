@@ -13,6 +13,7 @@ TreeFlashError
 │   ├── UnsupportedQuant   a tensor type that has no reader
 │   └── UnsupportedModel   a valid file of an unsupported architecture or variant
 ├── TemplateFailed         the model's chat template refused the conversation
+├── Cancelled              the client left before its prompt was tokenised
 ├── ResourceError          not enough memory or disk space
 └── Unavailable            the server cannot take a request now: loading, stopping, or its model failed
     └── QueueFull          the queue of waiting requests is full
@@ -46,15 +47,19 @@ class PromptTooLong(UsageError):
     """Carries both lengths for the protocol adapters, which word the message themselves.
 
     raisable: the model was made for a longer context, so that a larger `max_ctx` may help.
+    at_least: the prompt was not tokenised to its end.
     """
 
-    def __init__(self, tokens: int, limit: int, hint: str = "", *, raisable: bool = True):
+    def __init__(
+        self, tokens: int, limit: int, hint: str = "", *, raisable: bool = True, at_least: bool = False
+    ):
         rest = " or raise `max_ctx`" if raisable else ": the model was made for no more tokens"
         hint = hint or f"shorten the prompt{rest}"
-        super().__init__(f"the prompt has {tokens} tokens, the context holds {limit}", hint)
+        count = f"at least {tokens}" if at_least else f"{tokens}"
+        super().__init__(f"the prompt has {count} tokens, the context holds {limit}", hint)
         self.tokens = tokens
         self.limit = limit
-        self.raisable = raisable
+        self.raisable, self.at_least = raisable, at_least
 
 
 class ModelNotFound(TreeFlashError):
@@ -85,6 +90,10 @@ class UnsupportedModel(ModelFileError):
 class TemplateFailed(TreeFlashError):
     exit_code = 5
     http_status = 400
+
+
+class Cancelled(TreeFlashError):
+    http_status = 499
 
 
 class ResourceError(TreeFlashError):

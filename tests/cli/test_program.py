@@ -103,7 +103,11 @@ def test_interrupting_while_it_starts(environment, tiny_model, tmp_path, command
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     ended = process.returncode
-    assert ended == 130 or (ended == 0 and (command == "serve" or delay > 0.2)), (ended, errors)
+    # At its very end Python has no handlers any more; shells show that as 130, too.
+    assert ended in (130, -signal.SIGINT) or (ended == 0 and (command == "serve" or delay > 0.2)), (
+        ended,
+        errors,
+    )
     assert b"Traceback" not in errors and b"KeyboardInterrupt" not in errors
 
 

@@ -163,3 +163,13 @@ def test_old_partial_files_are_deleted(spec: ModelSpec, tmp_path: Path) -> None:
     os.utime(old, (1000, 1000))
     Recorder(spec, folder=tmp_path)
     assert not old.exists() and new.exists()
+
+
+def test_only_the_owner_can_read_snapshots(spec: ModelSpec, tmp_path: Path):
+    before = os.umask(0o022)
+    try:
+        path = written(spec, tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -140,7 +140,7 @@ def test_the_status_of_an_error_does_not_depend_on_the_queue(pair_server: Live) 
     started, enough = threading.Event(), threading.Event()
 
     def occupy() -> None:
-        body = {"messages": ASK, "max_tokens": 900, "stream": True, "temperature": 1.5}
+        body = {"messages": ASK, "max_tokens": 1500, "stream": True, "temperature": 1.5, "ignore_eos": True}
         with httpx2.stream("POST", url, json=body, timeout=120) as answer:
             for _ in answer.iter_bytes():
                 started.set()

@@ -14,8 +14,8 @@ from tests.server.live import Live, live, scripted
 from tests.server.scripted import ScriptedSession, echo
 from treeflash.config import ServerConfig
 from treeflash.errors import UsageError
+from treeflash.server.bodies import repaired as _repaired
 from treeflash.server.failures import failure_of
-from treeflash.server.guard import _repaired
 from treeflash.server.listen import bind, check
 from treeflash.server.refusals import BURST, LOGGED, RateLimit
 

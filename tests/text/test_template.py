@@ -246,6 +246,74 @@ def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
+    "expression",
+    [
+        "('a' * 3000000000)",
+        "(3000000000 * [1])",
+        "'a'|center(2000000000)",
+        "'a'.center(2000000000)",
+        "'a'.ljust(2000000000)",
+        "'1'.zfill(2000000000)",
+        "'\\t'.expandtabs(2000000000)",
+        "'a\\n'|indent(2000000000)",
+        "('a' * 100000)|replace('a', 'b' * 100000)",
+        "('a' * 100000).replace('a', 'b' * 100000)",
+        "('a' * 100000)|join('b' * 100000)",
+        "('b' * 100000).join('a' * 100000)",
+        "'%2000000000d'|format(1)",
+        "('%2000000000d' % 1)",
+        "('%*d' % (2000000000, 1))",
+        "'{:>2000000000}'.format(1)",
+        "'{:>{}}'.format(1, 2000000000)",
+        "(9 ** (9 ** 9))",
+        "lipsum(n=100000000)",
+        "[1]|batch(2000000000, 'x')|list",
+    ],
+)
+def test_no_expression_fills_the_memory(expression: str):
+    with pytest.raises(TemplateFailed, match=r"makes over|with a width over"):
+        evaluate(f"{{{{ {expression}|string|length }}}}")
+
+
+@pytest.mark.parametrize("operator", ["+", "~"])
+def test_a_text_cannot_be_doubled_for_ever(operator: str):
+    source = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x OP n.x %}{% endfor %}"
+    with pytest.raises(TemplateFailed, match="makes over"):
+        evaluate(source.replace("OP", operator))
+
+
+def test_bounds_do_not_change_results():
+    source = (
+        "{{ 'ab' ~ 1 ~ 'c' ~ none }} {{ 'x'|center(5) }} {{ ['a', 'b']|join('-') }} {{ 'q'.join('ab') }} "
+        "{{ '%s-%05d'|format('q', 3) }} {{ '{}:{:>4}'.format(1, 2) }} {{ 'aXb'|replace('X', '-') }} "
+        "{{ 2 * 3 + 2 ** 3 }} {{ [1] + [2] * 2 }} {{ 'x'.ljust(3) }} {{ 7 % 4 }} {{ 'a'|list }}"
+    )
+    assert evaluate(source) == ("ab1cNone   x   a-b aqb q-00003 1:   2 a-b 14 [1, 2, 2] x   3 ['a']")
+
+
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("treeflash.text.bounded_jinja.MAX_SECONDS", 0.1)
+    with pytest.raises(TemplateFailed, match="runs over"):
+        evaluate("{% for i in range(90000) %}{% for j in range(9) %}{% endfor %}{% endfor %}")
+
+
+def test_a_conversation_is_rendered_at_most_twice(monkeypatch: pytest.MonkeyPatch):
+    template = ChatTemplate.from_metadata(METADATA)
+    rendered: list[int] = []
+    run = ChatTemplate._run
+    monkeypatch.setattr(
+        ChatTemplate, "_run", lambda self, given: rendered.append(len(given["messages"])) or run(self, given)
+    )
+    system = {"role": "system", "content": "Be brief."}
+    turns = [ASK, {"role": "assistant", "content": "Yes."}] * 10
+    template.render([system, *turns, ASK], tools=[WEATHER], boundaries=True)
+    assert rendered == [22, 2, 22]  # all, the system message and tools, until the last user message
+    rendered.clear()
+    template.render([system, *turns, ASK, *turns[1:2]], tools=[WEATHER], boundaries=True)
+    assert rendered == [23, 22]
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("{% if %}", r"cannot be compiled: .* in line 1"),
@@ -310,7 +378,9 @@ def test_boundaries_are_shared_with_shorter_and_other_conversations():
     assert heads[-1] + "<|im_start|>assistant\n<think>\n" == rendered.text
     assert [head.rpartition("\n")[0].rpartition("\n")[2] for head in heads[1:]] == [
         "Hi<|im_end|>",
+        "Hello.<|im_end|>",
         "Spell <|im_end|><|im_end|>",
+        "No.<|im_end|>",
         "Why?<|im_end|>",
     ]
     ids = TOKENIZER.encode(rendered.text, literals=rendered.literals)

@@ -16,8 +16,8 @@ from tests.text.vocabulary import (
     marked_text,
     trained,
 )
-from treeflash.errors import BadGGUF, UnsupportedModel, UsageError
-from treeflash.text.tokenizer import Tokenizer
+from treeflash.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
+from treeflash.text.tokenizer import EncodeLimit, Tokenizer
 
 PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2"]
 TOKENIZERS = {pre: Tokenizer.from_metadata(trained(pre)[0]) for pre in PRES}
@@ -243,3 +243,45 @@ def test_bad_metadata_is_named(values: dict, error: type[Exception], message: st
     with pytest.raises(error, match=message) as caught:
         Tokenizer.from_metadata(changed(**values), source="file.gguf")
     assert str(caught.value).startswith("file.gguf: ")
+
+
+SEPARATED = st.lists(
+    st.sampled_from(
+        ["a", "Hello", " ", "  ", "\n", "\n\n", "\r\n", "\t", ".", "'s", "1", "é", "e\u0301", "語", "\u00a0"]
+    )
+    | awkward_text,
+    max_size=40,
+).map("".join)
+
+
+@pytest.mark.parametrize("pre", PRES)
+@given(text=SEPARATED)
+def test_encoding_in_pieces_does_not_change_the_ids(pre: str, text: str):
+    whole = TOKENIZERS[pre].encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("treeflash.text.tokenizer.PIECE", 3)
+        assert TOKENIZERS[pre].encode(text, limit=EncodeLimit(10**6)) == whole
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_a_text_that_cannot_fit_is_refused_by_its_bytes(pre: str):
+    tokenizer = TOKENIZERS[pre]
+    room = 100 * tokenizer.longest_token
+    assert tokenizer.encode("a" * room, limit=EncodeLimit(100, stops_at_tokens=False))
+    with pytest.raises(PromptTooLong, match="at least 101 tokens, the context holds 100"):
+        tokenizer.encode("a" * (room + 1), limit=EncodeLimit(100))
+    # Composition may shorten a text to a third.
+    assert tokenizer.encode("e\u0301" * room, limit=EncodeLimit(100, stops_at_tokens=False))
+
+
+def test_encoding_stops_when_it_is_too_long_or_cancelled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("treeflash.text.tokenizer.PIECE", 100)
+    tokenizer = TOKENIZERS["qwen35"]
+    with pytest.raises(PromptTooLong, match="at least") as caught:
+        tokenizer.encode("x y " * 10_000, limit=EncodeLimit(5_000))
+    assert caught.value.tokens < 5_200
+    asked: list[bool] = []
+    limit = EncodeLimit(10**6, lambda: len(asked) == 3 or asked.append(True) is not None)
+    with pytest.raises(Cancelled):
+        tokenizer.encode("x y " * 10_000, limit=limit)
+    assert len(asked) == 3

@@ -263,7 +263,7 @@ def run(
             answer.text,
             limit=sampling.n_gen,
             switch=session.template.supports_thinking,
-            raisable=session.max_ctx < session.engine.target.spec.context_length,
+            raisable=session.engine.max_ctx_raisable,
         )
         _print_statistics(line, finished, proposing, screen, spent=spent)
     if interrupt.requested:

@@ -194,6 +194,11 @@ class Engine:
         sequence.tokens += sampled
         return times
 
+    @property
+    def max_ctx_raisable(self) -> bool:
+        """Return whether the model was made for a longer context than this engine has."""
+        return self.max_ctx < self.target.spec.context_length
+
     def check(self, request: Request) -> None:
         vocabulary = self.target.spec.vocab_size
         if not request.prompt:
@@ -201,8 +206,7 @@ class Engine:
         if request.max_tokens < 1:
             raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
         if len(request.prompt) > self.max_ctx:
-            raisable = self.max_ctx < self.target.spec.context_length
-            raise PromptTooLong(len(request.prompt), self.max_ctx, raisable=raisable)
+            raise PromptTooLong(len(request.prompt), self.max_ctx, raisable=self.max_ctx_raisable)
         outside = [token for token in request.prompt if not 0 <= token < vocabulary]
         if outside:
             raise UsageError(

@@ -62,7 +62,8 @@ class SnapshotFiles:
         self._thread: threading.Thread | None = None
         self._warned = False
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            # Snapshots hold the conversations' tokens: only the owner may read them.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.entries: tuple[SnapshotFile, ...] = tuple(self._scan())
         except OSError as error:
             raise UsageError(
@@ -158,7 +159,7 @@ class SnapshotFiles:
             return self._warn(f"a snapshot is not written to {self._folder}: it takes {limits}")
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            with part.open("wb") as file:
+            with open(part, "wb", opener=_private) as file:
                 checksum = 0
                 for blob in (header, *_blobs(snapshot)):
                     file.write(blob)
@@ -206,6 +207,10 @@ class SnapshotFiles:
     def _drop(self, entry: SnapshotFile) -> None:
         self.flush()
         self.entries = tuple(each for each in self.entries if each is not entry)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _reason(error: OSError) -> str:

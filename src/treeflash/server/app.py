@@ -16,6 +16,7 @@ import treeflash
 from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server import anthropic, chat, completions, responses
+from treeflash.server.bodies import BodyRoute
 from treeflash.server.failures import Failure, failure_of, invalid, unreadable
 from treeflash.server.guard import Guard
 from treeflash.server.metrics import CONTENT_TYPE, Metrics
@@ -72,6 +73,7 @@ def create_app(
     service = Service(worker, config, model_name)
     app.add_middleware(Guard, config=config)
     app.add_middleware(RefusalLog)
+    app.router.route_class = BodyRoute
     _generation(app, service)
     _text(app, service)
     _about(app, service, metrics, facts)
@@ -132,9 +134,9 @@ def _generation(app: FastAPI, service: Service) -> None:
         return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/responses/input_tokens", "OpenAI")
-    def input_tokens(body: ResponsesBody) -> dict[str, Any]:
-        count = len(service.session.encode(responses.to_request(body, service)))
-        return {"object": "response.input_tokens", "input_tokens": count}
+    async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
+        ids = await service.encode(request, responses.to_request(body, service))
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
     @_post(app, "/v1/messages", "Anthropic")
     async def create_message(body: MessagesBody, request: Request) -> Response:
@@ -143,24 +145,26 @@ def _generation(app: FastAPI, service: Service) -> None:
         return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/messages/count_tokens", "Anthropic")
-    def count_tokens(body: MessagesBody) -> dict[str, Any]:
-        return {"input_tokens": len(service.session.encode(anthropic.to_request(body, service)))}
+    async def count_tokens(body: MessagesBody, request: Request) -> dict[str, Any]:
+        ids = await service.encode(request, anthropic.to_request(body, service))
+        return {"input_tokens": len(ids)}
 
 
 def _text(app: FastAPI, service: Service) -> None:
     @_post(app, "/tokenize", "Text")
-    def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        session = service.session
+    async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+        tokenizer = service.session.tokenizer
         if (body.content is None) == (body.messages is None):
             raise UsageError("content is needed, or messages; exactly one of them", param="content")
         if body.messages is not None:
             tools = chat.tool_list(body.tools, "tools")
-            ids = session.encode(TextRequest(messages=body.messages, tools=tools or None))
+            prompt = TextRequest(messages=body.messages, tools=tools or None)
+            ids = await service.encode(request, prompt)
         else:
-            ids = session.tokenizer.encode(body.content)
-            bos = session.tokenizer.bos_id
-            ids = [bos, *ids] if body.add_special and bos is not None else ids
-        return {"tokens": [_piece(session.tokenizer, id) for id in ids] if body.with_pieces else ids}
+            ids = await service.encode(request, TextRequest(prompt=body.content))
+            if not body.add_special and tokenizer.bos_id is not None:
+                ids = ids[1:]  # every raw prompt begins with it
+        return {"tokens": [_piece(tokenizer, id) for id in ids] if body.with_pieces else ids}
 
     @_post(app, "/detokenize", "Text")
     def detokenize(body: DetokenizeBody) -> dict[str, Any]:
@@ -268,9 +272,10 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
+        path = request.scope["path"]  # of `url`, control characters are missing
         messages = {
-            404: f"there is no route {request.url.path}; /docs lists all routes",
-            405: f"{request.url.path} does not take {request.method}",
+            404: f"there is no route {path}; /docs lists all routes",
+            405: f"{path} does not take {request.method}",
         }
         failure = Failure(error.status_code, messages.get(error.status_code, str(error.detail)))
         if error.status_code == 400:

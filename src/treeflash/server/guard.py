@@ -1,5 +1,6 @@
 """Middleware that checks key, origin, host and body size before any route."""
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -13,18 +14,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treeflash.config import ServerConfig
+from treeflash.server.bodies import LARGE, MAX_VALUES, repaired, too_many_values
 from treeflash.server.failures import Failure
 from treeflash.server.listen import is_loopback
 
 OPEN = ("/health",)  # needs no key
+PIECE_S = 20.0  # longest pause in a body
+BODY_S = 300.0  # for a whole body: 32 MiB at 1 Mbit/s
 _ADDRESS = re.compile(r"\d{1,3}(\.\d{1,3}){3}|\[?[0-9a-f]*:[0-9a-f:.]*\]?")
-# Matches every JSON escape in order, so that an escaped backslash does not start another escape.
-_ESCAPE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a complete surrogate pair
-    rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
-    rb"|\\.",
-    re.DOTALL,
-)
 
 
 class Guard:
@@ -57,7 +54,7 @@ class Guard:
             if body is None:
                 return None
             scope = _as_json(scope)
-            receive = _replay(_repaired(body), receive)
+            receive = _replay(body, receive)
         await self._app(scope, receive, reply)
 
     def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Failure | None:
@@ -98,8 +95,18 @@ class Guard:
             return too_large
         pieces: list[bytes] = []
         size = 0
+        loop = asyncio.get_running_loop()
+        end = loop.time() + BODY_S
         while True:
-            message = await receive()
+            try:
+                async with asyncio.timeout_at(min(end, loop.time() + PIECE_S)):
+                    message = await receive()
+            except TimeoutError:
+                return Failure(
+                    408,
+                    f"the body is unfinished: {size} bytes, then none for {PIECE_S:.0f} s, or"
+                    f" {BODY_S:.0f} s in all",
+                )
             if message["type"] == "http.disconnect":
                 return None
             pieces.append(message.get("body", b""))
@@ -107,7 +114,8 @@ class Guard:
             if size > limit:
                 return too_large
             if not message.get("more_body"):
-                return b"".join(pieces)
+                body = b"".join(pieces)
+                return _prepared(body) if size < LARGE else await asyncio.to_thread(_prepared, body)
 
 
 _PREFLIGHT = {
@@ -173,11 +181,14 @@ def _as_json(scope: Scope) -> Scope:
     return {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
 
 
-def _repaired(body: bytes) -> bytes:
-    """Replace lone surrogates, left by clients that truncate text, with U+FFFD."""
-    if b"\\ud" not in body and b"\\uD" not in body:
-        return body
-    return _ESCAPE.sub(lambda match: rb"\ufffd" if match["half"] else match[0], body)
+def _prepared(body: bytes) -> bytes | Failure:
+    if too_many_values(body):
+        return Failure(
+            413,
+            f"the body has more than {MAX_VALUES} values; send long text as one string",
+            code="request_too_large",
+        )
+    return repaired(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -7,6 +7,7 @@ import socket
 from treeflash.config import ServerConfig
 from treeflash.errors import UsageError
 
+BACKLOG = 512  # connections that the system accepts before the server does
 _LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d{1,3}){3}|\[?::1\]?")
 
 
@@ -33,7 +34,7 @@ def bind(config: ServerConfig) -> socket.socket:
     """Return the listening socket, bound before the model is loaded, which takes minutes."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host.strip("[]"), config.port), family=family, backlog=512)
+        return socket.create_server((config.host.strip("[]"), config.port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(

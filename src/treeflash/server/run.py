@@ -13,7 +13,15 @@ from fastapi import FastAPI
 
 from treeflash.config import ServerConfig
 from treeflash.server.app import create_app
+from treeflash.server.connections import (
+    Connections,
+    accepts_at_once,
+    descriptor_limit,
+    descriptors_used,
+    most_connections,
+)
 from treeflash.server.failures import without_backquotes
+from treeflash.server.listen import BACKLOG
 from treeflash.server.metrics import Metrics
 from treeflash.server.refusals import LOGGED, printable
 from treeflash.session.worker import EngineWorker, Job, Loader, RequestResult, State
@@ -54,15 +62,20 @@ def serve(
 
 
 def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    descriptors = descriptor_limit()
+    connections = Connections(most_connections(descriptors, descriptors_used()))
     return _Server(
         uvicorn.Config(
             app,
+            http=connections.protocol(),
+            backlog=accepts_at_once(descriptors),
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
-        )
+        ),
+        connections,
     )
 
 
@@ -103,6 +116,16 @@ async def _serve(
 
 class _Server(uvicorn.Server):
     """Installs no signal handlers: uvicorn's raise the signal again at the end, which kills the program."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections):
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._connections.on_loop_error)
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # uvicorn's setting also says how many are accepted at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from treeflash.errors import UsageError
 
 MAX_NESTING = 100
+# Far above what clients send; each message costs some 15 us to render, each entry some 5 us to apply.
+MAX_LENGTHS = {"messages": 10_000, "input": 10_000, "tools": 2_000, "logit_bias": 10_000, "stop": 1_000}
+MAX_UNKNOWN = 1_000  # entries of an unknown field that is still checked
 Object = dict[str, Any]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -21,6 +24,10 @@ class Body(BaseModel):
         """Reject values that Python's parser accepts but JSON cannot represent: responses echo them."""
         for name, value in given.items() if isinstance(given, dict) else ():
             if isinstance(value, dict | list):
+                # Unknown fields are neither used nor returned.
+                if name not in cls.model_fields and len(value) > MAX_UNKNOWN:
+                    continue
+                _check_length(value, name)
                 _check(value, name, MAX_NESTING)
         return given
 
@@ -28,6 +35,12 @@ class Body(BaseModel):
     def extras(self) -> Object:
         """Return the fields that the protocol does not define."""
         return self.model_extra or {}
+
+
+def _check_length(value: Object | list[Any], name: str) -> None:
+    limit = MAX_LENGTHS.get(name)
+    if limit is not None and len(value) > limit:
+        raise UsageError(f"{name} has {len(value)} entries; needs at most {limit}", param=name)
 
 
 def _check(value: Any, name: str, depth: int) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,6 +68,18 @@ class Service:
         names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
         return {name: getattr(found, name) for name in names}
 
+    async def encode(self, request: Request, prompt: TextRequest) -> list[int]:
+        """Return the prompt's tokens, found in a thread."""
+        with _until_gone() as gone:
+            prompt = replace(prompt, cancelled=gone.is_set)
+            return await unless_gone(request, asyncio.to_thread(self.session.encode, prompt))
+
+    async def _checked(self, request: Request, given: list[TextRequest]) -> list[TextRequest]:
+        """Return the requests with their prompts encoded, in a thread."""
+        with _until_gone() as gone:
+            given = [replace(each, cancelled=gone.is_set) for each in given]
+            return await unless_gone(request, asyncio.to_thread(_checked_requests, self.session, given))
+
     async def respond(
         self, request: Request, requests: list[TextRequest], writer: Writer, *, stream: bool | None
     ) -> Response:
@@ -73,7 +87,7 @@ class Service:
         headers = {"x-request-id": request_id, "request-id": request_id}
         self.worker.check_room()
         # Invalid requests are refused before they queue: a queued stream has already sent its status.
-        checked = await unless_gone(request, asyncio.to_thread(_checked_requests, self.session, requests))
+        checked = await self._checked(request, requests)
         job = self.worker.submit(*checked, label=f"{request_id} {request.url.path}")
         if not stream:
             try:
@@ -88,6 +102,16 @@ class Service:
             job.cancel()
             raise
         return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
+
+
+@contextmanager
+def _until_gone() -> Generator[threading.Event]:
+    """Set the event at the end, so that a thread for a client that has disconnected stops."""
+    gone = threading.Event()
+    try:
+        yield gone
+    finally:
+        gone.set()
 
 
 def _checked_requests(session: TextSession, requests: list[TextRequest]) -> list[TextRequest]:

@@ -14,7 +14,7 @@ from treeflash.text.grammar import Grammar, GrammarCompiler, Matcher
 from treeflash.text.output import END_THINK, THINK, OutputParser
 from treeflash.text.stream import TextStream
 from treeflash.text.template import ChatTemplate, Rendered
-from treeflash.text.tokenizer import Tokenizer
+from treeflash.text.tokenizer import EncodeLimit, Tokenizer
 from treeflash.text.tools import CLOSE, OPEN, Syntax, Tool, call_grammar, read_tools, syntax_of
 
 # Forced when reasoning has used up its budget; the answer can continue from it.
@@ -26,12 +26,13 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
         self._tokenizer, self._template = tokenizer, template
 
-    def encode(self, request: TextRequest) -> Prompt:
+    def encode(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
+        """Return the prompt; `limit` ends the tokenising of one that does not fit."""
         if (request.messages is None) == (request.prompt is None):
             raise UsageError("give either messages or a raw prompt")
         tools = read_tools(request.tools) if request.tool_choice != "none" else []
         if request.messages is None:
-            return self._raw(request, tools)
+            return self._raw(request, tools, limit)
         rendered = self._template.render(
             request.messages,
             tools=request.tools if tools else None,
@@ -40,7 +41,9 @@ class Prompts:
             continue_final=request.continue_final,
             **request.template_options,
         )
-        ids, boundaries = self._tokens(rendered)
+        if limit is not None:
+            limit.check(self._tokenizer.longest_token, rendered.text)
+        ids, boundaries = self._tokens(rendered, limit)
         return Prompt(ids, boundaries, self._reasoning(rendered), tools)
 
     def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
@@ -53,16 +56,17 @@ class Prompts:
             return "possible"
         return "none"
 
-    def _raw(self, request: TextRequest, tools: list[Tool]) -> Prompt:
+    def _raw(self, request: TextRequest, tools: list[Tool], limit: EncodeLimit | None) -> Prompt:
         if tools:
             raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
         prompt = request.prompt
-        ids = (
-            self._with_bos(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt or ())
-        )
-        return Prompt(ids, {}, "none", [])
+        if isinstance(prompt, str):
+            return Prompt(self._with_bos(self._tokenizer.encode(prompt, limit=limit)), {}, "none", [])
+        return Prompt(list(prompt or ()), {}, "none", [])
 
-    def _tokens(self, rendered: Rendered) -> tuple[list[int], dict[int, SnapshotKind]]:
+    def _tokens(
+        self, rendered: Rendered, limit: EncodeLimit | None
+    ) -> tuple[list[int], dict[int, SnapshotKind]]:
         """Return the ids of the text, and how many of them precede each turn.
 
         The template reports where the last turns begin. The control tokens there begin the earlier ones, too.
@@ -82,7 +86,7 @@ class Prompts:
                 continue
             # A control token spelled out in a message stays text.
             literals = [(a - start, b - start) for a, b in rendered.literals if start <= a and b <= end]
-            ids += self._tokenizer.encode(rendered.text[start:end], literals=literals)
+            ids += self._tokenizer.encode(rendered.text[start:end], literals=literals, limit=limit)
             if end < len(rendered.text):
                 found[len(ids)] = kinds[end]
             start = end

@@ -17,7 +17,7 @@ from treeflash.session.output import OutputStream
 from treeflash.session.prompts import Prompts
 from treeflash.session.requests import Finished, Prompt, Reasoning, SessionEvent, Text, TextRequest, TreeStep
 from treeflash.text.template import ChatTemplate
-from treeflash.text.tokenizer import Tokenizer
+from treeflash.text.tokenizer import EncodeLimit, Tokenizer
 
 __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
 
@@ -59,20 +59,20 @@ class Session:
 
     def encode(self, request: TextRequest) -> list[int]:
         """Return the prompt's token ids; raises if the template refuses the messages."""
-        return self._prompts.encode(request).ids
+        return self._prompts.encode(request, self._limit(request, stops_at_tokens=False)).ids
 
     def check(self, request: TextRequest) -> TextRequest:
         """Return the request with its encoded prompt; raise what `generate` would before its first step.
 
         It can run in another thread than `generate`.
         """
-        prompt = self._prompts.encode(request)
+        prompt = self._prompts.encode(request, self._limit(request))
         self.engine.check(self._engine_request(request, prompt, self._prompts.output(request, prompt)))
         return replace(request, encoded=prompt)
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
-        prompt = request.encoded or self._prompts.encode(request)
+        prompt = request.encoded or self._prompts.encode(request, self._limit(request))
         output = self._prompts.output(request, prompt)
         sequence = self.engine.add(self._engine_request(request, prompt, output))
         generation = _Generation(self.engine, sequence, output, self._show)
@@ -86,6 +86,10 @@ class Session:
         finally:
             self.engine.release(sequence)
             self._save_costs()
+
+    def _limit(self, request: TextRequest, *, stops_at_tokens: bool = True) -> EncodeLimit:
+        raisable = self.engine.max_ctx_raisable
+        return EncodeLimit(self.max_ctx, request.cancelled, stops_at_tokens, raisable)
 
     def _engine_request(self, request: TextRequest, prompt: Prompt, output: OutputStream) -> Request:
         room = self.max_ctx - len(prompt.ids) + 1

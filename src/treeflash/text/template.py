@@ -13,9 +13,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treeflash.errors import BadGGUF, TemplateFailed, UsageError
+from treeflash.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget
 from treeflash.text.messages import Message, merge_neighbours, normalise
 from treeflash.text.output import END_THINK, THINK
 from treeflash.text.tokenizer import KEY, TokenType
@@ -32,12 +32,12 @@ RAW_HINT = "`raw` sends the prompt without a chat template"
 MAX_ITERATIONS = 1_000_000
 MAX_CHARACTERS = 64_000_000
 MAX_NESTING = 100
-# Turn ends to find, from the last one backwards; each costs one rendering.
+# Turn ends to report, from the last one backwards.
 BOUNDARY_TURNS = 8
+# Openings (system message and tools) whose rendering is kept, and the most characters of one.
+REMEMBERED, MAX_REMEMBERED = 4, 1_000_000
 # Unicode reserves these for a program's own use: they enclose control tokens that the conversation spells.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-# Not a name that a template can write.
-COUNTER = "iteration counter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class ChatTemplate:
         self.source = source
         self.is_fallback = is_fallback
         self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._openings: list[tuple[list[Message], Mapping[str, Any], str]] = []
         longest_first = sorted(filter(None, controls), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -120,7 +121,7 @@ class ChatTemplate:
 
         `continue_final`: the last message is the beginning of the assistant's answer; its turn stays open.
         """
-        if own := {"messages", COUNTER, *self._tokens} & extra.keys():
+        if own := {"messages", BUDGET, *self._tokens} & extra.keys():
             raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
         conversation: list[Message] = self._guard(normalise(messages))
         reasoning, answer = _final_text(conversation.pop()) if continue_final else ("", "")
@@ -145,16 +146,9 @@ class ChatTemplate:
         if reasoning or answer:
             marked = _begun(marked, reasoning, answer)
         text, literals = _without_marks(marked)
-        ends, last_user_end = [], None
-        if boundaries and conversation:
-            ends, last_user_end = self._turn_ends(text, conversation, run)
         continued = "answer" if answer else "reasoning" if reasoning else ""
-        return Rendered(text, ends, last_user_end, literals, continued)
-
-    def _turn_ends(
-        self, text: str, conversation: list[Message], run: Callable[[list[Message], bool], str]
-    ) -> tuple[list[int], int | None]:
-        """Return the ends of the head (system message and tools) and of messages, and the last user's."""
+        if not boundaries or not conversation:
+            return Rendered(text, [], None, literals, continued)
 
         def attempt(turns: list[Message]) -> str:
             try:
@@ -162,31 +156,68 @@ class ChatTemplate:
             except TemplateFailed:
                 return ""
 
+        ends, last_user_end = self._turn_ends(text, literals, conversation, variables, attempt)
+        return Rendered(text, ends, last_user_end, literals, continued)
+
+    def _turn_ends(
+        self,
+        text: str,
+        literals: list[tuple[int, int]],
+        conversation: list[Message],
+        variables: Mapping[str, Any],
+        attempt: Callable[[list[Message]], str],
+    ) -> tuple[list[int], int | None]:
+        """Return the ends of the head (system message and tools) and of messages, and the last user's."""
+
         # Some templates refuse a system message alone, so the head is what any other opening has in common
         # with the text, back to the control token that begins the turn.
         leading = 1 if conversation[0]["role"] == "system" else 0
-        opening = attempt([*conversation[:leading], {"role": "user", "content": "\x00"}])
+        opening = self._opening(
+            [*conversation[:leading], {"role": "user", "content": "\x00"}], variables, attempt
+        )
         common = _common_length(text, opening)
         head = max((match.start() for match in self._controls.finditer(text, 0, common)), default=common)
-        first = max(1, len(conversation) - BOUNDARY_TURNS + 1)
         users = [count for count, turn in enumerate(conversation, 1) if turn["role"] == "user"]
-        ends = {
-            count: len(turns)
-            for count in {*range(first, len(conversation) + 1), *users[-1:]}
-            if text.startswith(turns := attempt(conversation[:count]))
-        }
-        last_user_end = ends.get(users[-1]) if users else None
-        return sorted({head, *ends.values()} - {0}), last_user_end or None
+        until_user = attempt(conversation[: users[-1]]) if users else ""
+        last_user_end = len(until_user) if until_user and text.startswith(until_user) else None
+        # The control tokens that begin the first turn and the one after the last user message begin all.
+        openers = {self._control_at(text, at) for at in (head, last_user_end) if at is not None} - {None}
+        spelled = {start for start, _ in literals}
+        turns = [
+            match.start()
+            for match in self._controls.finditer(text, head)
+            if match[0] in openers and match.start() not in spelled
+        ]
+        ends = {head, *turns[-BOUNDARY_TURNS:], *([last_user_end] if last_user_end else [])}
+        return sorted(ends - {0}), last_user_end
+
+    def _opening(
+        self,
+        turns: list[Message],
+        variables: Mapping[str, Any],
+        attempt: Callable[[list[Message]], str],
+    ) -> str:
+        """Return these turns rendered; agents send the same system message and tools again and again."""
+        for known, used, text in self._openings:
+            if known == turns and used == variables:
+                return text
+        text = attempt(turns)
+        if len(text) <= MAX_REMEMBERED:
+            self._openings = [(turns, variables, text), *self._openings][:REMEMBERED]
+        return text
+
+    def _control_at(self, text: str, offset: int) -> str | None:
+        match = self._controls.match(text, offset)
+        return None if match is None else match[0]
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         try:
-            tree = environment.parse(self.source)
-            _count_repetitions(tree)
+            tree = environment.bounded(environment.parse(self.source))
             return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
         except Exception as error:  # the compiler may raise anything on text from a file
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
@@ -197,7 +228,7 @@ class ChatTemplate:
         written = 0
         template = self._template
         try:
-            for piece in template.generate({**variables, COUNTER: _counter()}):
+            for piece in template.generate({**variables, BUDGET: Budget(MAX_ITERATIONS, 4 * MAX_CHARACTERS)}):
                 pieces.append(piece)
                 written += len(piece)
                 if written > MAX_CHARACTERS:
@@ -254,25 +285,6 @@ def _now(form: str) -> str:
 
 def _refuse(message: object) -> NoReturn:
     raise TemplateFailed(f"the chat template refused the conversation: {message}")
-
-
-def _count_repetitions(tree: nodes.Template) -> None:
-    """Insert a counter call in every loop and macro, the two ways to repeat in a template."""
-    for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        counter = nodes.Getitem(nodes.ContextReference(), nodes.Const(COUNTER), "load")
-        block.body.insert(0, nodes.ExprStmt(nodes.Call(counter, [], [], None, None)))
-
-
-def _counter() -> Callable[[], None]:
-    left = MAX_ITERATIONS
-
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise TemplateFailed(f"the chat template repeats over {MAX_ITERATIONS} times", RAW_HINT)
-
-    return count
 
 
 def _checked_tools(tools: Any) -> list[Any] | None:

@@ -1,14 +1,16 @@
 """Tokenizer: encodes text and decodes ids, built from GGUF metadata. Imports no torch."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 from tokenizers.models import BPE
 
-from treeflash.errors import BadGGUF, UnsupportedModel, UsageError
+from treeflash.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
 from treeflash.text.pretokenizers import WORD_RULES, WordRule
 from treeflash.text.stream import TextStream
 
@@ -18,6 +20,11 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile("[\ud800-\udfff]")
+# Every rule of pretokenizers.py ends a word here, and composition (NFC) does not cross it.
+WORD_END = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=[A-Za-z])")
+PIECE = 1 << 16  # characters encoded at once: some 25 ms
+# Composed text (NFC) has at least a third of the bytes of what it was composed from.
+COMPOSITION = 3
 
 
 class TokenType(IntEnum):
@@ -43,6 +50,33 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 # C0, C1 and F5 to FF occur in no UTF-8 text, so a vocabulary may lack them.
 NEEDED_SYMBOLS = [symbol for symbol, byte in BYTE_OF.items() if byte < 0xC0 or 0xC2 <= byte <= 0xF4]
+
+
+@dataclass(slots=True)
+class EncodeLimit:
+    """Bounds the work of encoding one prompt, possibly in several calls."""
+
+    tokens: int  # most tokens of the prompt
+    cancelled: Callable[[], bool] = lambda: False
+    stops_at_tokens: bool = True  # False: only a text that cannot fit by its bytes is refused
+    raisable: bool = True  # see PromptTooLong
+    found: int = 0  # tokens so far
+
+    def check(self, longest: int, text: str) -> None:
+        """Raise for a text that has more bytes than `tokens` of the `longest` token."""
+        size = len(text) if text.isascii() else len(text.encode()) // COMPOSITION
+        if size > self.tokens * longest:
+            raise self._too_long(-(-size // longest))
+
+    def count(self, tokens: int, *, more: bool) -> None:
+        self.found += tokens
+        if self.cancelled():
+            raise Cancelled("the request was cancelled while its prompt was tokenised")
+        if more and self.stops_at_tokens and self.found > self.tokens:
+            raise self._too_long(self.found)
+
+    def _too_long(self, tokens: int) -> PromptTooLong:
+        return PromptTooLong(tokens, self.tokens, raisable=self.raisable, at_least=True)
 
 
 class Tokenizer:
@@ -88,8 +122,18 @@ class Tokenizer:
         common_ends = {self._ids[token] for token in END_TOKENS if token in control}
         self.stop_ids = reader.stop_ids(self.vocab_size) | common_ends
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Return the bytes of the longest token."""
+        return max(len(self.token_bytes(id)) for id in range(self.vocab_size))
+
     def encode(
-        self, text: str, *, special: bool = True, literals: Sequence[tuple[int, int]] = ()
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        literals: Sequence[tuple[int, int]] = (),
+        limit: EncodeLimit | None = None,
     ) -> list[int]:
         """Return the ids of `text`, without a BOS.
 
@@ -97,15 +141,19 @@ class Tokenizer:
         and outside the character spans `literals` (see `Rendered.literals`).
         """
         text = _encodable(text)
+        if limit is not None:
+            limit.check(self.longest_token, text)
         ids: list[int] = []
         position = 0
         for start, end in _matches(
             self._special_pattern if special else self._user_defined_pattern, text, literals
         ):
-            ids += self._encode_words(text[position:start])
+            ids += self._encode_words(text[position:start], limit)
             ids.append(self._ids[text[start:end]])
+            if limit is not None:
+                limit.count(1, more=False)
             position = end
-        return ids + self._encode_words(text[position:])
+        return ids + self._encode_words(text[position:], limit)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`, invalid UTF-8 as U+FFFD; `skip_special` drops control tokens only."""
@@ -146,8 +194,26 @@ class Tokenizer:
         data = self.token_bytes(id)
         return b"" if self._types[id] in NON_TEXT else data
 
-    def _encode_words(self, text: str) -> list[int]:
-        return self._words.encode(text, add_special_tokens=False).ids if text else []
+    def _encode_words(self, text: str, limit: EncodeLimit | None) -> list[int]:
+        if len(text) <= PIECE:
+            ids = self._encode_piece(text)
+            if limit is not None:
+                limit.count(len(ids), more=False)
+            return ids
+        ids = []
+        start = 0
+        while start < len(text):
+            end = _word_end(text, start + PIECE)
+            piece = self._encode_piece(text[start:end])
+            ids += piece
+            start = end
+            if limit is not None:
+                limit.count(len(piece), more=start < len(text))
+        return ids
+
+    def _encode_piece(self, text: str) -> list[int]:
+        # Unlike `encode`, the library's batch functions release the GIL.
+        return self._words.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
 
 
 class _Reader:
@@ -286,6 +352,15 @@ def _matches(
         else:
             yield start, end
             position = end
+
+
+def _word_end(text: str, start: int) -> int:
+    """Return the first position from `start` on at which cutting the text does not change its tokens."""
+    # In windows, because a search over all of a long text would hold the GIL.
+    for position in range(start, len(text), PIECE):
+        if match := WORD_END.search(text, position, position + PIECE + 2):
+            return match.start()
+    return len(text)
 
 
 def _encodable(text: str) -> str:

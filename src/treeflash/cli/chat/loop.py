@@ -248,7 +248,9 @@ def _as_ours(error: Exception) -> TreeFlashError:
     """Return an error with a hint that fits a chat."""
     if isinstance(error, PromptTooLong):
         hint = "/undo, /clear, or a larger --max-ctx" if error.raisable else "/undo or /clear"
-        return PromptTooLong(error.tokens, error.limit, hint, raisable=error.raisable)
+        return PromptTooLong(
+            error.tokens, error.limit, hint, raisable=error.raisable, at_least=error.at_least
+        )
     if isinstance(error, TreeFlashError):
         return error
     return TreeFlashError(f"the model failed: {error}", "/save keeps the conversation")

@@ -1,0 +1,137 @@
+"""Bounds on open connections: their number, and the time without a whole request head.
+
+A connection counts before its key is checked, so idle ones must not use up the process's descriptors: when
+all are in use, the connection that has waited longest without a request is closed for the new one.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import time
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+HEAD_S = 15.0  # from the connection, or the end of the last response, to the end of the next head
+_SWEEP_S = 1.0
+_QUIET_S = 60.0  # between two warnings of one kind
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+def accepts_at_once(descriptors: int) -> int:
+    """Return how many connections the event loop may accept in one iteration."""
+    return max(4, min(64, descriptors // 16))
+
+
+def most_connections(descriptors: int, used: int) -> int:
+    """Return how many connections may be open; `used`: descriptors in use before the first one."""
+    # Those accepted in the iterations before a closed one gives back its descriptor, and some for files.
+    return max(8, descriptors - used - 4 * accepts_at_once(descriptors) - 32)
+
+
+def descriptor_limit() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 512
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if soft == resource.RLIM_INFINITY else min(soft, 1 << 16)
+
+
+def descriptors_used() -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 64
+
+
+class Connections:
+    """All open connections of a server, the waiting ones in the order in which they began to wait."""
+
+    def __init__(self, limit: int, *, head_s: float = HEAD_S):
+        self.limit, self._head_s = limit, head_s
+        self._open: set[_Protocol] = set()
+        self._waiting: dict[_Protocol, float] = {}  # since when
+        self._sweeping = False
+        self._warned: dict[str, float] = {}
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Return the protocol class of this server."""
+        return type("Protocol", (_Protocol,), {"registry": self})
+
+    def add(self, new: "_Protocol") -> None:
+        if len(self._open) >= self.limit:
+            self.warn(f"{len(self._open)} connections are open, the most that the descriptors allow")
+            if not self._waiting:
+                new.transport.write(_BUSY)
+                return new.transport.close()
+            oldest = next(iter(self._waiting))
+            self.remove(oldest)
+            oldest.transport.abort()
+        self._open.add(new)
+        self.waits(new)
+
+    def remove(self, one: "_Protocol") -> None:
+        self._open.discard(one)
+        self._waiting.pop(one, None)
+
+    def waits(self, one: "_Protocol") -> None:
+        """Start the time for the next request's head."""
+        if one in self._open:
+            self._waiting.pop(one, None)
+            self._waiting[one] = time.monotonic()
+            if not self._sweeping:
+                self._sweeping = True
+                asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def runs(self, one: "_Protocol") -> None:
+        self._waiting.pop(one, None)
+
+    def _sweep(self) -> None:
+        late = time.monotonic() - self._head_s
+        for one in [one for one, since in self._waiting.items() if since < late]:
+            self.remove(one)
+            one.transport.abort()
+        self._sweeping = bool(self._waiting)
+        if self._sweeping:
+            asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle the loop's errors; asyncio reports running out of descriptors once per accept."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
+            return self.warn(f"no connection can be accepted: {error.strerror}")
+        loop.default_exception_handler(context)
+
+    def warn(self, text: str) -> None:
+        kind, now = text.lstrip("0123456789"), time.monotonic()
+        if now - self._warned.get(kind, -_QUIET_S) >= _QUIET_S:
+            self._warned[kind] = now
+            log.warning("%s", text)
+
+
+class _Protocol(H11Protocol):
+    registry: Connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.registry.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.registry.remove(self)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.registry.runs(self)
+
+    def on_response_complete(self) -> None:
+        self.registry.waits(self)
+        super().on_response_complete()
