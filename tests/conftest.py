@@ -6,6 +6,7 @@ pytest-timeout.
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from treeflash.convert.tiny import make_tiny
 
 # Two workers share two cores; more threads than that only get in each other's way.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start: their text must not depend on the load
 
 # The gate tries the same examples every time; `pytest --hypothesis-profile=search` looks for new ones.
 with contextlib.suppress(ModuleNotFoundError):

@@ -28,6 +28,7 @@ class DraftConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
+    threads: int | None = None  # on a CPU; None: as many as there are idle CPUs at start
     max_ctx: int | None = None  # None: the model's context length, as far as memory allows
     # Tokens. Chunks end at multiples of it, so that they depend on the prompt alone. None: by device memory.
     prefill_chunk: int | None = None
@@ -75,6 +76,11 @@ class Environment:
     no_color: bool
     debug: bool
     api_key: str | None  # of this server or of a remote one
+
+
+def omp_threads() -> str | None:
+    """Return the number of threads that the user gave to OpenMP, and so to torch."""
+    return os.environ.get("OMP_NUM_THREADS")
 
 
 def environment() -> Environment:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from treeflash.cli import view
+from treeflash.cli.flags import with_flags
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.interrupt import held
 from treeflash.cli.inventory import card_of
@@ -105,7 +106,7 @@ class _Warnings(logging.Handler):
         self._screen = screen
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._screen.warning(record.getMessage(), "")
+        self._screen.warning(with_flags(record.getMessage()), "")
 
 
 def show_warnings(screen: view.Screen) -> None:

@@ -270,6 +270,15 @@ class EngineOptions:
         str,
         _engine("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
     ] = "auto"
+    threads: Annotated[
+        int | None,
+        _engine(
+            "--threads",
+            min=1,
+            metavar="N",
+            help="CPU threads, on a CPU. Default: as many as there are idle CPUs at start.",
+        ),
+    ] = None
     offline: Annotated[bool, _engine("--offline", help="Use only what is on this machine.")] = False
 
     def config(self, cache: KVCacheOptions) -> EngineConfig:
@@ -281,6 +290,7 @@ class EngineOptions:
             )
         return EngineConfig(
             device=self.device,
+            threads=self.threads,
             max_ctx=self.max_ctx,
             vram_limit=self.vram_limit,
             prefix_cache=self.prefix_cache,

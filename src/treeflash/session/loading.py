@@ -26,6 +26,7 @@ from treeflash.models.weights import Progress as LoadProgress
 from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles, identity
 from treeflash.session.session import Session
+from treeflash.session.threads import use_threads
 from treeflash.spec.cost_file import CostFile
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.drafter import Drafter, NoDrafter
@@ -57,6 +58,8 @@ def load_session(
     """Load a model and its draft; `progress` of reading weights, `warming` of capturing CUDA graphs."""
     config = config or EngineConfig()
     device = pick_device(config.device)
+    if device.type == "cpu":
+        use_threads(config.threads)
     if config.speculation is not None and not 1 <= config.speculation.budget < MAX_ROWS:
         raise UsageError(
             f"`budget` is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
