@@ -13,7 +13,7 @@ from treeflash.session import threads
 
 
 def stat(idle: int, busy: int) -> str:
-    """Return /proc/stat with all of this process's CPUs at these ticks; half of the idle ones wait for a disk."""
+    """Return /proc/stat with our CPUs at these ticks; half of the idle ones wait for a disk."""
     half = idle // 2
     lines = [f"cpu{cpu} {busy} 0 0 {half} {idle - half} 0 0 0 5 5" for cpu in os.sched_getaffinity(0)]
     return "\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "ctxt 12"])
