@@ -1,6 +1,7 @@
 """Keys, origins, hosts, sizes, and the routes around the protocols."""
 
 import base64
+import os
 import socket
 import threading
 import time
@@ -116,6 +117,10 @@ def test_only_local_origins_are_allowed(http: httpx2.Client):
     asked = {"origin": "http://localhost:1", "access-control-request-method": "POST"}
     flight = http.options("/v1/chat/completions", headers=asked)
     assert flight.status_code == 204 and "POST" in flight.headers["access-control-allow-methods"]
+    private = "access-control-allow-private-network"
+    assert private not in flight.headers
+    flight = http.options("/props", headers=asked | {"access-control-request-private-network": "true"})
+    assert flight.headers[private] == "true"
 
 
 def test_allowed_origins():
@@ -245,6 +250,7 @@ def test_requests_while_loading():
             "waiting": 0,
             "running": 0,
             "max_queue": 64,
+            "pid": os.getpid(),
         }
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
 

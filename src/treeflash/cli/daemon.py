@@ -4,6 +4,7 @@ The server holds a lock on its pid file as long as it lives, so a stale file is 
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from treeflash.errors import TreeFlashError, UsageError
 from treeflash.server.listen import bind
 
 STOP_S = 45.0  # more than a server gives requests in progress
+LOCK_S = 0.5  # `stop` holds a lock for a moment to see whether a server has it
 TAIL = 12  # lines of the log that are shown when a start fails
 
 
@@ -42,7 +44,7 @@ def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -
     with contextlib.ExitStack() as stack:
         descriptor = os.open(pid_file, os.O_RDWR | os.O_CREAT, 0o600)
         stack.callback(os.close, descriptor)
-        if not _lock(descriptor):
+        if not _lock(descriptor, wait_s=LOCK_S):
             raise UsageError(
                 f"a server runs in the background on port {config.port} already",
                 f"treeflash stop --port {config.port}, or --port N",
@@ -128,26 +130,36 @@ def _holder(path: Path) -> int | None:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, *, wait_s: float = 0.0) -> bool:
     import fcntl  # not on every system; the other commands do not need it
 
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+        else:
+            return True
 
 
 def _wait(child: subprocess.Popen[bytes], config: ServerConfig) -> int | None:
-    """Return None when the model is loaded, else the child's exit code."""
+    """Return None when the child has loaded the model, else its exit code.
+
+    Another program may have taken the port since it was found free: only the child's own answer counts.
+    """
     # A server on this machine needs no proxy.
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while child.poll() is None:
         try:
-            with direct.open(f"{_address(config)}/health", timeout=2):
-                return None
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+            with direct.open(f"{_address(config)}/health", timeout=2) as answer:
+                if json.load(answer).get("pid") == child.pid:
+                    return None
+        except (urllib.error.URLError, OSError, ValueError, AttributeError):
+            pass
+        time.sleep(0.1)
     return child.returncode
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -192,7 +193,8 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
     @_get(app, "/health", "Server")
     async def health() -> Response:
         status = 200 if worker.state is State.ready else 503
-        return JSONResponse(dict(worker.describe()), status, {} if status == 200 else {"retry-after": "2"})
+        shown = {**worker.describe(), "pid": os.getpid()}
+        return JSONResponse(shown, status, {} if status == 200 else {"retry-after": "2"})
 
     def model(id: str) -> dict[str, Any]:
         return {

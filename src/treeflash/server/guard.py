@@ -45,6 +45,8 @@ class Guard:
         if failure is not None:
             return await _refuse(reply, failure, path, _ask_for_password(scope, headers, failure))
         if scope["method"] == "OPTIONS" and origin:
+            if headers.get("access-control-request-private-network") == "true":
+                added |= {"access-control-allow-private-network": "true"}
             await send({"type": "http.response.start", "status": 204, "headers": _raw(added | _PREFLIGHT)})
             return await send({"type": "http.response.body", "body": b""})
         if scope["method"] == "POST":
