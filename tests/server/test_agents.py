@@ -161,6 +161,44 @@ def test_the_status_of_an_error_does_not_depend_on_the_queue(pair_server: Live) 
         thread.join(60)
 
 
+NAMES = ("weather", "clock", "dice")
+
+
+def limited(route: str, mode: str, allowed: list[str]) -> dict[str, Any]:
+    """Return a body with three tools of which the choice allows some."""
+    empty = {"type": "object", "properties": {}}
+    if route == "/v1/responses":
+        tools = [{"type": "function", "name": name, "parameters": empty} for name in NAMES]
+        listed = [{"type": "function", "name": name} for name in allowed]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": listed}
+        return {"input": ASK, "max_output_tokens": 60, "tools": tools, "tool_choice": choice}
+    tools = [{"type": "function", "function": {"name": name, "parameters": empty}} for name in NAMES]
+    listed = [{"type": "function", "function": {"name": name}} for name in allowed]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+    return {"messages": ASK, "max_tokens": 60, "tools": tools, "tool_choice": choice}
+
+
+def called(answer: dict[str, Any]) -> list[str]:
+    if "output" in answer:
+        return [item["name"] for item in answer["output"] if item["type"] == "function_call"]
+    calls = answer["choices"][0]["message"].get("tool_calls") or ()
+    return [each["function"]["name"] for each in calls]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
+def test_only_allowed_tools_are_called(pair_server: Live, route: str) -> None:
+    for allowed in (["dice"], ["clock", "dice"], ["weather"]):
+        names = called(post(pair_server, route, limited(route, "required", allowed)).json())
+        assert names and set(names) <= set(allowed)
+    # Without the list the model writes a call of the first tool when it is made to open one.
+    opened = {"logit_bias": {"16381": 50}} if "chat" in route else {}
+    names = called(post(pair_server, route, limited(route, "auto", ["dice"]) | opened).json())
+    assert set(names) <= {"dice"} and (not opened or names)
+    for allowed in (["none"], []):
+        refused = post(pair_server, route, limited(route, "auto", allowed))
+        assert refused.status_code == 400 and "tools" in refused.json()["error"]["param"]
+
+
 BEGUN = [*ASK, {"role": "assistant", "content": "The answer is ("}]
 
 

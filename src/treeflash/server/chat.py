@@ -48,6 +48,9 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
         messages=body.messages,
         tools=tools or None,
         tool_choice=choice,
+        allowed_tools=options.allowed_tools(
+            _allowed(body.tool_choice).get("tools"), tools, "tool_choice.allowed_tools.tools"
+        ),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         max_tokens=options.token_limit(fields, "max_completion_tokens", "max_tokens", "n_predict"),
         sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
@@ -123,10 +126,18 @@ def _choice(choice: str | Object | None) -> Any:
     function = choice.get("function")
     if choice.get("type") == "function" and isinstance(function, Mapping):
         return function.get("name")
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice).get("mode", "auto")
     raise UsageError(
-        f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name",
+        f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name, or allowed_tools",
         param="tool_choice.type",
     )
+
+
+def _allowed(choice: str | Object | None) -> Mapping[str, Any]:
+    """Return the mode and the tools of an `allowed_tools` choice."""
+    inner = choice.get("allowed_tools") if isinstance(choice, Mapping) else None
+    return inner if isinstance(inner, Mapping) else {}
 
 
 @dataclass(slots=True)

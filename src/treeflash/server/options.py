@@ -330,6 +330,26 @@ def function_tool(
     return {"type": "function", "function": function}
 
 
+def allowed_tools(given: Any, tools: Sequence[Mapping[str, Any]], field: str) -> frozenset[str] | None:
+    """Return the names in `given`, the list of an `allowed_tools` choice."""
+    if given is None:
+        return None
+    names = {tool["function"]["name"] for tool in tools}
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"{field} is {given!r}; needs a list of tools", param=field)
+    found = set()
+    for index, each in enumerate(given):
+        inner = each.get("function", each) if isinstance(each, Mapping) else {}
+        name = inner.get("name") if isinstance(inner, Mapping) else None
+        if name not in names:
+            raise UsageError(
+                f"{field}[{index}] names {name!r}; tools has {', '.join(sorted(names)) or 'none'}",
+                param=f"{field}[{index}]",
+            )
+        found.add(name)
+    return frozenset(found)
+
+
 def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Return auto, none, required or a tool's name."""
     choice = "auto" if choice is None else choice

@@ -47,6 +47,7 @@ def to_request(body: ResponsesBody, service: Service) -> TextRequest:
         messages=to_messages(body),
         tools=tools or None,
         tool_choice=options.tool_choice(_choice(body.tool_choice), tools),
+        allowed_tools=options.allowed_tools(_allowed(body.tool_choice), tools, "tool_choice.tools"),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         max_tokens=options.token_limit(fields, "max_output_tokens"),
         sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
@@ -115,6 +116,13 @@ def _choice(choice: str | Object | None) -> Any:
         return choice.get("mode", "auto")
     raise UsageError(
         f"tool_choice.type is {kind!r}; needs function, custom or allowed_tools", param="tool_choice.type"
+    )
+
+
+def _allowed(choice: str | Object | None) -> Any:
+    """Return the list of an `allowed_tools` choice."""
+    return (
+        choice.get("tools") if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools" else None
     )
 
 

@@ -35,7 +35,7 @@ class Prompts:
             return self._raw(request, tools, limit)
         rendered = self._template.render(
             request.messages,
-            tools=request.tools if tools else None,
+            tools=request.tools if tools else None,  # all of them, so that the prefix cache holds
             thinking=request.thinking,
             boundaries=True,
             continue_final=request.continue_final,
@@ -44,6 +44,8 @@ class Prompts:
         if limit is not None:
             limit.check(self._tokenizer.longest_token, rendered.text)
         ids, boundaries = self._tokens(rendered, limit)
+        if request.allowed_tools is not None:
+            tools = [tool for tool in tools if tool.name in request.allowed_tools]
         return Prompt(ids, boundaries, self._reasoning(rendered), tools)
 
     def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
@@ -155,7 +157,8 @@ class Prompts:
         if request.grammar is not None:
             calls = self._call_grammar(tools, many=request.parallel_tool_calls) if tools else None
             return self._compiler.compile(request.grammar, calls=calls), None
-        if any(tool.strict for tool in tools) and self._tokenizer.id_of(OPEN) is not None:
+        limited = any(tool.strict for tool in tools) or request.allowed_tools is not None
+        if tools and limited and self._tokenizer.id_of(OPEN) is not None:
             # A call of a strict tool matches its schema, even where other tools have none.
             return None, self._compiler.compile(self._call_grammar(tools, many=False, opened=True))
         return None, None

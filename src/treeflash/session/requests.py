@@ -43,6 +43,7 @@ class TextRequest:
     prompt: str | list[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the tool to call
+    allowed_tools: frozenset[str] | None = None  # names that may be called; None: of all tools
     parallel_tool_calls: bool = True
     max_tokens: int | None = None  # None: as many as fit in the context
     sampling: SamplingParams = field(default_factory=SamplingParams)
