@@ -337,11 +337,11 @@ def allowed_tools(given: Any, tools: Sequence[Mapping[str, Any]], field: str) ->
     names = {tool["function"]["name"] for tool in tools}
     if not isinstance(given, list) or not given:
         raise UsageError(f"{field} is {given!r}; needs a list of tools", param=field)
-    found = set()
+    found: set[str] = set()
     for index, each in enumerate(given):
         inner = each.get("function", each) if isinstance(each, Mapping) else {}
         name = inner.get("name") if isinstance(inner, Mapping) else None
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise UsageError(
                 f"{field}[{index}] names {name!r}; tools has {', '.join(sorted(names)) or 'none'}",
                 param=f"{field}[{index}]",
