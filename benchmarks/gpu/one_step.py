@@ -11,18 +11,45 @@ import argparse
 
 import torch
 
+from tests.gpu.inputs import random_trees
 from tests.gpu.texts import embedded_pair
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Request, Tokens, VerifiedTree
 from treeflash.engine.sampler import SamplingParams
+from treeflash.models.decoder import Decoder
+from treeflash.models.step import Step
 from treeflash.session.loading import load_session
 from treeflash.session.requests import TextRequest
+from treeflash.state.sequences import SequenceStates
+
+
+@torch.inference_mode()
+def batched(target: Decoder, sequences: int, steps: int, rows: int = 24) -> None:
+    """Run steps over trees of several sequences of different lengths at once."""
+    device = target.device
+    states = SequenceStates(target.spec, max_ctx=512, slots=sequences, max_rows=rows, device=device)
+    slots = torch.tensor([states.open() for _ in range(sequences)], device=device)
+    for index in range(sequences):
+        tokens = torch.randint(0, 1000, (1, 60 + 37 * index), device=device)
+        states.reserve(index, tokens.shape[1])
+        chunk = Step.chunk(slots[index : index + 1], tokens, states.buffers.lengths[slots[index : index + 1]])
+        target.forward(chunk, states.buffers)
+        states.advance(chunk)
+    for number in range(steps):
+        for index in range(sequences):
+            states.reserve(index, rows)
+        parents = random_trees(rows, batch=sequences, seed=number, device=device).parents
+        tokens = torch.randint(0, 1000, (sequences, rows), device=device)
+        tree = Step.tree(slots, tokens, parents, states.buffers.lengths[slots])
+        target.verify(tree, states.buffers)
+        states.commit(tree, torch.full((sequences,), rows - 1, device=device))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--sequences", type=int, default=1, help="further steps with this many sequences")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     target, draft = embedded_pair()
@@ -50,6 +77,8 @@ def main() -> None:
         if isinstance(event, Done) or trees >= options.steps:
             break
     events.close()
+    if options.sequences > 1:
+        batched(session.engine.target, options.sequences, options.steps)
     if options.device == "cuda":
         torch.cuda.synchronize()
     print(f"{len(prompt)} prompt tokens, {trees} steps, {tokens} tokens", flush=True)
