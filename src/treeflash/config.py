@@ -28,7 +28,6 @@ class DraftConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    threads: int | None = None  # on a CPU; None: as many as there are idle CPUs at start
     max_ctx: int | None = None  # None: the model's context length, as far as memory allows
     # Tokens. Chunks end at multiples of it, so that they depend on the prompt alone. None: by device memory.
     prefill_chunk: int | None = None
@@ -45,6 +44,7 @@ class EngineConfig:
     prefix_cache: int | None = None
     prefix_cache_dir: Path | None = None  # keeps snapshots on disk between runs; None: no disk cache
     prefix_cache_dir_size: int = 32 << 30  # most bytes
+    threads: int | None = None  # on a CPU; None: as many as there are idle CPUs at start
 
     @property
     def max_rows(self) -> int:
