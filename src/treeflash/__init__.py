@@ -1,8 +1,9 @@
 """TreeFlash: fast, exact tree-speculative decoding of GGUF language models. Importing this loads no torch."""
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from treeflash.config import set_openmp_waiting
 
 if TYPE_CHECKING:
     from treeflash.config import EngineConfig
@@ -13,9 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP reads it when torch is loaded: a thread that waits for another sleeps after some microseconds. By
-# default it spins for milliseconds, on a busy machine on the CPU that the other one needs.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+set_openmp_waiting()
 
 _PUBLIC = {
     "Engine": "treeflash.engine.engine",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+_SPIN = ("GOMP_SPINCOUNT", "1000")
+
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
@@ -97,6 +99,15 @@ def environment() -> Environment:
     )
 
 
+def set_openmp_waiting() -> None:
+    """Make OpenMP's threads sleep after some microseconds of waiting; it is read when torch is loaded.
+
+    By default they spin for milliseconds, on a busy machine on the CPU that the thread they wait for needs.
+    """
+    os.environ.setdefault(*_SPIN)
+
+
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment for a child process."""
-    return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)
+    """Return the environment for a child process that is not ours."""
+    kept = {item for item in os.environ.items() if item != _SPIN and item[0] not in without}
+    return dict(kept) | dict(variables)

@@ -161,6 +161,26 @@ def test_the_status_of_an_error_does_not_depend_on_the_queue(pair_server: Live) 
         thread.join(60)
 
 
+@pytest.mark.parametrize(
+    ("route", "choice", "field"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {}}, "tool_choice.function.name"),
+        ("/v1/responses", {"type": "function"}, "tool_choice.name"),
+        ("/v1/responses", {"type": "custom", "name": 5}, "tool_choice.name"),
+        ("/v1/messages", {"type": "tool"}, "tool_choice.name"),
+    ],
+)
+def test_a_choice_without_its_name_is_refused(pair_server: Live, route: str, choice: Any, field: str) -> None:
+    answer = post(pair_server, route, BODIES[route] | {"tool_choice": choice})
+    assert answer.status_code == 400 and field in answer.text
+
+
+def test_responses_take_the_choice_of_the_chat_protocol(pair_server: Live) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = post(pair_server, "/v1/responses", BODIES["/v1/responses"] | {"tool_choice": choice}).json()
+    assert text_and_calls(answer)[1]
+
+
 NAMES = ("weather", "clock", "dice")
 
 

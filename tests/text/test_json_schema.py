@@ -94,6 +94,19 @@ def test_keys_are_not_repeated() -> None:
     assert follows(matcher, '{"a": 1}') and not follows(matcher, '{"a": 1, "a": 2}')
 
 
+@pytest.mark.parametrize(
+    ("names", "right", "wrong"),
+    [
+        ({"type": "string"}, '{"any": true}', '{"any": 1}'),
+        (True, '{"any": true, "b": false}', '{"any": null}'),
+        ({"type": "string", "enum": ["a", "b"]}, '{"a": true, "b": false}', '{"c": true}'),
+    ],
+)
+def test_names_of_a_record(names: object, right: str, wrong: str) -> None:
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "boolean"}}
+    assert matches(schema, json.loads(right)) and not matches(schema, json.loads(wrong))
+
+
 def test_names_that_are_keywords() -> None:
     schema = {"type": "object", "properties": {"properties": NULL, "format": {"enum": ["regex"]}}}
     assert matches(schema, {"properties": None, "format": "regex"})

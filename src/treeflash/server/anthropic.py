@@ -89,7 +89,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
         case "any":
             return "required"
         case "tool":
-            return choice.get("name")
+            return options.chosen_name(choice.get("name"), "tool_choice.name")
     raise UsageError(
         f"tool_choice.type is {choice.get('type')!r}; needs auto, any, tool or none", param="tool_choice.type"
     )

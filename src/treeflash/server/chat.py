@@ -125,7 +125,7 @@ def _choice(choice: str | Object | None) -> Any:
         return choice
     function = choice.get("function")
     if choice.get("type") == "function" and isinstance(function, Mapping):
-        return function.get("name")
+        return options.chosen_name(function.get("name"), "tool_choice.function.name")
     if choice.get("type") == "allowed_tools":
         return _allowed(choice).get("mode", "auto")
     raise UsageError(

@@ -350,6 +350,13 @@ def allowed_tools(given: Any, tools: Sequence[Mapping[str, Any]], field: str) ->
     return frozenset(found)
 
 
+def chosen_name(name: Any, field: str) -> str:
+    """Return the name of a choice that names a tool."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{field} is {name!r}; needs the name of a tool", param=field)
+    return name
+
+
 def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Return auto, none, required or a tool's name."""
     choice = "auto" if choice is None else choice

@@ -111,7 +111,9 @@ def _choice(choice: str | Object | None) -> Any:
         return choice
     kind = choice.get("type")
     if kind in ("function", "custom"):
-        return choice.get("name")
+        inner = choice.get("function")  # as the chat protocol has it, which some clients send here
+        given = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
+        return options.chosen_name(given, "tool_choice.name")
     if kind == "allowed_tools":
         return choice.get("mode", "auto")
     raise UsageError(

@@ -11,6 +11,8 @@ from treeflash.engine.engine import Engine
 from treeflash.engine.events import Done, Event, Progress, Tokens, VerifiedTree
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.sequence import Request, Sequence
+from treeflash.engine.stats import RequestStats
+from treeflash.errors import Cancelled
 from treeflash.hub.catalog import Card
 from treeflash.memory.planner import MemoryPlan
 from treeflash.session.output import OutputStream
@@ -72,7 +74,11 @@ class Session:
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
-        prompt = request.encoded or self._prompts.encode(request, self._limit(request))
+        try:
+            prompt = request.encoded or self._prompts.encode(request, self._limit(request))
+        except Cancelled:
+            yield Finished(reason="cancelled", tokens=[], stats=RequestStats(0))
+            return
         output = self._prompts.output(request, prompt)
         sequence = self.engine.add(self._engine_request(request, prompt, output))
         generation = _Generation(self.engine, sequence, output, self._show)

@@ -23,6 +23,7 @@ _CONDITIONS = ("if", "then", "else")
 _LISTS = (*_IN_PLACE, "prefixItems", "items")
 _ONE = (*_CONDITIONS, "items", "additionalItems", "additionalProperties", "contains", "unevaluatedProperties")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ENUM = {"type", "enum"}
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 
 CheckPattern = Callable[[str], None]
@@ -127,6 +128,7 @@ class _Preparation:
             del made["format"]
         if isinstance(made.get("minItems"), int | float) and made["minItems"] > MAX_ITEMS:
             raise _refused(path, "minItems", made["minItems"], f"at most {MAX_ITEMS}")
+        _listed_names(made)
         if _may_be_integer(made):
             _clamp_bounds(made, path)
         pattern = made.get("pattern")
@@ -177,6 +179,23 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
     every = schema.get("allOf")
     count = len(every) if isinstance(every, list) else 0
     return count + sum(key in schema for key in ("properties", "anyOf", "oneOf", "$ref", "if")) > 1
+
+
+def _listed_names(made: dict[str, Any]) -> None:
+    """Rewrite the `propertyNames` that zod writes for records: any string, or an enumeration."""
+    names = made.get("propertyNames")
+    if names is True or names in ({}, {"type": "string"}):
+        del made["propertyNames"]
+    elif (
+        isinstance(names, Mapping)
+        and isinstance(names.get("enum"), list)
+        and not names.keys() - {"type", "enum"}
+    ):
+        value = made.get("additionalProperties", {})
+        listed = {name: value for name in names["enum"] if isinstance(name, str)}
+        made["properties"] = listed | dict(made.get("properties") or {})
+        made["additionalProperties"] = False
+        del made["propertyNames"]
 
 
 def _may_be_integer(schema: Mapping[str, Any]) -> bool:
