@@ -98,19 +98,12 @@ def test_triton_tree_attention_matches_float64(
 
 
 # Rows, context length, window: around multiples of 64, of all splits, and where rows get more splits.
-PATH_CASES = (
-    *((1, 0, None), (64, 0, None), (24, 1, None), (7, 63, None), (64, 64, None), (13, 127, None)),
-    *(
-        (8, 500, None),
-        (33, 1000, None),
-        (48, 2047, None),
-        (16, 2112, None),
-        (24, 4095, None),
-        (3, 4160, None),
-    ),
-    *((24, 8250, None), (64, 8255, None), (12, 8256, None), (24, 16383, None), (5, 40000, None)),
-    *((24, 60, 100), (8, 9000, 500), (48, 8250, 5000), (2, 8256, 1)),
+FULL_CASES = (
+    *((1, 0), (64, 0), (24, 1), (7, 63), (64, 64), (13, 127), (8, 500), (33, 1000), (48, 2047), (16, 2112)),
+    *((24, 4095), (3, 4160), (24, 8250), (64, 8255), (12, 8256), (24, 16383), (5, 40000)),
 )
+WINDOW_CASES = ((24, 60, 100), (8, 9000, 500), (48, 8250, 5000), (2, 8256, 1))
+PATH_CASES = (*((*case, None) for case in FULL_CASES), *WINDOW_CASES)
 PATH_PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("tq3_0", "tq3_0"), ("q8_0", "q4_0"), ("bf16", "q5_0"))
 TREES = {"random": random_trees, "deep": deep_trees}
 
