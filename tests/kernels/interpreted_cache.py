@@ -24,6 +24,12 @@ QUANTISED = [name for name, format in FORMATS.items() if format.quantised]
 TOLERANCE = 8e-4
 
 
+def few_splits(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """At most so many, and fewer for rows up to block 3 and up to block 1."""
+    monkeypatch.setattr(attention_kernel, "SPLITS", most)
+    monkeypatch.setattr(attention_kernel, "TIERS", ((1, most // 2), (3, most - 1)))
+
+
 def filled(name: str, shape: tuple[int, ...], dim: int, used: Tensor) -> HeadPool:
     """A pool of random rows; pages that nobody uses read as NaN."""
     pool, rows = HeadPool.empty(FORMATS[name], shape, dim, CPU), torch.randn(*shape, dim)
@@ -63,7 +69,7 @@ def check_attention(
 
 @pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="/".join)
 def test_attention_over_every_pair(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 2)
+    few_splits(monkeypatch, 2)
     check_attention(pair, dim=32, group=2, rows=3, lengths=(70,))
 
 
@@ -88,7 +94,7 @@ def test_attention_of_odd_sizes(
     page: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    few_splits(monkeypatch, 4)
     check_attention(pair, dim=dim, group=group, rows=rows, lengths=lengths, heads=2, page=page)
 
 
@@ -102,14 +108,14 @@ def test_attention_in_float32_is_exact_in_many_splits() -> None:
 )
 @pytest.mark.parametrize("page", [8, 64])
 def test_a_window(window: int, lengths: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    few_splits(monkeypatch, 4)
     sizes = {"dim": 16, "group": 1, "rows": 6, "lengths": lengths, "page": page, "window": window}
     check_attention(("f32", "f32"), tolerance=2e-6, **sizes)
 
 
 def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those pages hold NaN, and a value times a share of 0 would still be NaN."""
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    few_splits(monkeypatch, 4)
     dim, page, length, window = 16, 64, 600, 100
     table = torch.randperm(10)[None]
     keys, values = torch.randn(2, 10, 1, page, dim)
@@ -137,8 +143,7 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     pair: tuple[str, str], page: int, length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in the root's block and the next, with one number of splits and with two."""
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
-    monkeypatch.setattr(attention_kernel, "LONG", 3)
+    few_splits(monkeypatch, 4)
     dim, group, rows = 32, 2, 13
     pages = -(-(length + rows) // page)
     pools = [filled(name, (pages, 1, page), dim, torch.ones(pages, dtype=torch.bool)) for name in pair]
@@ -154,7 +159,7 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
 
 
 def test_sequences_may_have_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 2)
+    few_splits(monkeypatch, 2)
     dim, counts, lengths = 16, (3, 70 // 5, 1), (60, 130, 64)
     pools = [filled("f16", (9, 2, 64), dim, torch.ones(9, dtype=torch.bool)) for _ in range(2)]
     table, committed = torch.randperm(9).view(3, 3), torch.tensor(lengths)

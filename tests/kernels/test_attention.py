@@ -106,7 +106,7 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     format: str, length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "SPLITS", 4)
-    monkeypatch.setattr(reference, "LONG", 3)
+    monkeypatch.setattr(reference, "TIERS", ((1, 2), (3, 3)))
     rows, dim, page = 20, 32, 16
     generator = torch.Generator().manual_seed(length)
     pages = -(-(length + rows) // page)

@@ -102,7 +102,7 @@ SIMPLE = {
     ),
     "merge": (
         attention._merge_kernel,
-        {**SPLIT, "TAILS": 2, "ROTATION": 128, "PARTS": 128, "STEP": 32, "GATE": True},
+        {**SPLIT, "TAILS": 2, "ROTATION": 128, "PARTS": 64, "STEP": 32, "GATE": True},
     ),
 }
 
@@ -205,7 +205,8 @@ def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None
     constants, types = sides(*pair)
     operands = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
     row_bytes = 512 if types["key_codes"] != "*u8" or types["value_codes"] != "*u8" else 256
-    constants |= {**SPLIT, "LONG": attention.LONG, "PRECISION": "ieee", "PAGE": 64}
+    constants |= {**SPLIT, "TIER0": 66, "SPLITS0": 22, "TIER1": 128, "SPLITS1": 30}
+    constants |= {"PRECISION": "ieee", "PAGE": 64}
     constants |= {"WINDOW": window, "RAGGED": window}
     constants |= {"KEY_TYPE": operands[0], "VALUE_TYPE": operands[1]}
     constants["ROTATION"] = 128 if types["key_codes"] == "*u8" else 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.attention.reference import SINKS
-from treeflash.kernels.attention.triton_kernels import LOG2_E, LONG, SPLITS, TAILS, SplitResults
+from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, TAILS, TIERS, SplitResults
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
@@ -86,10 +86,11 @@ class Tile:
             "WINDOW": int(self.window),
             "GROUPED": int(self.grouped),
             "SPLITS": SPLITS,
-            "LONG": LONG,
             "SINKS": SINKS,
             "OVERLAP": int(overlap),
         }
+        for i, (last, splits) in enumerate(TIERS):
+            macros |= {f"TIER{i}": last, f"SPLITS{i}": splits}
         for i in range(4):
             macros[f"LEVEL{i}"] = int.from_bytes(level_bytes[4 * i : 4 * i + 4], "little")
             macros[f"FIRST{i}"] = FIRST_SIGNS >> 32 * i & 0xFFFFFFFF

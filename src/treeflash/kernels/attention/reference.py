@@ -10,10 +10,11 @@ from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
 
 SINKS = 64  # attention sinks: first tokens that a window never hides
 BLOCK = 64  # positions of a block
-SPLITS = 64  # of the context, at most, in `ordered_attention`
-# Rows up to this block have half of the splits, since a split's sums are written and read again; after it two
-# programs run on each of an H200's 132 SMs with 4 KV heads and a row.
-LONG = 128
+SPLITS = 62  # of the context, at most: with a row's last two blocks 64 partial results
+# Rows up to a block have fewer splits, since a split's sums are written and read again, and since on an H200
+# the tiles of 24 rows and 4 KV heads should leave some SMs to the rows' last blocks. Longer contexts keep two
+# programs on each of its 132 SMs with one row.
+TIERS = ((66, 22), (128, 30))
 
 
 def paged_attention(
@@ -98,7 +99,7 @@ def _path_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tens
     """Return [KV, group, D] of scaled q [KV, group, D] at the last position of k, v [KV, positions, D]."""
     position = k.shape[1] - 1
     own = position // BLOCK
-    splits = SPLITS if own > LONG else SPLITS // 2
+    splits = next((splits for last, splits in TIERS if own <= last), SPLITS)
     # Blocks before the last two by splits; the last two each by itself.
     parts = [list(range(n, own - 1, splits)) for n in range(min(splits, own - 1))]
     parts += [[n] for n in (own - 1, own) if n >= 0]

@@ -4,7 +4,8 @@
 //   KEYS, VALUES  storage formats: 0 float16, 1 bfloat16, 2 q8_0, 3 q5_0, 4 q4_0, 5 tq3_0
 //   QUERIES       of a tile: rows x query heads of one KV head, row-major; 8, 16, 24 or a multiple of 48
 //   STAGES        of the rings of keys and of values      SHARED    bytes of shared memory     RESIDENT  blocks of an SM
-//   SPLITS, LONG, SINKS, PAGE, WINDOW (0 or 1)             FIRST0.., LAST0..  signs of the rotation, 32 in a word
+//   SPLITS, SPLITS0, SPLITS1, TIER0, TIER1                 the number of splits: see splits_of
+//   SINKS, PAGE, WINDOW (0 or 1)                           FIRST0.., LAST0..  signs of the rotation, 32 in a word
 //   LEVEL0..3     of tq3_0: low bytes, then high bytes, of eight float16
 //   GROUPED       1: warp-group mma (sm_90a), by score_mma and sum_mma (of a tile), team_score_mma and team_sum_mma, which
 //                 cuda.py generates before this file
@@ -13,8 +14,8 @@
 // A row's bits depend on its path alone: its position p and the keys and values at positions 0 to p, not on which of them are
 // committed, nor on the other rows. Block n is positions 64 n to 64 n + 63, and a key's place in an instruction is its position
 // modulo 64. With b = p / 64, the partial results of a query are
-//   - splits: blocks up to b - 2. Split n modulo S has block n; S is SPLITS, or half of it up to b = LONG. A split goes through
-//     its blocks in order, with running maxima;
+//   - splits: blocks up to b - 2. Split n modulo S has block n; S depends on b alone. A split goes through its blocks in order,
+//     with running maxima;
 //   - block b - 1 (slot SPLITS) and block b (slot SPLITS + 1), each by itself.
 // The merge adds them in this order. A tree has at most 64 rows, so all of a row's ancestors that are not committed are in its
 // last two blocks; `length` committed tokens fill the blocks before length / 64, the root's block. So
@@ -250,7 +251,8 @@ struct Arguments {
   int rows, sequences, table_stride, window, kv_heads, group;
 };
 
-DEVICE int splits_of(int block) { return block <= LONG ? SPLITS / 2 : SPLITS; }
+// How many splits a row in this block has.
+DEVICE int splits_of(int block) { return block <= TIER0 ? SPLITS0 : block <= TIER1 ? SPLITS1 : SPLITS; }
 
 // Rows of a sequence: `count` from row `first` of the step on.
 struct SequenceRows {
@@ -260,6 +262,16 @@ DEVICE SequenceRows rows_of(const Arguments& a, int item) {
   if (a.first == nullptr) return {a.rows / a.sequences * item, a.rows / a.sequences};
   const int first = (int)__ldcg(a.first + item);
   return {first, (int)__ldcg(a.first + item + 1) - first};
+}
+
+// Whether a row is in the block after the root's.
+DEVICE int leaves_block(const Arguments& a, SequenceRows rows, int length) {
+  const int held = length % BLOCK;
+  int longest = 0;
+  if (held + rows.count > BLOCK)
+    for (int row = threadIdx.x % 32; row < rows.count; row += 32)
+      longest = max(longest, __popcll(__ldcg(a.ancestors + rows.first + row)));
+  return __any_sync(0xffffffffu, held + longest > BLOCK);
 }
 
 // The committed blocks of one slot of a tile's partial results: a split, or the block before the root's.
@@ -290,7 +302,7 @@ DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value
     rows = rows_of(a, item);
   }
   const int length = (int)__ldcg(a.lengths + item), root = length / BLOCK, count = rows.count * group, first_query = tile * QUERIES;
-  const int deep = length % BLOCK + rows.count > BLOCK;  // rows may be in the block after the root's
+  const int deep = leaves_block(a, rows, length);
   const int two = deep && splits_of(root) != splits_of(root + 1);
   const int uneven = two ? 0 : deep ? root - 1 : 1 << 30;  // the first block that some rows have and some do not
   // Positions from here on are in the root's window; other rows see no more.
@@ -318,7 +330,7 @@ DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value
       fetch<VALUES, false>(value_ring + i % STAGES * ValueRows::STAGE, a.value_codes, a.value_scales, base);
     };
 
-    // The context was written in an earlier step: no need to wait for the previous kernel.
+    // Lengths, ancestors, page table and committed tokens are older than the previous kernel: no need to wait for it.
     int pages[STAGES + 2];
     UNROLL for (int i = 0; i < STAGES + 2; i++) pages[i] = page_of(i);
     // A group of copies: keys of a block and values of the previous one.
@@ -532,8 +544,8 @@ DEVICE void add_assembled(const Arguments& a, Memory& m, u8* key_ring, u8* value
   }
 }
 
-// The grid: tiles x KV heads for each of the first half of the splits and for the block before the root's; teams; tiles x KV
-// heads for each of the other splits, which short contexts leave empty.
+// The grid: tiles x KV heads for the block before the root's and for each of the first splits; teams; tiles x KV heads for each
+// of the other splits, which only long contexts have.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 tree_attention(const Arguments a, int tiles, int team_blocks) {
   extern __shared__ __align__(1024) uint4 memory[];
@@ -541,7 +553,7 @@ tree_attention(const Arguments a, int tiles, int team_blocks) {
   u8* key_ring = (u8*)(&m + 1);
   u8* value_ring = key_ring + STAGES * KeyRows::STAGE;
   launch_dependents();
-  const int units = tiles * a.kv_heads, before = (SPLITS / 2 + 1) * units, number = blockIdx.x - before;
+  const int units = tiles * a.kv_heads, before = (SPLITS1 + 1) * units, number = blockIdx.x - before;
   if (number >= 0 && number < team_blocks) {
     const int team = threadIdx.x / Team::THREADS;
     if (team < TEAMS) add_assembled(a, m, key_ring, value_ring, number * TEAMS + team, team);

@@ -17,7 +17,7 @@ from treeflash.kernels.runtime.device import capability_of
 from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 from treeflash.kernels.tree import MAX_ROWS
 
-SPLITS, LONG = reference.SPLITS, reference.LONG
+SPLITS, TIERS = reference.SPLITS, reference.TIERS
 TAILS = 2  # partial results after the splits: a row's last two blocks
 SINKS = tl.constexpr(reference.SINKS)
 LOG2_E = 1.4426950408889634
@@ -128,26 +128,34 @@ def _sequence(
         return item, tile % tiles, item.to(tl.int64) * each, each
 
 
+@triton.jit
+def _splits_of(
+    block, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr, SPLITS1: tl.constexpr,
+    TIER1: tl.constexpr,
+):  # fmt: skip
+    """How many splits a row in this block has."""
+    return tl.where(block <= TIER0, SPLITS0, tl.where(block <= TIER1, SPLITS1, SPLITS))
+
+
 @triton.jit(do_not_specialize=["rows", "sequences", "tiles", "table_stride", "window"])
 def _paged_kernel(
     q, key_codes, key_scales, value_codes, value_scales, table, lengths, first, ancestors,
     part_top, part_weight, part_sum, active, scale, rows, sequences, tiles, table_stride, window,
     KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
+    SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one slot of BLOCK_M queries, or of the last blocks of one row, a program.
 
-    Slots of tiles: the block before the root's; half of the splits, of rows up to block LONG; all splits, of
-    rows after it. A block is added BLOCK_N keys at a time.
+    Slots of tiles: the block before the root's, then the splits. A block is added BLOCK_N keys at a time.
     """
     number, units = tl.program_id(0), tiles * KV
     PER: tl.constexpr = 64 // BLOCK_N
     SLOTS: tl.constexpr = SPLITS + 2
-    HALF: tl.constexpr = SPLITS // 2
     turn, head = number // units, (number % KV).to(tl.int64)
-    team = number - (SPLITS + HALF + 1) * units
+    team = number - (SPLITS + 1) * units
     row = tl.where(team < 0, -1, team // KV)
     item, tile, start_row, count = _sequence(
         first, number % units // KV, row, sequences, rows // sequences, GROUP, BLOCK_M, RAGGED
@@ -155,67 +163,71 @@ def _paged_kernel(
     length = tl.load(lengths + item).to(tl.int32)
     table += item.to(tl.int64) * table_stride
     root = length // 64
-    deep = (length % 64 + count > 64).to(tl.int32)
     offset = tl.arange(0, BLOCK_N)
     if team < 0:
-        full = turn > HALF
-        split = tl.where(full, turn - HALF - 1, turn - 1)
-        stride = tl.where(full, SPLITS, HALF)
-        # Blocks of the split, up to `last`, that rows with this number of splits have.
-        last = tl.where(full, root + deep, tl.minimum(root + deep, LONG)) - 2
-        some = (split <= last) & tl.where(full, root + deep > LONG, root <= LONG)
-        begin, sink = split, 0
-        if WINDOW:
-            oldest = tl.maximum(length - window + 1, 0) // 64
-            begin += tl.maximum(tl.cdiv(oldest - begin, stride), 0) * stride
-            sink = ((split == 0) & (begin > 0)).to(tl.int32)
-        blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
-        slot = split
-        if turn == 0:
-            begin, sink, blocks, slot, some = root - 1, 0, 1, SPLITS, root > 0
-        if some & (count > 0):
-            query = start_row * GROUP + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            live = query < (start_row + count) * GROUP
-            bits = tl.load(ancestors + query // GROUP, mask=live, other=1)
-            position = length + _bit_count(bits) - 1
-            own = position // 64
+        query = start_row * GROUP + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = query < (start_row + count) * GROUP
+        position = length + _bit_count(tl.load(ancestors + query // GROUP, mask=live, other=1)) - 1
+        own = position // 64
+        # Rows of this tile may be in the block after the root's, and there have another number of splits.
+        deep = tl.max(own, 0) - root
+        before = _splits_of(root, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+        after = _splits_of(root + deep, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+        split = turn - 1
+        passes = tl.where((before != after) & (turn > 0), 2, 1)
+        for again in tl.range(0, tl.where(count > 0, passes, 0), num_stages=1):
+            stride = tl.where(again == 0, before, after)
+            # Blocks of the split, up to `last`, that rows with this number of splits have.
+            last = root - 2 + tl.where(before != after, again, deep)
+            some = (split < stride) & (split <= last)
+            begin, sink = split, 0
+            if WINDOW:
+                oldest = tl.maximum(length - window + 1, 0) // 64
+                begin += tl.maximum(tl.cdiv(oldest - begin, stride), 0) * stride
+                sink = ((split == 0) & (begin > 0)).to(tl.int32)
+            blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
             # The last block of this slot that a query has; below 0: it has no such slot.
-            newest = tl.where((own > LONG) == full, own - 2, -1)
-            newest = tl.where(turn == 0, tl.where(own == root, root - 1, -1), newest)
+            splits = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+            newest = tl.where(splits == stride, own - 2, -1)
+            slot = split
+            if turn == 0:
+                begin, sink, blocks, slot, some = root - 1, 0, 1, SPLITS, root > 0
+                newest = tl.where(own == root, root - 1, -1)
             newest = tl.where(live, newest, -1)
-            queries = _queries(
-                q, start_row * GROUP + tile * BLOCK_M, (start_row + count) * GROUP, head, scale,
-                ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M,
-            )  # fmt: skip
-            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-            weight = tl.zeros((BLOCK_M,), tl.float32)
-            sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-            for step in range(0, blocks * PER):
-                block = begin + (step // PER - sink) * stride
-                if WINDOW:
-                    block = tl.where(step // PER < sink, 0, block)
-                index = block * 64 + step % PER * BLOCK_N
-                present = offset < BLOCK_N
-                if PAGE % BLOCK_N == 0:
-                    # Keys are in one page; a scalar page index lets the following copies be pipelined.
-                    page = tl.load(table + index // PAGE).to(tl.int64)
-                    base, pool_row = (page * KV + head) * PAGE + index % PAGE, offset
-                else:
-                    page = tl.load(table + (index + offset) // PAGE).to(tl.int64)
-                    base, pool_row = 0, (page * KV + head) * PAGE + (index + offset) % PAGE
-                k = load_rows(key_codes, key_scales, base, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
-                v = load_rows(
-                    value_codes, value_scales, base, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE
-                )
-                seen = (block <= newest)[:, None] & present[None, :]
-                if WINDOW:
-                    at = (index + offset)[None, :]
-                    seen = seen & ((at < SINKS) | (at > (position - window)[:, None]))
-                top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-            _store_part(
-                part_top, part_weight, part_sum, head, slot, query, rows * GROUP, newest >= 0,
-                top, weight, sum_, SLOTS, D, BLOCK,
-            )  # fmt: skip
+            if some:
+                queries = _queries(
+                    q, start_row * GROUP + tile * BLOCK_M, (start_row + count) * GROUP, head, scale,
+                    ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M,
+                )  # fmt: skip
+                top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+                weight = tl.zeros((BLOCK_M,), tl.float32)
+                sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+                for step in range(0, blocks * PER):
+                    block = begin + (step // PER - sink) * stride
+                    if WINDOW:
+                        block = tl.where(step // PER < sink, 0, block)
+                    index = block * 64 + step % PER * BLOCK_N
+                    present = offset < BLOCK_N
+                    if PAGE % BLOCK_N == 0:
+                        # Keys are in one page; a scalar page index lets the following copies be pipelined.
+                        page = tl.load(table + index // PAGE).to(tl.int64)
+                        base, pool_row = (page * KV + head) * PAGE + index % PAGE, offset
+                    else:
+                        page = tl.load(table + (index + offset) // PAGE).to(tl.int64)
+                        base, pool_row = 0, (page * KV + head) * PAGE + (index + offset) % PAGE
+                    k = load_rows(key_codes, key_scales, base, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
+                    v = load_rows(
+                        value_codes, value_scales, base, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE
+                    )
+                    seen = (block <= newest)[:, None] & present[None, :]
+                    if WINDOW:
+                        at = (index + offset)[None, :]
+                        seen = seen & ((at < SINKS) | (at > (position - window)[:, None]))
+                    top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
+                _store_part(
+                    part_top, part_weight, part_sum, head, slot, query, rows * GROUP, newest >= 0,
+                    top, weight, sum_, SLOTS, D, BLOCK,
+                )  # fmt: skip
     else:
         bits = tl.load(ancestors + row)
         position = length + _bit_count(bits) - 1
@@ -223,7 +235,7 @@ def _paged_kernel(
         query = row * GROUP + tl.arange(0, BLOCK_M)
         live = tl.arange(0, BLOCK_M) < GROUP
         if head == 0:
-            used = tl.where(own > LONG, SPLITS, HALF)
+            used = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
             tl.store(active + row, tl.minimum(used, tl.maximum(own - 1, 0)))
         if own == 0:
             none = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -472,14 +484,15 @@ def ragged_attention(
         count = sequences * triton.cdiv(rows // sequences * group, block)
     else:
         count = rows * group // block + sequences
-    _paged_kernel[((count * (SPLITS + SPLITS // 2 + 1) + rows) * kv_heads,)](
+    _paged_kernel[((count * (SPLITS + 1) + rows) * kv_heads,)](
         q, *tensors(keys), *tensors(values), page_table, lengths, lengths if first is None else first,
         ancestors.contiguous(), parts.tops, parts.weights, parts.sums, parts.active,
         dim**-0.5 * LOG2_E, rows, sequences, count, page_table.stride(0), window or 0,
         KV=kv_heads, GROUP=group, PAGE=page, D=dim, BLOCK=triton.next_power_of_2(dim),
         ROTATION=rotation if keys.format.quantised else 0, KEYS=form(keys), VALUES=form(values),
-        KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, LONG=LONG, WINDOW=window is not None,
-        RAGGED=first is not None, PRECISION="ieee",
+        KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, TIER0=TIERS[0][0], SPLITS0=TIERS[0][1],
+        TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=window is not None, RAGGED=first is not None,
+        PRECISION="ieee",
         # A fused multiply-add rounds once: the two loops must not differ in that.
         enable_fp_fusion=False, **chosen,
     )  # fmt: skip
