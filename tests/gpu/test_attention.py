@@ -195,14 +195,14 @@ def test_sequences_may_have_different_numbers_of_rows(
 
 
 def test_a_changed_order_of_one_sum_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of shared blocks added in another order than those of assembled ones."""
-    source, sums = attention_cuda.Tile.source, [f"m.maxima[{part}][i]" for part in range(4)]
+    """Assembled blocks add the products of their last keys first."""
+    source = attention_cuda.Tile.source
 
     def changed(tile: attention_cuda.Tile) -> str:
-        plain, other = (f"(({a} + {b}) + {c}) + {d}" for a, b, c, d in (sums, sums[::-1]))
-        text = source(tile)
-        assert text.count(plain) == 1
-        return text.replace(plain, other)
+        text, loop = source(tile), "for (int step = 0; step < 4; step++) {"
+        assert text.count(loop) == 1
+        other = "for (int turn = 0; turn < 4; turn++) { const int step = S::TEAM ? 3 - turn : turn;"
+        return text.replace(loop, other)
 
     step = PagedStep(("f16", "f16"), 24, (60,), trees=TREES["deep"])
     assert_plain_decoding(step)

@@ -302,6 +302,7 @@ DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value
     rows = rows_of(a, item);
   }
   const int length = (int)__ldcg(a.lengths + item), root = length / BLOCK, count = rows.count * group, first_query = tile * QUERIES;
+  if (slot < SPLITS && slot >= root) return;
   const int deep = leaves_block(a, rows, length);
   const int two = deep && splits_of(root) != splits_of(root + 1);
   const int uneven = two ? 0 : deep ? root - 1 : 1 << 30;  // the first block that some rows have and some do not
@@ -544,8 +545,8 @@ DEVICE void add_assembled(const Arguments& a, Memory& m, u8* key_ring, u8* value
   }
 }
 
-// The grid: tiles x KV heads for the block before the root's and for each of the first splits; teams; tiles x KV heads for each
-// of the other splits, which only long contexts have.
+// The grid: tiles x KV heads for the block before the root's and for each split that has blocks in the longest sequence; teams;
+// tiles x KV heads for each of the other splits.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 tree_attention(const Arguments a, int tiles, int team_blocks) {
   extern __shared__ __align__(1024) uint4 memory[];
@@ -553,7 +554,10 @@ tree_attention(const Arguments a, int tiles, int team_blocks) {
   u8* key_ring = (u8*)(&m + 1);
   u8* value_ring = key_ring + STAGES * KeyRows::STAGE;
   launch_dependents();
-  const int units = tiles * a.kv_heads, before = (SPLITS1 + 1) * units, number = blockIdx.x - before;
+  int longest = 0;
+  for (int item = 0; item < a.sequences; item++) longest = max(longest, (int)__ldcg(a.lengths + item));
+  const int root = longest / BLOCK, units = tiles * a.kv_heads;
+  const int before = (min(splits_of(root + 1), root) + 1) * units, number = blockIdx.x - before;
   if (number >= 0 && number < team_blocks) {
     const int team = threadIdx.x / Team::THREADS;
     if (team < TEAMS) add_assembled(a, m, key_ring, value_ring, number * TEAMS + team, team);

@@ -137,6 +137,134 @@ def _splits_of(
     return tl.where(block <= TIER0, SPLITS0, tl.where(block <= TIER1, SPLITS1, SPLITS))
 
 
+@triton.jit
+def _add_committed(
+    q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight, part_sum,
+    scale, rows, window, length, head, turn, tile, start_row, count,
+    KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
+    SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One slot of a tile of BLOCK_M queries: the block before the root's (turn 0) or a split."""
+    PER: tl.constexpr = 64 // BLOCK_N
+    offset, root, split = tl.arange(0, BLOCK_N), length // 64, turn - 1
+    query = start_row * GROUP + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = query < (start_row + count) * GROUP
+    position = length + _bit_count(tl.load(ancestors + query // GROUP, mask=live, other=1)) - 1
+    own = position // 64
+    splits = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    # Rows of this tile may be in the block after the root's, and there have another number of splits.
+    deep = tl.max(own, 0) - root
+    before = _splits_of(root, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    after = _splits_of(root + deep, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    passes = tl.where((before != after) & (turn > 0), 2, 1)
+    for again in tl.range(0, tl.where(count > 0, passes, 0), num_stages=1):
+        stride = tl.where(again == 0, before, after)
+        # Blocks of the split, up to `last`, that rows with this number of splits have.
+        last = root - 2 + tl.where(before != after, again, deep)
+        some = (split < stride) & (split <= last)
+        begin, sink, slot = split, 0, split
+        if WINDOW:
+            oldest = tl.maximum(length - window + 1, 0) // 64
+            begin += tl.maximum(tl.cdiv(oldest - begin, stride), 0) * stride
+            sink = ((split == 0) & (begin > 0)).to(tl.int32)
+        blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
+        # The last block of this slot that a query has; below 0: it has no such slot.
+        newest = tl.where(splits == stride, own - 2, -1)
+        if turn == 0:
+            begin, sink, blocks, slot, some = root - 1, 0, 1, SPLITS, root > 0
+            newest = tl.where(own == root, root - 1, -1)
+        newest = tl.where(live, newest, -1)
+        if some:
+            queries = _queries(
+                q, start_row * GROUP + tile * BLOCK_M, (start_row + count) * GROUP, head, scale,
+                ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M,
+            )  # fmt: skip
+            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            weight = tl.zeros((BLOCK_M,), tl.float32)
+            sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+            for step in range(0, blocks * PER):
+                block = begin + (step // PER - sink) * stride
+                if WINDOW:
+                    block = tl.where(step // PER < sink, 0, block)
+                index = block * 64 + step % PER * BLOCK_N
+                present = offset < BLOCK_N
+                if PAGE % BLOCK_N == 0:
+                    # Keys are in one page; a scalar page index lets the following copies be pipelined.
+                    page = tl.load(table + index // PAGE).to(tl.int64)
+                    base, pool_row = (page * KV + head) * PAGE + index % PAGE, offset
+                else:
+                    page = tl.load(table + (index + offset) // PAGE).to(tl.int64)
+                    base, pool_row = 0, (page * KV + head) * PAGE + (index + offset) % PAGE
+                k = load_rows(key_codes, key_scales, base, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
+                v = load_rows(
+                    value_codes, value_scales, base, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE
+                )
+                seen = (block <= newest)[:, None] & present[None, :]
+                if WINDOW:
+                    at = (index + offset)[None, :]
+                    seen = seen & ((at < SINKS) | (at > (position - window)[:, None]))
+                top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
+            _store_part(
+                part_top, part_weight, part_sum, head, slot, query, rows * GROUP, newest >= 0,
+                top, weight, sum_, SPLITS + 2, D, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _add_assembled(
+    q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight, part_sum,
+    active, scale, rows, window, length, head, row,
+    KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
+    SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The last blocks of one row that hold rows of the tree."""
+    bits = tl.load(ancestors + row)
+    position = length + _bit_count(bits) - 1
+    own = position // 64
+    query, live = row * GROUP + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_M) < GROUP
+    if head == 0:
+        used = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+        tl.store(active + row, tl.minimum(used, tl.maximum(own - 1, 0)))
+    if own == 0:
+        none = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        tl.store(part_top + (head * (SPLITS + 2) + SPLITS) * rows * GROUP + query, none, mask=live)
+    queries = _queries(
+        q, row * GROUP, (row + 1) * GROUP, head, scale, ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M
+    )
+    # An ancestor's depth: how many are above it.
+    other, offset = tl.arange(0, 64), tl.arange(0, BLOCK_N)
+    above = ((bits >> other.to(tl.int64)) & 1).to(tl.int32)
+    depth = tl.where(above != 0, tl.cumsum(above, 0) - 1, -1)
+    for block in tl.range(length // 64, own + 1, num_stages=1):
+        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+        sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+        for step in tl.range(0, 64 // BLOCK_N, num_stages=1):
+            at = block * 64 + step * BLOCK_N + offset
+            present = at <= position
+            # The tree's row r is at index length + r.
+            staged = tl.sum(tl.where(depth[None, :] == (at - length)[:, None], other[None, :], 0), 1)
+            index = tl.where(at < length, at, length + staged)
+            page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
+            pool_row = (page * KV + head) * PAGE + index % PAGE
+            k = load_rows(key_codes, key_scales, 0, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
+            v = load_rows(value_codes, value_scales, 0, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE)
+            seen = live[:, None] & present[None, :]
+            if WINDOW:
+                seen = seen & ((at < SINKS) | (at > position - window))[None, :]
+            top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
+        _store_part(
+            part_top, part_weight, part_sum, head, SPLITS + 1 - (own - block), query, rows * GROUP, live,
+            top, weight, sum_, SPLITS + 2, D, BLOCK,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows", "sequences", "tiles", "table_stride", "window"])
 def _paged_kernel(
     q, key_codes, key_scales, value_codes, value_scales, table, lengths, first, ancestors,
@@ -149,126 +277,31 @@ def _paged_kernel(
 ):  # fmt: skip
     """One KV head of one slot of BLOCK_M queries, or of the last blocks of one row, a program.
 
-    Slots of tiles: the block before the root's, then the splits. A block is added BLOCK_N keys at a time.
+    A block is added BLOCK_N keys at a time.
     """
-    number, units = tl.program_id(0), tiles * KV
-    PER: tl.constexpr = 64 // BLOCK_N
-    SLOTS: tl.constexpr = SPLITS + 2
-    turn, head = number // units, (number % KV).to(tl.int64)
-    team = number - (SPLITS + 1) * units
-    row = tl.where(team < 0, -1, team // KV)
+    # Rows first: splits that a short context leaves empty come last.
+    number, units = tl.program_id(0) - rows * KV, tiles * KV
+    head = (tl.program_id(0) % KV).to(tl.int64)
+    row = tl.where(number < 0, tl.program_id(0) // KV, -1)
     item, tile, start_row, count = _sequence(
         first, number % units // KV, row, sequences, rows // sequences, GROUP, BLOCK_M, RAGGED
     )
     length = tl.load(lengths + item).to(tl.int32)
     table += item.to(tl.int64) * table_stride
-    root = length // 64
-    offset = tl.arange(0, BLOCK_N)
-    if team < 0:
-        query = start_row * GROUP + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = query < (start_row + count) * GROUP
-        position = length + _bit_count(tl.load(ancestors + query // GROUP, mask=live, other=1)) - 1
-        own = position // 64
-        # Rows of this tile may be in the block after the root's, and there have another number of splits.
-        deep = tl.max(own, 0) - root
-        before = _splits_of(root, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
-        after = _splits_of(root + deep, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
-        split = turn - 1
-        passes = tl.where((before != after) & (turn > 0), 2, 1)
-        for again in tl.range(0, tl.where(count > 0, passes, 0), num_stages=1):
-            stride = tl.where(again == 0, before, after)
-            # Blocks of the split, up to `last`, that rows with this number of splits have.
-            last = root - 2 + tl.where(before != after, again, deep)
-            some = (split < stride) & (split <= last)
-            begin, sink = split, 0
-            if WINDOW:
-                oldest = tl.maximum(length - window + 1, 0) // 64
-                begin += tl.maximum(tl.cdiv(oldest - begin, stride), 0) * stride
-                sink = ((split == 0) & (begin > 0)).to(tl.int32)
-            blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
-            # The last block of this slot that a query has; below 0: it has no such slot.
-            splits = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
-            newest = tl.where(splits == stride, own - 2, -1)
-            slot = split
-            if turn == 0:
-                begin, sink, blocks, slot, some = root - 1, 0, 1, SPLITS, root > 0
-                newest = tl.where(own == root, root - 1, -1)
-            newest = tl.where(live, newest, -1)
-            if some:
-                queries = _queries(
-                    q, start_row * GROUP + tile * BLOCK_M, (start_row + count) * GROUP, head, scale,
-                    ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M,
-                )  # fmt: skip
-                top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-                weight = tl.zeros((BLOCK_M,), tl.float32)
-                sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-                for step in range(0, blocks * PER):
-                    block = begin + (step // PER - sink) * stride
-                    if WINDOW:
-                        block = tl.where(step // PER < sink, 0, block)
-                    index = block * 64 + step % PER * BLOCK_N
-                    present = offset < BLOCK_N
-                    if PAGE % BLOCK_N == 0:
-                        # Keys are in one page; a scalar page index lets the following copies be pipelined.
-                        page = tl.load(table + index // PAGE).to(tl.int64)
-                        base, pool_row = (page * KV + head) * PAGE + index % PAGE, offset
-                    else:
-                        page = tl.load(table + (index + offset) // PAGE).to(tl.int64)
-                        base, pool_row = 0, (page * KV + head) * PAGE + (index + offset) % PAGE
-                    k = load_rows(key_codes, key_scales, base, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
-                    v = load_rows(
-                        value_codes, value_scales, base, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE
-                    )
-                    seen = (block <= newest)[:, None] & present[None, :]
-                    if WINDOW:
-                        at = (index + offset)[None, :]
-                        seen = seen & ((at < SINKS) | (at > (position - window)[:, None]))
-                    top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-                _store_part(
-                    part_top, part_weight, part_sum, head, slot, query, rows * GROUP, newest >= 0,
-                    top, weight, sum_, SLOTS, D, BLOCK,
-                )  # fmt: skip
+    if number >= 0:
+        _add_committed(
+            q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
+            part_sum, scale, rows, window, length, head, number // units, tile, start_row, count,
+            KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
+            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
+        )  # fmt: skip
     else:
-        bits = tl.load(ancestors + row)
-        position = length + _bit_count(bits) - 1
-        own = position // 64
-        query = row * GROUP + tl.arange(0, BLOCK_M)
-        live = tl.arange(0, BLOCK_M) < GROUP
-        if head == 0:
-            used = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
-            tl.store(active + row, tl.minimum(used, tl.maximum(own - 1, 0)))
-        if own == 0:
-            none = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-            tl.store(part_top + (head * SLOTS + SPLITS) * rows * GROUP + query, none, mask=live)
-        queries = _queries(
-            q, row * GROUP, (row + 1) * GROUP, head, scale, ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M
-        )
-        # An ancestor's depth: how many are above it.
-        other = tl.arange(0, 64)
-        above = ((bits >> other.to(tl.int64)) & 1).to(tl.int32)
-        depth = tl.where(above != 0, tl.cumsum(above, 0) - 1, -1)
-        for block in tl.range(root, own + 1, num_stages=1):
-            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-            weight = tl.zeros((BLOCK_M,), tl.float32)
-            sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-            for step in tl.range(0, PER, num_stages=1):
-                at = block * 64 + step * BLOCK_N + offset
-                present = at <= position
-                # The tree's row r is at index length + r.
-                staged = tl.sum(tl.where(depth[None, :] == (at - length)[:, None], other[None, :], 0), 1)
-                index = tl.where(at < length, at, length + staged)
-                page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
-                pool_row = (page * KV + head) * PAGE + index % PAGE
-                k = load_rows(key_codes, key_scales, 0, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
-                v = load_rows(value_codes, value_scales, 0, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE)
-                seen = live[:, None] & present[None, :]
-                if WINDOW:
-                    seen = seen & ((at < SINKS) | (at > position - window))[None, :]
-                top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-            _store_part(
-                part_top, part_weight, part_sum, head, SPLITS + 1 - (own - block), query, rows * GROUP, live,
-                top, weight, sum_, SLOTS, D, BLOCK,
-            )  # fmt: skip
+        _add_assembled(
+            q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
+            part_sum, active, scale, rows, window, length, head, row,
+            KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
+            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "ring", "window"])
