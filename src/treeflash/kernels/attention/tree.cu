@@ -36,7 +36,7 @@
 struct __align__(GROUPED ? 1024 : 128) Memory {
   u8 queries[QUERIES * D * 2];
   u8 shares[QUERIES * BLOCK * 2];
-  long long bases[4];        // first pool rows: of the tile's block i at i modulo 3 (those of two blocks are read while a third's is written)
+  long long bases[4];        // first pool rows of blocks, block i at i modulo 3: two are read while a third is written
   float maxima[4][QUERIES];  // of parts of the keys; at the end the weights of the tiles of keys
   float tops[QUERIES];       // running maxima that shares are relative to; NONE: no key was visible yet
   float levels[QUERIES];     // the same as a finite number
@@ -237,8 +237,9 @@ struct ThreadTiles {
 };
 DEVICE ThreadTiles tiles_of(int thread) {
   const int lane = thread & 31, warp = thread >> 5;
-  return {lane >> 2,          lane & 3, warp % Tile::KEY_PARTS, warp / Tile::KEY_PARTS * Tile::SCORE_TILES, warp % Tile::DIM_PARTS,
-          warp / Tile::DIM_PARTS * Tile::SUM_TILES};
+  return {lane >> 2, lane & 3,
+          warp % Tile::KEY_PARTS, warp / Tile::KEY_PARTS * Tile::SCORE_TILES,
+          warp % Tile::DIM_PARTS, warp / Tile::DIM_PARTS * Tile::SUM_TILES};
 }
 
 struct Arguments {
@@ -301,7 +302,8 @@ DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value
     if (++item == a.sequences) return;
     rows = rows_of(a, item);
   }
-  const int length = (int)__ldcg(a.lengths + item), root = length / BLOCK, count = rows.count * group, first_query = tile * QUERIES;
+  const int length = (int)__ldcg(a.lengths + item), root = length / BLOCK;
+  const int count = rows.count * group, first_query = tile * QUERIES;
   if (slot < SPLITS && slot >= root) return;
   const int deep = leaves_block(a, rows, length);
   const int two = deep && splits_of(root) != splits_of(root + 1);
@@ -352,7 +354,9 @@ DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value
       m.tops[i] = m.limits[i] = NONE;
       m.levels[i] = 0.f;
       m.oldest[i] = position - a.window + 1;
-      m.last[i] = row >= rows.count ? -1 : slot == SPLITS ? (own == root ? root - 1 : -1) : splits_of(own) == splits ? own - 2 : -1;
+      m.last[i] = row >= rows.count ? -1
+                  : slot == SPLITS  ? (own == root ? root - 1 : -1)
+                                    : (splits_of(own) == splits ? own - 2 : -1);
     }
     wait_groups<STAGES - 1>();
     publish();
@@ -462,7 +466,8 @@ DEVICE void team_barrier(int team) { asm volatile("bar.sync %0,%1;" ::"r"(team +
 
 // The last blocks of a row that hold rows of the tree, for eight of its query heads.
 DEVICE void add_assembled(const Arguments& a, Memory& m, u8* key_ring, u8* value_ring, int work, int team) {
-  const int lane = own_number() & 31, warp = own_number() / 32 % Team::WARPS, thread = 32 * warp + lane, g = lane >> 2, t = lane & 3;
+  const int lane = own_number() & 31, warp = own_number() / 32 % Team::WARPS, thread = 32 * warp + lane;
+  const int g = lane >> 2, t = lane & 3;
   const int group = a.group, parts = (group + 7) / 8, base = 8 * team;
   const int head = work % a.kv_heads, part = work / a.kv_heads % parts, row = work / a.kv_heads / parts;
   if (row >= a.rows) return;
@@ -495,7 +500,8 @@ DEVICE void add_assembled(const Arguments& a, Memory& m, u8* key_ring, u8* value
     gather<VALUES, false>(values, a.value_codes, a.value_scales, sources);
     end_group();
     if (block == own) {
-      load_queries<Team>(m, a.q + (((long long)row * a.kv_heads + head) * group + 8 * part) * D, a.scale, 0, count, group, 0, base);
+      const float* q = a.q + (((long long)row * a.kv_heads + head) * group + 8 * part) * D;
+      load_queries<Team>(m, q, a.scale, 0, count, group, 0, base);
       if (head == 0 && part == 0 && thread == 0) a.active[row] = min(splits_of(own), max(own - 1, 0));
       if (own == 0 && thread < count) a.part_top[to - (long long)a.rows * group + thread] = NONE;
     }
