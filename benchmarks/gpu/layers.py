@@ -223,7 +223,6 @@ def compare_bits(report: Report) -> None:
         step = PagedStep(("f16", "f16"), rows, (1000,), trees=random_trees)
         found = step.attention(attention_triton.paged_attention)[:, :1]
         step.q, step.gate, step.tree = step.q[:, :1], step.gate[:, :1], random_trees(1)
-        step.positions = step.positions[:, :1]
         bits(report, f"attention row 0, {rows} rows", found, step.attention(attention_triton.paged_attention))
 
 

@@ -25,8 +25,10 @@ from tests.gpu.inputs import (
     KV_HEADS,
     PAGE,
     ROTARY_DIM,
+    ROW_COUNTS,
     PagedStep,
     noise_pool,
+    random_trees,
 )
 from treeflash.kernels.attention import cuda, paged_attention
 from treeflash.kernels.attention.triton_kernels import paged_attention as triton_attention
@@ -55,11 +57,13 @@ def ceilings(report: Report) -> tuple[float, float]:
     return bandwidth, rate
 
 
-def timed_step(name: str, length: int, rows: int, window: int | None = None) -> tuple[PagedStep, list]:
+def timed_step(
+    name: str, length: int, rows: int, window: int | None = None, **options
+) -> tuple[PagedStep, list]:
     """Return a step and its layers, together larger than the L2 cache."""
     one = 2 * length * KV_HEADS * FORMATS[name].row_bytes(HEAD_DIM)
     layers = min(ATTENTION_LAYERS, -(-(256 << 20) // one))
-    step = PagedStep((name, name), rows, (length,), window=window, layers=layers)
+    step = PagedStep((name, name), rows, (length,), window=window, layers=layers, **options)
     return step, [[pool[i] for pool in step.pools] for i in range(layers)]
 
 
@@ -110,14 +114,16 @@ def time_attention(report: Report) -> None:
 
 
 def time_rows(report: Report) -> None:
-    """Time a tree's attention by its rows."""
-    for name, length in itertools.product(("q8_0", "f16"), (8 << 10, 64 << 10)):
-        times = []
-        for rows in (1, 8, 16, 24, 32, 48, 64):
-            us = attention_ms(*timed_step(name, length, rows), repeats=7) * 1e3
-            times.append(f"{rows}: {us:.1f}")
-            report.write(time="rows", format=name, context=length, rows=rows, us=us)
-        print(f"{name} {length >> 10}K, us a layer by rows:", ", ".join(times), flush=True)
+    """Time a tree's attention by its rows; 37 or 60 of the 64 positions of the root's block are committed."""
+    for name, length in itertools.product(("f16", "q8_0", "tq3_0"), (512, 4 << 10, 32 << 10)):
+        for more in (37, 60) if length == 4 << 10 else (37,):
+            times = []
+            for rows in ROW_COUNTS:
+                step, pools = timed_step(name, length + more, rows, trees=random_trees)
+                us = attention_ms(step, pools, repeats=7) * 1e3
+                times.append(f"{rows}: {us:.1f}")
+                report.write(time="rows", format=name, context=length + more, rows=rows, us=us)
+            print(f"{name} {length} + {more}, us a layer by rows:", ", ".join(times), flush=True)
 
 
 def time_windows(report: Report) -> None:
@@ -181,13 +187,16 @@ def time_tiles(report: Report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    report = Report(parser.parse_args().out, SECONDS)
+    parser.add_argument("--only", help="one part, for example rows")
+    chosen = parser.parse_args()
+    report = Report(chosen.out, SECONDS)
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     parts = (describe, time_attention, time_rows, time_windows, time_tiles, time_writes, time_expand)
     with torch.inference_mode():
         for part in parts:
-            report.part(part)
+            if chosen.only is None or part.__name__.endswith(f"_{chosen.only}"):
+                report.part(part)
     return int(report.failed)
 
 

@@ -75,6 +75,11 @@ def random_trees(
     return tree_rows(trees, device)
 
 
+def deep_trees(rows: int, batch: int = 1, device: torch.device = DEVICE) -> TreeRows:
+    """Return trees of one long path with a leaf at every third of its rows."""
+    return tree_rows([[-1, *(row - 1 if row % 3 else row - 2 for row in range(1, rows))]] * batch, device)
+
+
 def binary_trees(rows: int, batch: int = 1, device: torch.device = DEVICE) -> TreeRows:
     """Return trees in which row i is a child of row (i - 1) // 2."""
     return tree_rows([[(row - 1) // 2 for row in range(rows)]] * batch, device)
@@ -247,7 +252,7 @@ class PagedStep:
 
     @property
     def mapping(self) -> tuple[Tensor, ...]:
-        return self.page_table, self.lengths, self.tree.ancestors, self.positions
+        return self.page_table, self.lengths, self.tree.ancestors
 
     def attention(
         self, implementation: Callable[..., Tensor] = paged_attention, pools: list[HeadPool] | None = None

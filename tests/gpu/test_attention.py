@@ -1,6 +1,8 @@
 """Attention of tree steps, prompt chunks and draft blocks over the KV cache, against the references."""
 
 import itertools
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,14 +17,15 @@ from tests.gpu.inputs import (
     KV_HEADS,
     PAGE,
     ROTARY_DIM,
-    ROW_COUNTS,
     AttentionChunk,
     PagedStep,
-    binary_trees,
+    deep_trees,
     random_trees,
 )
 from tests.gpu.numerics import assert_close, assert_same_bits, captured, nan_filled_memory
-from treeflash.kernels.attention import prefill
+from tests.kernels.paths import roots
+from treeflash.kernels.attention import cuda as attention_cuda
+from treeflash.kernels.attention import paged_attention, prefill
 from treeflash.kernels.attention import reference as attention_reference
 from treeflash.kernels.attention import triton_kernels as attention_triton
 from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
@@ -94,28 +97,122 @@ def test_triton_tree_attention_matches_float64(
     assert_close(found, step.reference(), tolerance=tolerance((format,), bf16=1.2e-2))
 
 
-@pytest.mark.parametrize("format", ["f16", "q8_0", "q5_0", "q4_0", "tq3_0"])
-@pytest.mark.parametrize(("length", "window"), [(1000, None), (40000, None), (9000, 500)])
-def test_row_0_has_the_same_bits_in_every_row_count(format: str, length: int, window: int | None) -> None:
-    step = PagedStep((format, format), 64, (length,), window=window)
-    q, gate, positions, first = step.q, step.gate, step.positions, None
-    for rows in (1, 3, 8, 16, 24, 48, 64) if window is None else (1, 8, 24, 64):
-        step.q, step.gate, step.tree = q[:, :rows], gate[:, :rows], binary_trees(rows)
-        step.positions = positions[:, :rows]
-        found = step.attention()[:, :1]
-        first = found if first is None else first
-        assert_same_bits(found, first, f"{rows} rows")
+# Rows, context length, window: around multiples of 64 and of all splits, and where rows get more splits.
+FULL_CASES = (
+    *((1, 0), (64, 0), (24, 1), (7, 63), (64, 64), (13, 127), (8, 500), (33, 1000), (48, 2047), (16, 2112)),
+    *((24, 4095), (3, 4160), (24, 4280), (9, 4288)),
+    *((24, 8250), (64, 8255), (12, 8256), (24, 16383), (5, 40000)),
+)
+WINDOW_CASES = ((24, 60, 100), (8, 9000, 500), (48, 8250, 5000), (2, 8256, 1))
+PATH_CASES = (*((*case, None) for case in FULL_CASES), *WINDOW_CASES)
+PATH_PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("tq3_0", "tq3_0"), ("q8_0", "q4_0"), ("bf16", "q5_0"))
+TREES = {"random": random_trees, "deep": deep_trees}
 
 
-@pytest.mark.parametrize("rows", ROW_COUNTS[1:])
-def test_triton_row_0_does_not_depend_on_the_other_rows(rows: int) -> None:
-    """Up to rounding: `benchmarks/gpu/layers.py` reports whether the bits are equal, too."""
-    step = PagedStep(("f16", "f16"), rows, (1000,), trees=random_trees)
-    found = step.attention(attention_triton.paged_attention)[:, :1]
-    step.q, step.gate, step.tree = step.q[:, :1], step.gate[:, :1], random_trees(1)
-    step.positions = step.positions[:, :1]
-    alone = step.attention(attention_triton.paged_attention)
-    assert_close(found, alone, tolerance=2 * tolerance(("f16",), bf16=0))
+def plain_rows(step: PagedStep, implementation: Callable[..., torch.Tensor], item: int = 0) -> torch.Tensor:
+    """Return every row of a tree [T, H, D] as plain decoding computes it, after its path was committed."""
+    table, ancestors = step.page_table[item], step.tree.ancestors[item]
+    rows = []
+    for row, pools, length in roots(step.pools, table, int(step.lengths[item]), ancestors):
+        one = slice(row, row + 1)
+        rows.append(
+            implementation(
+                *(step.q[item : item + 1, one], *pools, table[None], length, torch.ones_like(length)[None]),
+                window=step.window,
+                gate=step.gate[item : item + 1, one],
+            )[0, 0]
+        )
+    return torch.stack(rows)
+
+
+def assert_plain_decoding(
+    step: PagedStep, implementation: Callable[..., torch.Tensor] = paged_attention
+) -> None:
+    with nan_filled_memory():
+        found = step.attention(implementation)
+        for item in range(len(step.lengths)):
+            expected = plain_rows(step, implementation, item)
+            assert bool(found[item].isfinite().all())
+            different = (found[item].view(torch.int32) != expected.view(torch.int32)).flatten(1).any(1)
+            assert not bool(different.any()), (
+                f"rows {different.nonzero().flatten().tolist()} of {item} differ"
+            )
+
+
+@pytest.mark.parametrize("formats", PATH_PAIRS, ids="-".join)
+@pytest.mark.parametrize("trees", TREES)
+@pytest.mark.parametrize(("rows", "length", "window"), PATH_CASES)
+def test_every_row_has_the_bits_of_plain_decoding(
+    formats: tuple[str, str], rows: int, length: int, window: int | None, trees: str
+) -> None:
+    assert_plain_decoding(PagedStep(formats, rows, (length,), window=window, trees=TREES[trees]))
+
+
+@pytest.mark.parametrize("formats", PATH_PAIRS[:3], ids="-".join)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), ATTENTION_HEADS])
+@pytest.mark.parametrize(("rows", "length", "window"), PATH_CASES[1::3])
+def test_every_row_of_triton_has_the_bits_of_plain_decoding(
+    formats: tuple[str, str], heads: tuple[int, int, int], rows: int, length: int, window: int | None
+) -> None:
+    step = PagedStep(formats, rows, (length,), heads=heads, window=window, trees=TREES["deep"])
+    assert_plain_decoding(step, attention_triton.paged_attention)
+
+
+@pytest.mark.parametrize("formats", PATH_PAIRS[:2], ids="-".join)
+@pytest.mark.parametrize(
+    ("rows", "lengths"), [(6, (63, 8250)), (16, (1, 4096, 130, 8255)), (21, (64, 2048, 9000))]
+)
+def test_every_row_of_a_batch_has_the_bits_of_plain_decoding(
+    formats: tuple[str, str], rows: int, lengths: tuple[int, ...]
+) -> None:
+    assert_plain_decoding(PagedStep(formats, rows, lengths, trees=TREES["deep"]))
+
+
+@pytest.mark.parametrize("module", [attention_cuda, attention_triton], ids=["cuda", "triton"])
+@pytest.mark.parametrize("formats", PATH_PAIRS[:3], ids="-".join)
+@pytest.mark.parametrize("counts", [(5, 1, 34, 24), (1, 1, 1), (64, 0, 2)])
+def test_sequences_may_have_different_numbers_of_rows(
+    module: ModuleType, formats: tuple[str, str], counts: tuple[int, ...]
+) -> None:
+    lengths = (60, 8255, 4000, 130)[: len(counts)]
+    step = PagedStep(formats, 64, lengths, trees=TREES["deep"])
+    q, bits, gate = (
+        torch.cat([rows[:count] for rows, count in zip(parts, counts, strict=True)])
+        for parts in (step.q, step.tree.ancestors, step.gate)
+    )
+    first = torch.tensor([0, *itertools.accumulate(counts)], device=DEVICE)
+    with nan_filled_memory():
+        found = module.ragged_attention(q, *step.pools, step.page_table, step.lengths, bits, first, gate=gate)
+        for item, count in enumerate(counts):
+            if count == 0:
+                continue
+            one = slice(item, item + 1)
+            cache = (step.page_table[one], step.lengths[one], step.tree.ancestors[one, :count])
+            alone = module.paged_attention(
+                step.q[one, :count], *step.pools, *cache, gate=step.gate[one, :count]
+            )
+            assert_same_bits(found[first[item] : first[item + 1]], alone[0], f"sequence {item}")
+
+
+def test_a_changed_order_of_one_sum_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assembled blocks add the products of their last keys first."""
+    source = attention_cuda.Tile.source
+
+    def changed(tile: attention_cuda.Tile) -> str:
+        text, loop = source(tile), "for (int step = 0; step < 4; step++) {"
+        assert text.count(loop) == 1
+        other = "for (int turn = 0; turn < 4; turn++) { const int step = S::TEAM ? 3 - turn : turn;"
+        return text.replace(loop, other)
+
+    step = PagedStep(("f16", "f16"), 24, (60,), trees=TREES["deep"])
+    assert_plain_decoding(step)
+    monkeypatch.setattr(attention_cuda.Tile, "source", changed)
+    attention_cuda._kernel.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match="differ"):
+            assert_plain_decoding(step)
+    finally:
+        attention_cuda._kernel.cache_clear()
 
 
 @pytest.mark.parametrize(

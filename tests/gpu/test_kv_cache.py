@@ -3,13 +3,26 @@
 import pytest
 import torch
 
-from tests.gpu.inputs import DEVICE, EPS, HEAD_DIM, KV_FORMATS, KV_HEADS, PAGE, ROTARY_DIM, encoded_pool
+from tests.gpu.inputs import (
+    DEVICE,
+    EPS,
+    HEAD_DIM,
+    KV_FORMATS,
+    KV_HEADS,
+    PAGE,
+    ROTARY_DIM,
+    encoded_pool,
+    random_trees,
+)
 from tests.gpu.numerics import assert_close, nan_filled_memory
+from tests.kernels.paths import rows_of
+from treeflash.kernels.commit import commit_path, move_rows
 from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import decode, unpack
 from treeflash.kernels.kv_cache.rotation import rotate_back
 from treeflash.kernels.norm_rope import reference as norm_reference
+from treeflash.kernels.norm_rope import rope_angles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -44,6 +57,41 @@ def test_written_rows_match_the_reference(format: str, dim: int, interleaved: bo
     levels = [unpack(pool.codes, pool.format, dim) for pool in pools]
     share = float((levels[0] != levels[1]).sum() / (2 * ROWS * KV_HEADS * dim))
     assert share < DIFFERING_CODES, f"{share:.1e} of the codes differ"
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("rows", [8, 24, 64])
+def test_a_committed_path_has_the_bytes_that_plain_decoding_writes(format: str, rows: int) -> None:
+    """Written as rows of a tree and moved, or one at a time to their places."""
+    length, tree = 50, random_trees(rows)
+    k, v = torch.randn(2, 1, rows, KV_HEADS, HEAD_DIM, device=DEVICE) * 3
+    weight, frequencies = torch.randn(HEAD_DIM, device=DEVICE), torch.rand(ROTARY_DIM // 2, device=DEVICE)
+    positions, page_table = length + tree.depths, torch.tensor([[2, 0, 1]], device=DEVICE)
+    whole, single = (
+        HeadPool.empty(FORMATS[format], (2, 3, KV_HEADS, PAGE), HEAD_DIM, DEVICE) for _ in range(2)
+    )
+
+    def write(pool: HeadPool, chosen: slice, at: torch.Tensor) -> None:
+        angles = rope_angles(positions[:, chosen], frequencies)
+        heads = (k[:, chosen], k[:, chosen], v[:, chosen], (weight, weight), EPS, *angles)
+        mapping = {"pages": page_table[0, at // PAGE], "offsets": at % PAGE, "interleaved": False}
+        cache_kernel.cache_heads(*heads, keys=pool[0], values=pool[1], **mapping)
+
+    last = int(tree.depths.argmax())
+    path = rows_of(int(tree.ancestors[0, last]))
+    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    state = {"path": torch.zeros(1, rows, dtype=torch.int64, device=DEVICE), "count": torch.zeros_like(slots)}
+    write(whole, slice(None), length + torch.arange(rows, device=DEVICE))
+    kept = commit_path(tree.ancestors, torch.full_like(slots, last), slots, lengths=slots + length, **state)
+    move_rows(whole.planes, kept, slots, page_table)
+    for depth, row in enumerate(path):
+        write(single, slice(row, row + 1), torch.tensor([length + depth], device=DEVICE))
+    index = length + torch.arange(len(path), device=DEVICE)
+    for found, expected in zip(whole.planes, single.planes, strict=True):
+        moved, plain = (
+            plane[:, page_table[0, index // PAGE], :, index % PAGE] for plane in (found, expected)
+        )
+        assert torch.equal(moved.view(torch.uint8), plain.view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", QUANTISED)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
+from tests.kernels.paths import roots
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.attention import triton_kernels as attention_kernel
 from treeflash.kernels.kv_cache import triton_kernels
@@ -21,6 +22,12 @@ CPU = torch.device("cpu")
 QUANTISED = [name for name, format in FORMATS.items() if format.quantised]
 # Relative, of matmuls in float16.
 TOLERANCE = 8e-4
+
+
+def few_splits(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """At most so many, and fewer for rows up to block 3 and up to block 1."""
+    monkeypatch.setattr(attention_kernel, "SPLITS", most)
+    monkeypatch.setattr(attention_kernel, "TIERS", ((1, most // 2), (3, most - 1)))
 
 
 def filled(name: str, shape: tuple[int, ...], dim: int, used: Tensor) -> HeadPool:
@@ -53,7 +60,7 @@ def check_attention(
     pools = [filled(name, (pages, heads, page), dim, used) for name in formats]
     step = tree_of(rows, len(lengths))
     committed = torch.tensor(lengths)
-    cache = (*pools, table, committed, step.ancestors, committed[:, None] + step.positions)
+    cache = (*pools, table, committed, step.ancestors)
     q = torch.randn(len(lengths), rows, heads * group, dim)
     gate = torch.randn(len(lengths), rows, heads * group, 2 * dim)[..., dim:]
     found = attention_kernel.paged_attention(q, *cache, window=window, gate=gate)
@@ -62,7 +69,7 @@ def check_attention(
 
 @pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="/".join)
 def test_attention_over_every_pair(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 2)
+    few_splits(monkeypatch, 2)
     check_attention(pair, dim=32, group=2, rows=3, lengths=(70,))
 
 
@@ -87,7 +94,7 @@ def test_attention_of_odd_sizes(
     page: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    few_splits(monkeypatch, 4)
     check_attention(pair, dim=dim, group=group, rows=rows, lengths=lengths, heads=2, page=page)
 
 
@@ -101,14 +108,14 @@ def test_attention_in_float32_is_exact_in_many_splits() -> None:
 )
 @pytest.mark.parametrize("page", [8, 64])
 def test_a_window(window: int, lengths: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    few_splits(monkeypatch, 4)
     sizes = {"dim": 16, "group": 1, "rows": 6, "lengths": lengths, "page": page, "window": window}
     check_attention(("f32", "f32"), tolerance=2e-6, **sizes)
 
 
 def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those pages hold NaN, and a value times a share of 0 would still be NaN."""
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
+    few_splits(monkeypatch, 4)
     dim, page, length, window = 16, 64, 600, 100
     table = torch.randperm(10)[None]
     keys, values = torch.randn(2, 10, 1, page, dim)
@@ -117,25 +124,55 @@ def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -
     pools = [HeadPool(FORMATS["f32"], dim, pool, None) for pool in (keys, values)]
     step, committed = tree_of(4, 1), torch.tensor([length])
     q = torch.randn(1, 4, 1, dim)
-    cache = (table, committed, step.ancestors, committed[:, None] + step.positions)
+    cache = (table, committed, step.ancestors)
     found = attention_kernel.paged_attention(q, *pools, *cache, window=window)
     cleaned = [HeadPool(FORMATS["f32"], dim, pool.nan_to_num(), None) for pool in (keys, values)]
     close(found, attention.paged_attention(q, *cleaned, *cache, window=window))
 
 
-@pytest.mark.parametrize("pair", [("f16", "f16"), ("q8_0", "q4_0")])
-def test_a_row_comes_out_the_same_among_others(
-    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("pair", "page", "length", "window"),
+    [
+        (("f16", "f16"), 64, 250, None),
+        (("q8_0", "q4_0"), 64, 60, None),
+        (("tq3_0", "q8_0"), 64, 127, 100),
+        (("f32", "f32"), 8, 190, None),
+    ],
+)
+def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
+    pair: tuple[str, str], page: int, length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_kernel, "SPLITS", 4)
-    dim, group, rows, length = 64, 6, 23, 150
-    pools = [filled(name, (4, 1, 64), dim, torch.ones(4, dtype=torch.bool)) for name in pair]
-    q, step = torch.randn(1, rows, group, dim), tree_of(rows, 1)
+    """Rows in the root's block and the next, with one number of splits and with two."""
+    few_splits(monkeypatch, 4)
+    dim, group, rows = 32, 2, 13
+    pages = -(-(length + rows) // page)
+    pools = [filled(name, (pages, 1, page), dim, torch.ones(pages, dtype=torch.bool)) for name in pair]
+    table, q, step = torch.randperm(pages), torch.randn(1, rows, group, dim), tree_of(rows, 1)
     assert step.ancestors is not None
-    cache = (*pools, torch.randperm(4)[None], torch.tensor([length]))
-    alone = attention_kernel.paged_attention(q[:, :1], *cache, step.ancestors[:, :1])
-    among = attention_kernel.paged_attention(q, *cache, step.ancestors)
-    assert torch.equal(alone, among[:, :1])
+    tree = (table[None], torch.tensor([length]), step.ancestors)
+    found = attention_kernel.paged_attention(q, *pools, *tree, window=window)
+    close(found, attention.ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
+    for row, moved, position in roots(pools, table, length, step.ancestors[0]):
+        own = (table[None], position, torch.ones(1, 1, dtype=torch.int64))
+        alone = attention_kernel.paged_attention(q[:, row : row + 1], *moved, *own, window=window)
+        assert torch.equal(alone[0, 0], found[0, row]), row
+
+
+def test_sequences_may_have_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_splits(monkeypatch, 2)
+    dim, counts, lengths = 16, (3, 70 // 5, 1), (60, 130, 64)
+    pools = [filled("f16", (9, 2, 64), dim, torch.ones(9, dtype=torch.bool)) for _ in range(2)]
+    table, committed = torch.randperm(9).view(3, 3), torch.tensor(lengths)
+    first = torch.tensor([0, *counts]).cumsum(0)
+    trees = [tree_of(count, 1).ancestors for count in counts]
+    q, gate = torch.randn(2, sum(counts), 10, dim)
+    bits = torch.cat([tree[0] for tree in trees])
+    found = attention_kernel.ragged_attention(q, *pools, table, committed, bits, first, gate=gate)
+    for item, tree in enumerate(trees):
+        rows = slice(int(first[item]), int(first[item + 1]))
+        cache = (*pools, table[item : item + 1], committed[item : item + 1], tree)
+        alone = attention_kernel.paged_attention(q[None, rows], *cache, gate=gate[None, rows])
+        assert torch.equal(found[rows], alone[0])
 
 
 def write(

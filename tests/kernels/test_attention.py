@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from treeflash.kernels.attention import paged_attention
+from tests.kernels.paths import roots
+from treeflash.kernels.attention import paged_attention, reference
+from treeflash.kernels.attention.reference import ordered_attention
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
+from treeflash.kernels.kv_cache.reference import encode
+from treeflash.kernels.kv_cache.rotation import rotate
 from treeflash.models.step import Step, visibility
 
 PAGE = 4
@@ -23,6 +27,12 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor)
 def floats(pool: torch.Tensor) -> HeadPool:
     """[pages, KV, page, D] as it is."""
     return HeadPool(FORMATS["f32"], pool.shape[-1], pool, None)
+
+
+def stored(rows: torch.Tensor, format: str) -> HeadPool:
+    """[pages, KV, page, D] as a cache of this format stores it."""
+    parts = encode(rotate(rows), FORMATS[format]) if FORMATS[format].quantised else (rows, None)
+    return HeadPool(FORMATS[format], rows.shape[-1], *parts)
 
 
 def test_a_broken_sequence_does_not_reach_its_neighbours() -> None:
@@ -76,8 +86,9 @@ def test_a_window_hides_what_is_far_but_not_the_beginning(window: int, length: i
     q = torch.randn(1, rows, 4, 8, generator=generator)
     parents = torch.tensor([[-1, 0, 0, 1, 3, 4, 2, 5, 7]])
     step = Step.tree(torch.tensor([0]), parents, parents, lengths)
-    cache = (floats(keys), floats(values), table, lengths, step.ancestors, step.positions)
+    cache = (floats(keys), floats(values), table, lengths, step.ancestors)
     out = paged_attention(q, *cache, window=window)
+    assert torch.allclose(ordered_attention(q, *cache, window=window), out, atol=1e-5)
     k, v = (pool[table[0]].transpose(1, 2).flatten(0, 1) for pool in (keys, values))
     at = torch.cat([torch.arange(length), step.positions[0]])
     for row in range(rows):
@@ -87,3 +98,27 @@ def test_a_window_hides_what_is_far_but_not_the_beginning(window: int, length: i
             ancestor = index < length or bool(visibility(parents)[0, row, index - length])
             seen[index] = ancestor and (other < 64 or other >= position - window + 1)
         assert torch.allclose(out[0, row], plain(q[0, row], k, v, seen), atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["f32", "q8_0", "tq3_0"])
+@pytest.mark.parametrize(("length", "window"), [(0, None), (50, None), (127, None), (250, 90)])
+def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
+    format: str, length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "SPLITS", 4)
+    monkeypatch.setattr(reference, "TIERS", ((1, 2), (3, 3)))
+    rows, dim, page = 20, 32, 16
+    generator = torch.Generator().manual_seed(length)
+    pages = -(-(length + rows) // page)
+    heads = torch.randn(2, pages, 2, page, dim, generator=generator)
+    pools = [stored(part, format) for part in heads]
+    table = torch.randperm(pages, generator=generator)
+    parents = torch.tensor([[-1] + [max(0, row - 1 - row % 3) for row in range(1, rows)]])
+    ancestors = Step.tree(table[:1], parents, parents, table[:1]).ancestors
+    assert ancestors is not None
+    q = torch.randn(1, rows, 4, dim, generator=generator)
+    found = ordered_attention(q, *pools, table[None], torch.tensor([length]), ancestors, window=window)
+    for row, moved, position in roots(pools, table, length, ancestors[0]):
+        cache = (*moved, table[None], position, torch.ones(1, 1, dtype=torch.int64))
+        alone = ordered_attention(q[:, row : row + 1], *cache, window=window)
+        assert torch.equal(alone[0, 0], found[0, row]), row

@@ -38,6 +38,7 @@ POINTERS = {
     "index": "*i64",
     "parents": "*i64",
     "ancestors": "*i64",
+    "first": "*i64",
     "table": "*i64",
     "lengths": "*i64",
     "starts": "*i64",
@@ -61,7 +62,7 @@ POINTERS = {
     "window": "*fp16",
     "stash": "*fp16",
 }
-NUMBERS = {"row_bytes", "T", "PATH", "SAVED", "elements", "units", "width", "ring"}
+NUMBERS = {"row_bytes", "T", "slot_stride", "PATH", "SAVED", "elements", "units", "width", "ring"}
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}
 NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": True}
@@ -99,7 +100,10 @@ SIMPLE = {
         conv._conv_kernel,
         {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128, "WIDTH": 4, "ROWS": 16, "WINDOW": 4},
     ),
-    "merge": (attention._merge_kernel, {**SPLIT, "ROTATION": 128, "PARTS": 128, "STEP": 32, "GATE": True}),
+    "merge": (
+        attention._merge_kernel,
+        {**SPLIT, "TAILS": 2, "ROTATION": 128, "PARTS": 64, "STEP": 32, "GATE": True},
+    ),
 }
 
 
@@ -201,11 +205,13 @@ def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None
     constants, types = sides(*pair)
     operands = [tl.bfloat16 if side == "bf16" else tl.float16 for side in pair]
     row_bytes = 512 if types["key_codes"] != "*u8" or types["value_codes"] != "*u8" else 256
-    constants |= {**SPLIT, "PRECISION": "ieee", "PAGE": 64, "WINDOW": window}
+    constants |= {**SPLIT, "TIER0": 66, "SPLITS0": 22, "TIER1": 128, "SPLITS1": 30}
+    constants |= {"PRECISION": "ieee", "PAGE": 64}
+    constants |= {"WINDOW": window, "RAGGED": window}
     constants |= {"KEY_TYPE": operands[0], "VALUE_TYPE": operands[1]}
     constants["ROTATION"] = 128 if types["key_codes"] == "*u8" else 0
-    chosen = attention.tiles(256, row_bytes, capability(target))
-    types["window"] = "i32"
+    chosen = attention.tiles(256, row_bytes, capability(target)) | {"enable_fp_fusion": False}
+    types |= dict.fromkeys(("rows", "sequences", "tiles", "window"), "i32")
     assert compiled(attention._paged_kernel, card, constants, chosen, scalars=types) <= limit
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.cards import CARDS, tool_output
 from treeflash.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
+from treeflash.kernels.attention.reference import SPLITS, TIERS
 from treeflash.kernels.runtime.device import Card
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 
@@ -88,3 +89,9 @@ def test_trees_are_covered_with_little_padding() -> None:
         assert tile is not None
         covered[rows] = tile.queries * -(-6 * rows // tile.queries)
     assert covered == {1: 8, 8: 48, 16: 96, 24: 144, 32: 192, 48: 288, 64: 432}
+
+
+def test_rows_further_on_have_at_least_as_many_splits() -> None:
+    """The grid of tree.cu puts the splits of the longest sequence first."""
+    limits, splits = zip(*TIERS, strict=True)
+    assert list(limits) == sorted(limits) and [*splits, SPLITS] == sorted([*splits, SPLITS])

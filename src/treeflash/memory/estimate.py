@@ -13,6 +13,7 @@ import torch
 from treeflash.config import DraftConfig, EngineConfig
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
+from treeflash.kernels.attention.reference import SPLITS
 from treeflash.kernels.quant_matmul import BUCKETS
 from treeflash.kernels.sampling import make_workspace
 from treeflash.kernels.sampling.state import SamplingState
@@ -194,10 +195,8 @@ def _step_bytes(spec: ModelSpec, rows: int, draft: DraftSpec | None) -> int:
 
 def _attention_values(rows: int, heads: int, kv_heads: int, dim: int) -> int:
     """Return how many values the splits of tree attention write for the merge, rows padded to 64."""
-    from treeflash.kernels.attention.triton_kernels import SPLITS
-
     padded = -(-rows * heads // kv_heads // 64) * 64
-    return (SPLITS + 1) * kv_heads * padded * (dim + 2)
+    return (SPLITS + 2) * kv_heads * padded * (dim + 2)
 
 
 def chunk_size(device_type: str, memory: int) -> int:

@@ -198,7 +198,6 @@ class Decoder:
             lengths=mapping.lengths,
             pages=mapping.pages,
             offsets=mapping.offsets,
-            positions=step.positions,
             window=None if step.is_chunk else buffers.window,
             span=int(mapping.lengths.max()) + step.rows if step.is_chunk else 0,
             pending=pending,

@@ -30,7 +30,6 @@ class ForwardContext:
     lengths: Tensor  # [B]
     pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
     offsets: Tensor  # [B * T] and the offset in it
-    positions: Tensor  # [B, T]
     window: int | None  # tokens that a row attends to; None for a chunk: all
     span: int  # tokens of the longest sequence including a chunk's rows; 0 for a tree
     pending: Pending  # of these slots only; P path rows, the first `count` to be committed
@@ -107,8 +106,8 @@ class Attention:
         if context.ancestors is None:
             out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
         else:
-            tree = (context.ancestors, context.positions)
-            out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
+            tree = context.ancestors
+            out = paged_attention(q, keys, values, *tables, tree, window=context.window, gate=gate)
         out = out.flatten(-2)
         if not (partial_sums and self._out_takes_packed(out.shape[0] * out.shape[1])):
             return self._out(out)[0]

@@ -1,6 +1,6 @@
 """The CUDA C++ kernel of tree attention: its tiles and its launch."""
 
-from ctypes import c_float, c_int
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.attention.reference import SINKS
-from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, SplitResults
+from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, TAILS, TIERS, SplitResults
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
 from treeflash.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
@@ -49,6 +49,11 @@ class Tile:
         return 128 if self.queries in NARROW else 256 if self.grouped else 384
 
     @property
+    def teams(self) -> int:
+        """Rows that a block of the grid assembles at a time: by four warps with a stage of the rings each."""
+        return min(self.threads // 128, self.stages)
+
+    @property
     def shared_bytes(self) -> int:
         return _fixed_bytes(self.queries, self.grouped) + self.stages * _stage_bytes(self.keys, self.values)
 
@@ -62,6 +67,8 @@ class Tile:
             groups = 1 if self.queries in NARROW else 2
             parts.append(_warp_group_mma("score_mma", self.queries // groups, self.keys))
             parts.append(_warp_group_mma("sum_mma", self.queries, self.values))
+            parts.append(_warp_group_mma("team_score_mma", 8, self.keys))
+            parts.append(_warp_group_mma("team_sum_mma", 8, self.values))
         return "\n".join([*parts, pdl_source("attention", "pages.cu", "tree.cu")])
 
     def defines(self, overlap: bool) -> dict[str, int]:
@@ -82,6 +89,8 @@ class Tile:
             "SINKS": SINKS,
             "OVERLAP": int(overlap),
         }
+        for i, (last, splits) in enumerate(TIERS):
+            macros |= {f"TIER{i}": last, f"SPLITS{i}": splits}
         for i in range(4):
             macros[f"LEVEL{i}"] = int.from_bytes(level_bytes[4 * i : 4 * i + 4], "little")
             macros[f"FIRST{i}"] = FIRST_SIGNS >> 32 * i & 0xFFFFFFFF
@@ -95,8 +104,8 @@ def _stage_bytes(keys: str, values: str) -> int:
 
 def _fixed_bytes(queries: int, grouped: bool) -> int:
     """Return the bytes of shared memory outside the rings: the size of `Memory` in tree.cu."""
-    of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 4 + 1) + 8, 1024 if grouped else 128
-    return -(-(queries * of_query + 4 * BLOCK + 3 * 24) // unit) * unit
+    of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 4 + 2), 1024 if grouped else 128
+    return -(-(queries * of_query + 3 * 4 * BLOCK + 4 * 8) // unit) * unit
 
 
 def _warp_group_mma(name: str, columns: int, stored: str) -> str:
@@ -166,6 +175,22 @@ def _kernel(tile: Tile, device: torch.device) -> Kernel:
     )
 
 
+class _Arguments(ctypes.Structure):
+    """`Arguments` of tree.cu."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "key_codes", "key_scales", "value_codes", "value_scales")
+        ),
+        *((name, ctypes.c_void_p) for name in ("table", "lengths", "first", "ancestors")),
+        *((name, ctypes.c_void_p) for name in ("part_top", "part_weight", "part_sum", "active")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("rows", "sequences", "table_stride")),
+        *((name, ctypes.c_int) for name in ("window", "kv_heads", "group")),
+    ]
+
+
 def paged_attention(
     q: Tensor,
     keys: HeadPool,
@@ -173,36 +198,68 @@ def paged_attention(
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor,
-    positions: Tensor | None = None,
     *,
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention; for a tree of at most MAX_ROWS rows, the root at position `lengths`."""
+    """See reference.paged_attention; for trees of at most MAX_ROWS rows."""
+    rows = q.shape[1]
+    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
+    out = ragged_attention(
+        q.flatten(0, 1),
+        *(keys, values, page_table, lengths, ancestors.flatten()),
+        window=window,
+        gate=None if gate is None else gate.flatten(0, 1),
+    )
+    return out.view(q.shape)
+
+
+def ragged_attention(
+    q: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    first: Tensor | None = None,
+    *,
+    window: int | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Return the attention [R, H, D] of q [R, H, D]: rows first[b] to first[b + 1] - 1 are sequence b's tree.
+
+    first [S + 1] begins with 0 and ends with R; without it all trees have as many rows. A tree has at most
+    MAX_ROWS rows. ancestors, gate: see reference.paged_attention, for R rows.
+    """
     q, ancestors = q.contiguous(), ancestors.contiguous()
-    batch, rows, heads, _ = q.shape
+    rows, heads, _ = q.shape
+    sequences = len(lengths)
     kv_heads, page = keys.codes.shape[1:3]
     assert takes(q, keys, values), f"{q.shape}, {q.dtype}, {keys.format.name}, {values.format.name}"
-    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
-    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
-    assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
-    held = ancestors if positions is None else positions.contiguous()
-    for numbers in (page_table, lengths, ancestors, held):
-        assert numbers.dtype == torch.int64, f"{numbers.dtype}, needed int64"
-    assert page_table.stride(1) == 1 and lengths.is_contiguous(), f"{page_table.stride()}, {lengths.stride()}"
-    group = heads // kv_heads
-    names = keys.format.name, values.format.name
-    tile = tile_of(card_of(q.device), *names, rows * group, page=page, window=window is not None)
-    assert tile is not None
-    tiles, parts = -(-rows * group // tile.queries), SplitResults(q, kv_heads)
-    numbers = (rows, page_table.stride(0), window or 0, kv_heads, group, tiles)
-    _kernel(tile, q.device)(
-        (tiles * batch * kv_heads, SPLITS + 1),
-        [
-            *(q, *tensors(keys), *tensors(values), page_table, lengths, ancestors, held),
-            *(parts.tops, parts.weights, parts.sums, parts.active),
-            *(c_float(DIM**-0.5 * LOG2_E), *map(c_int, numbers)),
-        ],
+    assert keys.codes.numel() // keys.codes.shape[-1] < 1 << 31, (
+        f"{keys.codes.shape}: row numbers have 32 bits"
     )
+    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
+    assert first is not None or rows % sequences == 0, f"{rows} rows of {sequences} sequences"
+    for numbers in (page_table, lengths, ancestors, *(() if first is None else (first,))):
+        assert numbers.dtype == torch.int64 and numbers.stride(-1) == 1, f"{numbers.dtype}, needed int64"
+    group = heads // kv_heads
+    names, each = (keys.format.name, values.format.name), -(-rows // sequences) * group
+    tile = tile_of(card_of(q.device), *names, each, page=page, window=window is not None)
+    assert tile is not None
+    parts = SplitResults(q, kv_heads, TAILS)
+    tiles = (
+        sequences * -(-each // tile.queries) if first is None else rows * group // tile.queries + sequences
+    )
+    teams = -(-rows * kv_heads * -(-group // 8) // tile.teams)
+    pointers = (q, *tensors(keys), *tensors(values), page_table, lengths, first, ancestors)
+    results = (parts.tops, parts.weights, parts.sums, parts.active)
+    numbers = (rows, sequences, page_table.stride(0), window or 0, kv_heads, group)
+    arguments = _Arguments(
+        *(None if pointer is None else pointer.data_ptr() for pointer in (*pointers, *results)),
+        *(DIM**-0.5 * LOG2_E, *numbers),
+    )
+    grid = (tiles * kv_heads * (SPLITS + 1) + teams, 1)
+    _kernel(tile, q.device)(grid, [arguments, ctypes.c_int(tiles), ctypes.c_int(teams)])
     return parts.merge(gate, group_size(DIM) if values.format.quantised else 0)

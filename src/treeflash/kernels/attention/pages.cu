@@ -96,22 +96,30 @@ DEVICE void publish() {
 
 constexpr int D = 256;
 constexpr int BLOCK = 64;  // keys at a time; a page holds a multiple of them
-constexpr int TILES = QUERIES / 8;
 constexpr bool WIDE = QUERIES >= 48;
 constexpr int WARPS = !WIDE ? 4 : GROUPED ? 8 : 12;
 constexpr int THREADS = 32 * WARPS;
-// How warps share S^T [4 tiles of keys][TILES], and O^T [16 tiles of dims][TILES].
-constexpr int KEY_PARTS = WIDE && !GROUPED ? 2 : 4;
-constexpr int KEY_TILES = 4 / KEY_PARTS;
-constexpr int SCORE_TILES = TILES * KEY_PARTS / WARPS;
-constexpr int SCORE_STEPS = WIDE && !GROUPED ? 2 : D / 32;  // unrolled: registers
-constexpr int DIM_PARTS = GROUPED ? WARPS : 4;
-constexpr int DIM_TILES = 16 / DIM_PARTS;
-constexpr int SUM_TILES = TILES * DIM_PARTS / WARPS;
-constexpr int WEIGHTS = (4 * QUERIES + THREADS - 1) / THREADS;  // parts of queries' weights that a thread holds
 constexpr float SLACK = 8;  // shares are float16: 2^8 of 2^16
-static_assert(SCORE_TILES * WARPS == TILES * KEY_PARTS && SUM_TILES * WARPS == TILES * DIM_PARTS, "QUERIES");
 #define NONE __uint_as_float(0xff800000u)  // minus infinity
+
+// How WARPS_ warps divide S^T [4 tiles of keys][TILES] and O^T [16 tiles of dims][TILES] of QUERIES_ queries.
+template <int QUERIES_, int WARPS_, bool TEAM_>
+struct Division {
+  static constexpr bool TEAM = TEAM_;  // four of the block's warps, which have a row's queries
+  static constexpr int COUNT = QUERIES_, TILES = QUERIES_ / 8, WARPS = WARPS_, THREADS = 32 * WARPS_;
+  static constexpr int KEY_PARTS = WARPS_ > 4 && !GROUPED ? 2 : 4;
+  static constexpr int KEY_TILES = 4 / KEY_PARTS;
+  static constexpr int SCORE_TILES = TILES * KEY_PARTS / WARPS_;
+  static constexpr int SCORE_STEPS = WARPS_ > 4 && !GROUPED ? 2 : D / 32;  // unrolled: registers
+  static constexpr int DIM_PARTS = GROUPED ? WARPS_ : 4;
+  static constexpr int DIM_TILES = 16 / DIM_PARTS;
+  static constexpr int SUM_TILES = TILES * DIM_PARTS / WARPS_;
+  static constexpr int WEIGHTS = (4 * QUERIES_ + THREADS - 1) / THREADS;  // parts of queries' weights that a thread holds
+  static_assert(SCORE_TILES * WARPS_ == TILES * KEY_PARTS && SUM_TILES * WARPS_ == TILES * DIM_PARTS, "QUERIES");
+};
+typedef Division<QUERIES, WARPS, false> Tile;
+typedef Division<8, 4, true> Team;
+constexpr int TEAMS = WARPS / 4 < STAGES ? WARPS / 4 : STAGES;  // of a block; each has a stage of the rings
 
 template <int STORED>
 struct Rows {
@@ -133,55 +141,62 @@ DEVICE int offset_of(int row, int part) {
   return row * MAIN + turned * 16;
 }
 
-// Tokens of a block in the pool: row r is at first + r, from `turn` on, which is the next page, at second + r.
-struct Tokens {
-  long long first, second;
-  int turn, count;
-};
-
-// PARTS times 16 bytes of every row, from byte `from` of the row on; PLAIN: all rows are present, in one page.
-template <int BYTES, int PARTS, bool PLAIN, class Offset>
-DEVICE void fetch_plane(const u8* codes, int from, const Tokens& tokens, Offset target) {
+// PARTS times 16 bytes of the BLOCK rows of the pool from `first` on, from byte `from` of a row on.
+template <int BYTES, int PARTS, class Offset>
+DEVICE void fetch_plane(const u8* codes, int from, long long first, Offset target) {
   constexpr int STEP = THREADS / PARTS;
   static_assert(THREADS % PARTS == 0 && STEP % 4 == 0, "offsets of rows STEP apart differ by a constant");
   const int thread = own_number(), row0 = thread / PARTS, part = thread % PARTS;
-  const u8* source = codes + (tokens.first + row0) * BYTES + from + part * 16;
+  const u8* source = codes + (first + row0) * BYTES + from + part * 16;
   u8* to = target(row0, part);
   const int apart = (int)(target(row0 + 4, part) - to) / 4;
   UNROLL for (int n = 0; n < (BLOCK + STEP - 1) / STEP; n++) {
-    const int row = n * STEP + row0;
-    if (BLOCK % STEP && row >= BLOCK) break;
-    const u8* at = source + n * STEP * BYTES;
-    if (!PLAIN && row >= tokens.turn) at += (tokens.second - tokens.first) * BYTES;
-    const bool there = PLAIN || row < tokens.count;
-    copy16(to + n * STEP * apart, there ? at : codes, there ? 16 : 0);
-  }
-}
-template <int STORED, bool FLAT, bool PLAIN>
-DEVICE void fetch_rows(u8* stage, const u8* codes, const u8* scales, const Tokens& tokens) {
-  typedef Rows<STORED> R;
-  fetch_plane<R::BYTES, R::MAIN / 16, PLAIN>(
-      codes, 0, tokens, [&](int row, int part) { return stage + offset_of<R::MAIN, FLAT>(row, part); });
-  if (R::BITS)
-    fetch_plane<R::BYTES, 2, PLAIN>(
-        codes, R::MAIN, tokens, [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
-  const int row = own_number();
-  if (R::CODED && row < BLOCK) {
-    const bool there = PLAIN || row < tokens.count;
-    const long long at = (PLAIN || row < tokens.turn ? tokens.first : tokens.second) + row;
-    u8* to = stage + BLOCK * R::BYTES + row * R::SCALES;
-    const u8* from = there ? scales + at * R::SCALES : scales;
-    if (R::SCALES == 16) copy16(to, from, there ? 16 : 0);
-    else if (PLAIN) copy4(to, from);
-    else *(u32*)to = there ? __ldcg((const u32*)from) : 0;
+    if (BLOCK % STEP && n * STEP + row0 >= BLOCK) break;
+    copy16(to + n * STEP * apart, source + n * STEP * BYTES, 16);
   }
 }
 template <int STORED, bool FLAT>
-DEVICE void fetch(u8* stage, const u8* codes, const u8* scales, const Tokens tokens) {
-  if (tokens.count == BLOCK && tokens.turn >= BLOCK)
-    fetch_rows<STORED, FLAT, true>(stage, codes, scales, tokens);
-  else
-    fetch_rows<STORED, FLAT, false>(stage, codes, scales, tokens);
+DEVICE void fetch(u8* stage, const u8* codes, const u8* scales, long long first) {
+  typedef Rows<STORED> R;
+  fetch_plane<R::BYTES, R::MAIN / 16>(codes, 0, first,
+                                      [&](int row, int part) { return stage + offset_of<R::MAIN, FLAT>(row, part); });
+  if (R::BITS)
+    fetch_plane<R::BYTES, 2>(codes, R::MAIN, first,
+                             [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
+  const int row = own_number();
+  if (R::CODED && row < BLOCK) {
+    u8* to = stage + BLOCK * R::BYTES + row * R::SCALES;
+    const u8* from = scales + (first + row) * R::SCALES;
+    if (R::SCALES == 16) copy16(to, from, 16);
+    else copy4(to, from);
+  }
+}
+
+// The same by one team: row r of the stage is row rows[r] of the pool, zeros where that is negative.
+template <int BYTES, int PARTS, class Offset>
+DEVICE void gather_plane(const u8* codes, int from, const int* rows, Offset target) {
+  constexpr int STEP = Team::THREADS / PARTS;
+  const int thread = own_number() % Team::THREADS, part = thread % PARTS;
+  UNROLL for (int n = 0; n < (BLOCK + STEP - 1) / STEP; n++) {
+    const int row = n * STEP + thread / PARTS, source = rows[row];
+    copy16(target(row, part), codes + (long long)max(source, 0) * BYTES + from + part * 16, source < 0 ? 0 : 16);
+  }
+}
+template <int STORED, bool FLAT>
+DEVICE void gather(u8* stage, const u8* codes, const u8* scales, const int* rows) {
+  typedef Rows<STORED> R;
+  gather_plane<R::BYTES, R::MAIN / 16>(codes, 0, rows,
+                                       [&](int row, int part) { return stage + offset_of<R::MAIN, FLAT>(row, part); });
+  if (R::BITS)
+    gather_plane<R::BYTES, 2>(codes, R::MAIN, rows,
+                              [&](int row, int part) { return stage + BLOCK * R::MAIN + row * 32 + part * 16; });
+  const int row = own_number() % Team::THREADS;
+  if (R::CODED && row < BLOCK) {
+    u8* to = stage + BLOCK * R::BYTES + row * R::SCALES;
+    const u8* from = scales + (long long)max(rows[row], 0) * R::SCALES;
+    if (R::SCALES == 16) copy16(to, from, rows[row] < 0 ? 0 : 16);
+    else *(u32*)to = rows[row] < 0 ? 0 : __ldcg((const u32*)from);
+  }
 }
 
 // 4 * WORDS dims of a row as float16 (or bfloat16), two a word, before their scale; from dim 4 * quad on.

@@ -1,7 +1,7 @@
 """Triton kernels of split-KV attention: splits of the context in parallel, then one merge in a fixed order.
 
-The query heads of a KV head are rows of one matmul. The splits depend on the context's length alone, and a
-row's sums do not depend on the number of rows.
+The query heads of a KV head are rows of one matmul. Over the KV cache a row's bits depend on its path alone:
+tree.cu describes the partial results. Over a draft's ring the splits follow the ring's length.
 """
 
 import torch
@@ -17,7 +17,8 @@ from treeflash.kernels.runtime.device import capability_of
 from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 from treeflash.kernels.tree import MAX_ROWS
 
-SPLITS = 64  # of the context, at most; one more holds the step's own rows
+SPLITS, TIERS = reference.SPLITS, reference.TIERS
+TAILS = 2  # partial results after the splits: a row's last two blocks
 SINKS = tl.constexpr(reference.SINKS)
 LOG2_E = 1.4426950408889634
 
@@ -33,7 +34,7 @@ def _accumulate(queries, keys, values, seen, top, weight, sum_, PRECISION: tl.co
     shares = tl.exp2(scores - level[:, None])
     fade = tl.exp2(top - level)
     weight = weight * fade + tl.sum(shares, 1)
-    sum_ = sum_ * fade[:, None] + tl.dot(shares.to(values.dtype), values, input_precision=PRECISION)
+    sum_ = tl.dot(shares.to(values.dtype), values, sum_ * fade[:, None], input_precision=PRECISION)
     return higher, weight, sum_
 
 
@@ -58,37 +59,33 @@ def _extent(span, split, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _store_split(
-    part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, count, top, weight, sum_,
-    KV: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+def _store_part(
+    part_top, part_weight, part_sum, head, slot, query, count, kept, top, weight, sum_,
+    SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a split's result for `count` rows."""
-    at = ((item * KV + head) * (SPLITS + 1) + split) * count + rows
-    dims, live = tl.arange(0, BLOCK), rows < count
-    tl.store(part_top + at, top, mask=live)
-    tl.store(part_weight + at, weight, mask=live)
-    tl.store(part_sum + at[:, None] * D + dims[None, :], sum_, mask=live[:, None] & (dims < D)[None, :])
-    if (split == SPLITS) & (head == 0) & (tile == 0):
-        tl.store(active + item, used)
+    """Store the partial results of queries `query` of `count`, those that are `kept`."""
+    at = (head * SLOTS + slot) * count + query
+    dims = tl.arange(0, BLOCK)
+    tl.store(part_top + at, top, mask=kept)
+    tl.store(part_weight + at, weight, mask=kept)
+    tl.store(part_sum + at[:, None] * D + dims[None, :], sum_, mask=kept[:, None] & (dims < D)[None, :])
 
 
 @triton.jit
 def _queries(
-    q, item, head, tile, T, scale, ROTATION: tl.constexpr, TYPE: tl.constexpr, KV: tl.constexpr,
+    q, start, end, head, scale, ROTATION: tl.constexpr, TYPE: tl.constexpr, KV: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK] queries of a tile, node-major, scaled; rotated in groups of ROTATION unless 0."""
+    """[BLOCK_M, BLOCK] queries of a KV head from number `start` (row-major) up to `end`, scaled; rotated in
+    groups of ROTATION unless 0.
+    """
     # A rotated group of values is a row of its own.
     PARTS: tl.constexpr = BLOCK // ROTATION if ROTATION else 1
     WIDTH: tl.constexpr = BLOCK // PARTS
     part = tl.arange(0, BLOCK_M * PARTS)
-    rows, dims = (
-        tile * BLOCK_M + part // PARTS,
-        (part % PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :],
-    )
-    node = rows // GROUP
-    at = ((item * T + node) * KV * GROUP + head * GROUP + rows % GROUP)[:, None] * D + dims
-    queries = tl.load(q + at, mask=(node < T)[:, None] & (dims < D), other=0.0).to(tl.float32) * scale
+    query, dims = start + part // PARTS, (part % PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = ((query // GROUP * KV + head) * GROUP + query % GROUP)[:, None] * D + dims
+    queries = tl.load(q + at, mask=(query < end)[:, None] & (dims < D), other=0.0).to(tl.float32) * scale
     queries = queries.to(TYPE)
     if ROTATION:
         rotated = tl.dot(queries, rotation_matrix(ROTATION, False)) * (ROTATION**-0.5)
@@ -96,76 +93,214 @@ def _queries(
     return queries
 
 
-@triton.jit(do_not_specialize=["T", "table_stride", "window"])
-def _paged_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, table, lengths, ancestors, positions,
-    part_top, part_weight, part_sum, active, scale, T, table_stride, window,
+@triton.jit
+def _bit_count(bits):
+    """How many of the 64 bits are set."""
+    bits = bits.to(tl.uint64)
+    bits -= (bits >> 1) & 0x5555555555555555
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits += bits >> 8
+    bits += bits >> 16
+    return ((bits + (bits >> 32)) & 127).to(tl.int32)
+
+
+@triton.jit
+def _sequence(
+    first, tile, row, sequences, each, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, RAGGED: tl.constexpr
+):
+    """The sequence of `row`, or below 0 of `tile`; the tile's number in it; its first row and their count."""
+    if RAGGED:
+        item = -1
+        for b in range(0, sequences):
+            begin, end = tl.load(first + b), tl.load(first + b + 1)
+            tiles = tl.cdiv((end - begin) * GROUP, BLOCK_M).to(tl.int32)
+            here = tl.where(row < 0, tile < tiles, row < end)
+            item = tl.where((item < 0) & here, b, item)
+            tile = tl.where(item < 0, tile - tiles, tile)
+        begin = tl.load(first + tl.maximum(item, 0))
+        end = tl.load(first + tl.maximum(item, 0) + 1)
+        # A tile after the last: no rows.
+        return tl.maximum(item, 0), tile, begin, tl.where(item < 0, 0, end - begin).to(tl.int32)
+    else:
+        tiles = tl.cdiv(each * GROUP, BLOCK_M)
+        item = tl.where(row < 0, tile // tiles, row // each)
+        return item, tile % tiles, item.to(tl.int64) * each, each
+
+
+@triton.jit
+def _splits_of(
+    block, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr, SPLITS1: tl.constexpr,
+    TIER1: tl.constexpr,
+):  # fmt: skip
+    """How many splits a row in this block has."""
+    return tl.where(block <= TIER0, SPLITS0, tl.where(block <= TIER1, SPLITS1, SPLITS))
+
+
+@triton.jit
+def _add_committed(
+    q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight, part_sum,
+    scale, rows, window, length, head, turn, tile, start_row, count,
     KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
+    SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One KV head, one split, BLOCK_M of its rows (node-major) a program."""
-    tile, split, unit = tl.program_id(0), _split(SPLITS), tl.program_id(1).to(tl.int64)
-    item, head = unit // KV, unit % KV
-    length = tl.load(lengths + item).to(tl.int32)
-    # A window's context: the first tokens and the root's window, from `low` on; other rows see no more.
-    sinks, low = length, length
-    if WINDOW:
-        sinks = tl.minimum(length, SINKS)
-        low = tl.maximum((length - window + 1) // 64 * 64, sinks)
-    first, last, used = _extent(sinks + length - low, split, SPLITS)
-    own = tl.where(split == SPLITS, T, 0)
-    if (first < last) | (own > 0):
-        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        node = rows // GROUP
-        live = node < T
-        queries = _queries(q, item, head, tile, T, scale, ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M)
+    """One slot of a tile of BLOCK_M queries: the block before the root's (turn 0) or a split."""
+    PER: tl.constexpr = 64 // BLOCK_N
+    offset, root, split = tl.arange(0, BLOCK_N), length // 64, turn - 1
+    query = start_row * GROUP + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = query < (start_row + count) * GROUP
+    position = length + _bit_count(tl.load(ancestors + query // GROUP, mask=live, other=1)) - 1
+    own = position // 64
+    splits = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    # Rows of this tile may be in the block after the root's, and there have another number of splits.
+    deep = tl.max(own, 0) - root
+    before = _splits_of(root, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    after = _splits_of(root + deep, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    passes = tl.where((before != after) & (turn > 0), 2, 1)
+    for again in tl.range(0, tl.where(count > 0, passes, 0), num_stages=1):
+        stride = tl.where(again == 0, before, after)
+        # Blocks of the split, up to `last`, that rows with this number of splits have.
+        last = root - 2 + tl.where(before != after, again, deep)
+        some = (split < stride) & (split <= last)
+        begin, sink, slot = split, 0, split
+        if WINDOW:
+            oldest = tl.maximum(length - window + 1, 0) // 64
+            begin += tl.maximum(tl.cdiv(oldest - begin, stride), 0) * stride
+            sink = ((split == 0) & (begin > 0)).to(tl.int32)
+        blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
+        # The last block of this slot that a query has; below 0: it has no such slot.
+        newest = tl.where(splits == stride, own - 2, -1)
+        if turn == 0:
+            begin, sink, blocks, slot, some = root - 1, 0, 1, SPLITS, root > 0
+            newest = tl.where(own == root, root - 1, -1)
+        newest = tl.where(live, newest, -1)
+        if some:
+            queries = _queries(
+                q, start_row * GROUP + tile * BLOCK_M, (start_row + count) * GROUP, head, scale,
+                ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M,
+            )  # fmt: skip
+            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            weight = tl.zeros((BLOCK_M,), tl.float32)
+            sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+            for step in range(0, blocks * PER):
+                block = begin + (step // PER - sink) * stride
+                if WINDOW:
+                    block = tl.where(step // PER < sink, 0, block)
+                index = block * 64 + step % PER * BLOCK_N
+                present = offset < BLOCK_N
+                if PAGE % BLOCK_N == 0:
+                    # Keys are in one page; a scalar page index lets the following copies be pipelined.
+                    page = tl.load(table + index // PAGE).to(tl.int64)
+                    base, pool_row = (page * KV + head) * PAGE + index % PAGE, offset
+                else:
+                    page = tl.load(table + (index + offset) // PAGE).to(tl.int64)
+                    base, pool_row = 0, (page * KV + head) * PAGE + (index + offset) % PAGE
+                k = load_rows(key_codes, key_scales, base, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
+                v = load_rows(
+                    value_codes, value_scales, base, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE
+                )
+                seen = (block <= newest)[:, None] & present[None, :]
+                if WINDOW:
+                    at = (index + offset)[None, :]
+                    seen = seen & ((at < SINKS) | (at > (position - window)[:, None]))
+                top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
+            _store_part(
+                part_top, part_weight, part_sum, head, slot, query, rows * GROUP, newest >= 0,
+                top, weight, sum_, SPLITS + 2, D, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _add_assembled(
+    q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight, part_sum,
+    active, scale, rows, window, length, head, row,
+    KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
+    SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The last blocks of one row that hold rows of the tree."""
+    bits = tl.load(ancestors + row)
+    position = length + _bit_count(bits) - 1
+    own = position // 64
+    query, live = row * GROUP + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_M) < GROUP
+    if head == 0:
+        used = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+        tl.store(active + row, tl.minimum(used, tl.maximum(own - 1, 0)))
+    if own == 0:
+        none = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        tl.store(part_top + (head * (SPLITS + 2) + SPLITS) * rows * GROUP + query, none, mask=live)
+    queries = _queries(
+        q, row * GROUP, (row + 1) * GROUP, head, scale, ROTATION, KEY_TYPE, KV, GROUP, D, BLOCK, BLOCK_M
+    )
+    # An ancestor's depth: how many are above it.
+    other, offset = tl.arange(0, 64), tl.arange(0, BLOCK_N)
+    above = ((bits >> other.to(tl.int64)) & 1).to(tl.int32)
+    depth = tl.where(above != 0, tl.cumsum(above, 0) - 1, -1)
+    for block in tl.range(length // 64, own + 1, num_stages=1):
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
         sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-        table += item * table_stride
-        oldest = rows
-        if WINDOW:
-            oldest = tl.load(positions + item * T + node, mask=live, other=0).to(tl.int32) - window + 1
-        for start in range(first, last, BLOCK_N):
-            offset = tl.arange(0, BLOCK_N)
-            present = start + offset < last
-            begin = start
-            if WINDOW:
-                # Both parts begin at multiples of 64, unless the context ends in the first.
-                begin = tl.where(start < sinks, start, start - sinks + low)
-            index = begin + offset
-            if PAGE % BLOCK_N == 0:
-                # A block is in one page; a scalar page index lets the following copies be pipelined.
-                page = tl.load(table + begin // PAGE).to(tl.int64)
-                base, row = (page * KV + head) * PAGE + begin % PAGE, offset
-            else:
-                page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
-                base, row = 0, (page * KV + head) * PAGE + index % PAGE
-            k = load_rows(key_codes, key_scales, base, row, present, KEYS, D, BLOCK, KEY_TYPE)
-            v = load_rows(value_codes, value_scales, base, row, present, VALUES, D, BLOCK, VALUE_TYPE)
-            seen = present[None, :]
-            if WINDOW:
-                seen = seen & ((index < SINKS)[None, :] | (index[None, :] >= oldest[:, None]))
-            top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-        bits = tl.load(ancestors + item * T + node, mask=live, other=0)
-        for start in tl.range(0, own, BLOCK_N, num_stages=1):
-            row = start + tl.arange(0, BLOCK_N)
-            present = row < T
-            index = length + row
+        for step in tl.range(0, 64 // BLOCK_N, num_stages=1):
+            at = block * 64 + step * BLOCK_N + offset
+            present = at <= position
+            # The tree's row r is at index length + r.
+            staged = tl.sum(tl.where(depth[None, :] == (at - length)[:, None], other[None, :], 0), 1)
+            index = tl.where(at < length, at, length + staged)
             page = tl.load(table + index // PAGE, mask=present, other=0).to(tl.int64)
             pool_row = (page * KV + head) * PAGE + index % PAGE
             k = load_rows(key_codes, key_scales, 0, pool_row, present, KEYS, D, BLOCK, KEY_TYPE)
             v = load_rows(value_codes, value_scales, 0, pool_row, present, VALUES, D, BLOCK, VALUE_TYPE)
-            seen = (((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0) & present[None, :]
+            seen = live[:, None] & present[None, :]
             if WINDOW:
-                held = tl.load(positions + item * T + row, mask=present, other=0).to(tl.int32)
-                seen = seen & ((held < SINKS)[None, :] | (held[None, :] >= oldest[:, None]))
+                seen = seen & ((at < SINKS) | (at > position - window))[None, :]
             top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-        _store_split(
-            part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, T * GROUP,
-            top, weight, sum_, KV, SPLITS, D, BLOCK,
+        _store_part(
+            part_top, part_weight, part_sum, head, SPLITS + 1 - (own - block), query, rows * GROUP, live,
+            top, weight, sum_, SPLITS + 2, D, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "tiles", "table_stride", "window"])
+def _paged_kernel(
+    q, key_codes, key_scales, value_codes, value_scales, table, lengths, first, ancestors,
+    part_top, part_weight, part_sum, active, scale, rows, sequences, tiles, table_stride, window,
+    KV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
+    SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One KV head of one slot of BLOCK_M queries, or of the last blocks of one row, a program.
+
+    A block is added BLOCK_N keys at a time.
+    """
+    # Rows first: splits that a short context leaves empty come last.
+    number, units = tl.program_id(0) - rows * KV, tiles * KV
+    head = (tl.program_id(0) % KV).to(tl.int64)
+    row = tl.where(number < 0, tl.program_id(0) // KV, -1)
+    item, tile, start_row, count = _sequence(
+        first, number % units // KV, row, sequences, rows // sequences, GROUP, BLOCK_M, RAGGED
+    )
+    length = tl.load(lengths + item).to(tl.int32)
+    table += item.to(tl.int64) * table_stride
+    if number >= 0:
+        _add_committed(
+            q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
+            part_sum, scale, rows, window, length, head, number // units, tile, start_row, count,
+            KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
+            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
+        )  # fmt: skip
+    else:
+        _add_assembled(
+            q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
+            part_sum, active, scale, rows, window, length, head, row,
+            KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
+            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
         )  # fmt: skip
 
 
@@ -189,7 +324,10 @@ def _ring_kernel(
         node = rows // GROUP
         live = node < T
         TYPE: tl.constexpr = keys.dtype.element_ty
-        queries = _queries(q, item, head, tile, T, scale, 0, TYPE, KV, GROUP, D, BLOCK, BLOCK_M)
+        first_query = item * T * GROUP + tile * BLOCK_M
+        queries = _queries(
+            q, first_query, (item + 1) * T * GROUP, head, scale, 0, TYPE, KV, GROUP, D, BLOCK, BLOCK_M
+        )
         query = tl.load(positions + item * T + node, mask=live, other=0).to(tl.int32)
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -219,44 +357,44 @@ def _ring_kernel(
             if CAUSAL:
                 seen = seen & (apart >= 0)
             top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-        _store_split(
-            part_top, part_weight, part_sum, active, used, item, head, split, tile, rows, T * GROUP,
-            top, weight, sum_, KV, SPLITS, D, BLOCK,
+        _store_part(
+            part_top, part_weight, part_sum, head, split, first_query + tl.arange(0, BLOCK_M),
+            tl.num_programs(1) // KV * T * GROUP, live, top, weight, sum_, SPLITS + 1, D, BLOCK,
         )  # fmt: skip
+        if (split == SPLITS) & (head == 0):
+            tl.store(active + item * T + node, used, mask=live)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["slot_stride"])
 def _merge_kernel(
-    part_top, part_weight, part_sum, active, gate, out, gate_row, gate_head, T,
+    part_top, part_weight, part_sum, active, gate, out, gate_row, gate_head, slot_stride,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROTATION: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, TAILS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one row a program: merge splits by log-sum-exp, rotate back, apply the gate."""
+    """One query head of one row a program: merge its partial results, rotate back, apply the gate."""
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    item, node = row // T, row % T
-    head = query_head // GROUP
     wait_for_inputs(OVERLAP)
-    used = tl.load(active + item, cache_modifier=".cg")
-    count = T * GROUP
-    base = (item * KV + head) * (SPLITS + 1) * count + node * GROUP + query_head % GROUP
-    split = tl.arange(0, PARTS)
-    filled = (split < used) | (split == SPLITS)
-    tops = tl.load(part_top + base + split * count, filled, -float("inf"), cache_modifier=".cg")
+    used = tl.load(active + row, cache_modifier=".cg")
+    base = (query_head // GROUP) * (SPLITS + TAILS) * slot_stride + row * GROUP + query_head % GROUP
+    slot = tl.arange(0, PARTS)
+    filled = (slot < used) | ((slot >= SPLITS) & (slot < SPLITS + TAILS))
+    tops = tl.load(part_top + base + slot * slot_stride, filled, -float("inf"), cache_modifier=".cg")
     level = tl.max(tops, 0)
-    weights = tl.load(part_weight + base + split * count, filled, 0.0, cache_modifier=".cg")
+    filled = tops > -float("inf")
+    weights = tl.load(part_weight + base + slot * slot_stride, filled, 0.0, cache_modifier=".cg")
     weight = tl.sum(weights * tl.exp2(tops - level), 0)
     dims = tl.arange(0, BLOCK)
     sum_ = tl.zeros((BLOCK,), tl.float32)
-    # The context's splits in their order, then the step's own rows.
-    for start in range(0, used + 1, STEP):
+    # The splits in their order, then what follows them. Where no key was visible nothing was stored.
+    for start in range(0, used + TAILS, STEP):
         number = start + tl.arange(0, STEP)
-        number = tl.where(number == used, SPLITS, number)
-        some = (start + tl.arange(0, STEP)) <= used
-        at = base + number * count
-        share = tl.exp2(tl.load(part_top + at, some, -float("inf"), cache_modifier=".cg") - level)
-        source, inside = part_sum + at[:, None] * D + dims[None, :], some[:, None] & (dims < D)[None, :]
-        part = tl.load(source, inside, 0.0, cache_modifier=".cg")
-        sum_ += tl.sum(part * share[:, None], 0)
+        some = number < used + TAILS
+        at = base + tl.where(number < used, number, number - used + SPLITS) * slot_stride
+        top = tl.load(part_top + at, some, -float("inf"), cache_modifier=".cg")
+        inside = (top > -float("inf"))[:, None] & (dims < D)[None, :]
+        part = tl.load(part_sum + at[:, None] * D + dims[None, :], inside, 0.0, cache_modifier=".cg")
+        sum_ += tl.sum(part * tl.exp2(top - level)[:, None], 0)
     result = sum_ / weight
     if ROTATION:
         result = rotate(result, ROTATION, True)
@@ -288,33 +426,29 @@ def tiles(dim: int, row_bytes: int, capability: tuple[int, int] | None) -> dict[
 
 
 class SplitResults:
-    """Buffers of the splits' results, and their merge."""
+    """Buffers of the partial results of queries q [R, H, D], SPLITS and `tails` a query, and their merge."""
 
-    def __init__(self, q: Tensor, kv_heads: int):
-        batch, rows, heads, dim = q.shape
-        self._q, self._kv_heads, self._group = q, kv_heads, heads // kv_heads
-        splits = (batch, kv_heads, SPLITS + 1, rows * self._group)
-        self.tops, self.weights = (torch.empty(splits, device=q.device) for _ in range(2))
-        self.sums = torch.empty(*splits, dim, device=q.device)
-        self.active = torch.empty(batch, dtype=torch.int32, device=q.device)
-
-    def grid(self, block: int) -> tuple[int, int, int]:
-        batch, rows = self._q.shape[:2]
-        return triton.cdiv(rows * self._group, block), batch * self._kv_heads, SPLITS + 1
+    def __init__(self, q: Tensor, kv_heads: int, tails: int):
+        rows, heads, dim = q.shape
+        self._q, self._kv_heads, self._group, self._tails = q, kv_heads, heads // kv_heads, tails
+        slots = (kv_heads, SPLITS + tails, rows * self._group)
+        self.tops, self.weights = (torch.empty(slots, device=q.device) for _ in range(2))
+        self.sums = torch.empty(*slots, dim, device=q.device)
+        self.active = torch.empty(rows, dtype=torch.int32, device=q.device)  # splits that a row has
 
     def merge(self, gate: Tensor | None, rotation: int = 0) -> Tensor:
-        """Return the output [B, T, H, D], rotated back in groups of `rotation` values unless it is 0."""
-        batch, rows, heads, dim = self._q.shape
-        out = torch.empty(batch, rows, heads, dim, device=self._q.device)
+        """Return the output [R, H, D], rotated back in groups of `rotation` values unless it is 0."""
+        rows, heads, dim = self._q.shape
+        out = torch.empty(rows, heads, dim, device=self._q.device)
         gates = out if gate is None else gate
-        if gates.stride(-1) != 1 or gates.stride(0) != rows * gates.stride(1):
+        if gates.stride(-1) != 1:
             gates = gates.contiguous()
-        _merge_kernel[(heads, batch * rows)](
-            self.tops, self.weights, self.sums, self.active, gates, out, gates.stride(1), gates.stride(2),
-            rows,
+        _merge_kernel[(heads, rows)](
+            self.tops, self.weights, self.sums, self.active, gates, out, gates.stride(0), gates.stride(1),
+            rows * self._group,
             KV=self._kv_heads, GROUP=self._group, D=dim, BLOCK=triton.next_power_of_2(dim), ROTATION=rotation,
-            SPLITS=SPLITS, PARTS=triton.next_power_of_2(SPLITS + 1), STEP=32, GATE=gate is not None,
-            num_warps=8, **launch_options(out.device),
+            SPLITS=SPLITS, TAILS=self._tails, PARTS=triton.next_power_of_2(SPLITS + self._tails), STEP=32,
+            GATE=gate is not None, num_warps=8, **launch_options(out.device),
         )  # fmt: skip
         return out
 
@@ -336,35 +470,64 @@ def paged_attention(
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor,
-    positions: Tensor | None = None,
     *,
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention; for a tree of at most MAX_ROWS rows, the root at position `lengths`.
+    """See reference.paged_attention; for trees of at most MAX_ROWS rows."""
+    assert q.shape[1] <= MAX_ROWS, f"{q.shape[1]} rows, at most {MAX_ROWS}"
+    out = ragged_attention(
+        q.flatten(0, 1),
+        *(keys, values, page_table, lengths, ancestors.flatten()),
+        window=window,
+        gate=None if gate is None else gate.flatten(0, 1),
+    )
+    return out.view(q.shape)
+
+
+def ragged_attention(
+    q: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    first: Tensor | None = None,
+    *,
+    window: int | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """See cuda.ragged_attention.
 
     Two launches for all formats: queries are rotated in the first, the output back in the second.
     """
     q = q.contiguous()
-    batch, rows, heads, dim = q.shape
+    (rows, heads, dim), sequences = q.shape, len(lengths)
     kv_heads, page = keys.codes.shape[1:3]
-    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     assert takes(keys) and takes(values) and keys.dim == values.dim == dim, f"heads of {dim}"
     assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
     assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
-    assert window is None or (positions is not None and positions.shape == (batch, rows)), "no positions"
-    parts, rotation = SplitResults(q, kv_heads), group_size(dim)
+    assert first is not None or rows % sequences == 0, f"{rows} rows of {sequences} sequences"
+    parts, rotation, group = SplitResults(q, kv_heads, TAILS), group_size(dim), heads // kv_heads
     row_bytes = max(keys.format.code_bytes(dim), values.format.code_bytes(dim))
     chosen = tiles(dim, row_bytes, capability_of(q.device))
-    _paged_kernel[parts.grid(chosen["BLOCK_M"])](
-        q, *tensors(keys), *tensors(values), page_table, lengths, ancestors.contiguous(),
-        ancestors if positions is None else positions.contiguous(),
-        parts.tops, parts.weights, parts.sums, parts.active,
-        dim**-0.5 * LOG2_E, rows, page_table.stride(0), window or 0,
-        KV=kv_heads, GROUP=heads // kv_heads, PAGE=page, D=dim, BLOCK=triton.next_power_of_2(dim),
+    block = chosen["BLOCK_M"]
+    assert group <= block, f"{group} query heads of a KV head, at most {block}"
+    if first is None:
+        count = sequences * triton.cdiv(rows // sequences * group, block)
+    else:
+        count = rows * group // block + sequences
+    _paged_kernel[((count * (SPLITS + 1) + rows) * kv_heads,)](
+        q, *tensors(keys), *tensors(values), page_table, lengths, lengths if first is None else first,
+        ancestors.contiguous(), parts.tops, parts.weights, parts.sums, parts.active,
+        dim**-0.5 * LOG2_E, rows, sequences, count, page_table.stride(0), window or 0,
+        KV=kv_heads, GROUP=group, PAGE=page, D=dim, BLOCK=triton.next_power_of_2(dim),
         ROTATION=rotation if keys.format.quantised else 0, KEYS=form(keys), VALUES=form(values),
-        KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, WINDOW=window is not None,
-        PRECISION="ieee", **chosen,
+        KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, TIER0=TIERS[0][0], SPLITS0=TIERS[0][1],
+        TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=window is not None, RAGGED=first is not None,
+        PRECISION="ieee",
+        # A fused multiply-add rounds once: the two loops must not differ in that.
+        enable_fp_fusion=False, **chosen,
     )  # fmt: skip
     return parts.merge(gate, rotation if values.format.quantised else 0)
 
@@ -390,13 +553,14 @@ def block_attention(
     assert ring_keys.dtype == ring_values.dtype and ring_keys.shape == ring_values.shape, f"{ring_keys.dtype}"
     assert ring_keys.is_contiguous() and ring_values.is_contiguous(), f"{ring_keys.stride()}"
     assert dim >= 16 and heads % kv_heads == 0, f"heads of {dim}, {heads} over {kv_heads}"
-    parts = SplitResults(q, kv_heads)
+    parts = SplitResults(q.flatten(0, 1), kv_heads, 1)
     chosen = tiles(dim, dim * ring_keys.element_size(), capability_of(q.device))
-    _ring_kernel[parts.grid(chosen["BLOCK_M"])](
+    grid = (triton.cdiv(rows * heads // kv_heads, chosen["BLOCK_M"]), len(q) * kv_heads, SPLITS + 1)
+    _ring_kernel[grid](
         q, k, v, positions.contiguous(), ring_keys, ring_values, slots, lengths, starts,
         parts.tops, parts.weights, parts.sums, parts.active, dim**-0.5 * LOG2_E, rows, ring_keys.shape[1],
         window or 0,
         KV=kv_heads, GROUP=heads // kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim), SPLITS=SPLITS,
         CAUSAL=causal, PRECISION="ieee", **chosen,
     )  # fmt: skip
-    return parts.merge(None)
+    return parts.merge(None).view(q.shape)
