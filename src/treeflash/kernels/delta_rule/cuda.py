@@ -55,12 +55,22 @@ def _module(dim: int, device: torch.device) -> Module:
     return Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
 
 
+def spread(card: Card, shared: int, blocks: int) -> int:
+    """Return the shared memory with which an SM holds no more blocks than its share.
+
+    With PDL the blocks start while other kernels run, and where SMs are free two would come to one.
+    """
+    share = -(-blocks // card.processors)
+    least = card.shared_per_processor // (share + 1) - 1023  # with the 1 KiB that each block takes besides
+    return min(max(shared, -(-least // 16) * 16), card.shared_per_block)
+
+
 @cache
 def _kernel(dim: int, saved: int, groups: int, units: int, device: torch.device) -> tuple[Kernel, int]:
     """Return the kernel and the warps with columns of a block."""
     card = card_of(device)
     warps = warps_of(card, dim, saved, groups=groups, units=units)
-    shared = shared_bytes(dim, warps, saved)
+    shared = spread(card, shared_bytes(dim, warps, saved), groups * -(-units // warps))
     threads = 32 * (warps + 1)
     return _module(dim, device).kernel("tree_delta", threads=threads, shared=shared, overlap=card.pdl), warps
 

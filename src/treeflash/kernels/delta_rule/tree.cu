@@ -33,15 +33,16 @@ DEVICE int restored_level(int visit) { return (visit >> 12) & 15; }
 DEVICE bool has_children(int visit) { return visit >> 16; }
 constexpr int CHILDREN = 1 << 16;
 
+// A sequence's rows, for one key head.
 struct Tree {
   const float *q, *k, *v, *g, *beta;
-  const int* order;              // of the sequence: its visits
-  long long first_row, joined;   // of the sequence: among tree rows, among path and tree rows together
-  int taken, total, path;        // rows of the path to advance over; with those of the tree; room for a path
-  int key_head, key_heads, value_heads;
-  int first_unit, units;         // of 8 columns: the block's first; of all value heads of the key head
+  int taken, total, path;         // rows of the path to advance over; with those of the tree; room for a path
+  int key_stride, value_stride, heads;  // floats between rows of k, of v, of g
+  int units, key_heads, key_head;       // units of 8 columns of all value heads that share the key head
   DEVICE int head(int unit) const { return key_head + unit / (D / COLUMNS) * key_heads; }
   DEVICE int column(int unit) const { return unit % (D / COLUMNS) * COLUMNS; }
+  // Where number n of the path and the tree is among k, v, g and beta.
+  DEVICE int at(int n, int visit) const { return n < taken ? n : path + row_of(visit); }
 };
 
 DEVICE void copy(float* to, const float* from) {
@@ -49,50 +50,40 @@ DEVICE void copy(float* to, const float* from) {
 }
 
 // What a lane of the last warp carries of a stage that is being copied: the visit of item lane % 8, and gate and
-// strength of items lane / 8 and lane / 8 + 4 for the columns of warp lane % 8.
+// strength of item lane / 4 for the columns of warps lane % 4 and lane % 4 + 4.
 struct Ahead {
   int visit;
   float gate[2], strength[2];
 };
 
-DEVICE int visit_of(const Tree& tree, int stage) {
-  const int n = stage * STAGE + (threadIdx.x & 7);
-  return n < tree.taken ? n | CHILDREN : n < tree.total ? tree.order[n - tree.taken] : 0;
-}
-
-// Begins the copies of a stage.
-DEVICE Ahead fetch(const Tree& tree, float* ring, int stage, int warps, int visit) {
-  const int lane = threadIdx.x & 31, start = stage * STAGE;
+// Begins the copies of a stage; visits: those of rows lane and lane + 32 of the tree.
+DEVICE Ahead fetch(const Tree& tree, const int* visits, float* ring, int stage, int first_unit, int warps) {
+  const int lane = threadIdx.x & 31, start = stage * STAGE, own = start + (lane & 7) - tree.taken;
   float* slots = ring + stage % STAGES * STAGE * SLOT;
-  Ahead ahead = {visit};
-  UNROLL for (int e = lane; e < STAGE * D / 4; e += 32) {
-    const int item = e / (D / 4), piece = e % (D / 4) * 4, n = start + item;
-    const int row = row_of(__shfl_sync(0xffffffffu, ahead.visit, item));
+  const int low = __shfl_sync(0xffffffffu, visits[0], own & 31), high = __shfl_sync(0xffffffffu, visits[1], own & 31);
+  Ahead ahead = {own < 0 ? CHILDREN : own < 32 ? low : high};
+  UNROLL for (int e = 0; e < STAGE * D / 4; e += 32) {
+    const int item = (e + lane) / (D / 4), piece = (e + lane) % (D / 4) * 4, n = start + item;
+    const int visit = __shfl_sync(0xffffffffu, ahead.visit, item);
     if (n < tree.total) {
-      const bool in_tree = n >= tree.taken;
-      const long long at = tree.joined + (in_tree ? tree.path + row : n);
-      copy(slots + item * SLOT + piece, tree.k + (at * tree.key_heads + tree.key_head) * D + piece);
-      if (in_tree)
-        copy(slots + item * SLOT + D + piece,
-             tree.q + ((tree.first_row + row) * tree.key_heads + tree.key_head) * D + piece);
+      copy(slots + item * SLOT + piece, tree.k + tree.at(n, visit) * tree.key_stride + piece);
+      if (n >= tree.taken) copy(slots + item * SLOT + D + piece, tree.q + row_of(visit) * tree.key_stride + piece);
     }
   }
   UNROLL for (int i = 0; i < 4; i++) {
-    const int item = 2 * i + (lane >> 4), warp = (lane >> 1) & 7, piece = (lane & 1) * 4, n = start + item;
-    const int row = row_of(__shfl_sync(0xffffffffu, ahead.visit, item)), unit = tree.first_unit + warp;
-    if (n < tree.total && warp < warps && unit < tree.units) {
-      const long long at = tree.joined + (n >= tree.taken ? tree.path + row : n);
+    const int item = 2 * i + (lane >> 4), warp = (lane >> 1) & 7, piece = (lane & 1) * 4, unit = first_unit + warp;
+    const int visit = __shfl_sync(0xffffffffu, ahead.visit, item), n = start + item;
+    if (n < tree.total && warp < warps && unit < tree.units)
       copy(slots + item * SLOT + 2 * D + warp * COLUMNS + piece,
-           tree.v + (at * tree.value_heads + tree.head(unit)) * D + tree.column(unit) + piece);
-    }
+           tree.v + tree.at(n, visit) * tree.value_stride + tree.head(unit) * D + tree.column(unit) + piece);
   }
+  const int item = lane >> 2, n = start + item, visit = __shfl_sync(0xffffffffu, ahead.visit, item);
   UNROLL for (int i = 0; i < 2; i++) {
-    const int item = 4 * i + (lane >> 3), warp = lane & 7, n = start + item;
-    const int row = row_of(__shfl_sync(0xffffffffu, ahead.visit, item)), unit = tree.first_unit + warp;
+    const int warp = (lane & 3) + 4 * i, unit = first_unit + warp;
     if (n < tree.total && warp < warps && unit < tree.units) {
-      const long long at = tree.joined + (n >= tree.taken ? tree.path + row : n);
-      ahead.gate[i] = __ldcg(tree.g + at * tree.value_heads + tree.head(unit));
-      ahead.strength[i] = __ldcg(tree.beta + at * tree.value_heads + tree.head(unit));
+      const int at = tree.at(n, visit) * tree.heads + tree.head(unit);
+      ahead.gate[i] = __ldcg(tree.g + at);
+      ahead.strength[i] = __ldcg(tree.beta + at);
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -100,26 +91,35 @@ DEVICE Ahead fetch(const Tree& tree, float* ring, int stage, int warps, int visi
 }
 
 // Waits for the copies of a stage, all but the newest group, and adds the records (decay, strength, q k, visit).
-DEVICE void prepare(const Tree& tree, float* ring, int stage, const Ahead& ahead) {
-  const int lane = threadIdx.x & 31, start = stage * STAGE;
+DEVICE void prepare(float* ring, int stage, const Ahead& ahead) {
+  const int lane = threadIdx.x & 31;
   float* slots = ring + stage % STAGES * STAGE * SLOT;
   asm volatile("cp.async.wait_group 1;" ::: "memory");
   __syncwarp();
-  float product[2] = {0, 0};
+  float sums[STAGE];
   UNROLL for (int item = 0; item < STAGE; item++) {
-    if (start + item < tree.taken || start + item >= tree.total) continue;
-    const float* k = slots + item * SLOT;
-    float sum = 0;
-    UNROLL for (int dim = lane; dim < D; dim += 32) sum = fmaf(k[D + dim], k[dim], sum);
-    UNROLL for (int mask = 16; mask; mask >>= 1) sum = __fadd_rn(sum, across(sum, mask));
-    if ((lane >> 3) == (item & 3)) product[item >> 2] = sum;
+    sums[item] = 0;
+    UNROLL for (int dim = 4 * lane; dim < D; dim += 128) {
+      const float4 k = *(const float4*)(slots + item * SLOT + dim), q = *(const float4*)(slots + item * SLOT + D + dim);
+      sums[item] = fmaf(q.x, k.x, sums[item]);
+      sums[item] = fmaf(q.y, k.y, sums[item]);
+      sums[item] = fmaf(q.z, k.z, sums[item]);
+      sums[item] = fmaf(q.w, k.w, sums[item]);
+    }
   }
-  UNROLL for (int i = 0; i < 2; i++) {
-    const int item = 4 * i + (lane >> 3), warp = lane & 7;
-    const int visit = __shfl_sync(0xffffffffu, ahead.visit, item);
-    float4* records = (float4*)(slots + item * SLOT + 2 * D + MOST_WARPS * COLUMNS);
-    records[warp] = make_float4(expf(ahead.gate[i]), ahead.strength[i], product[i], __int_as_float(visit));
+  // Over the lanes; a lane ends with the sum of item lane / 4.
+  UNROLL for (int half = 4; half; half >>= 1) {
+    const bool upper = lane & (4 * half);
+    UNROLL for (int i = 0; i < half; i++)
+      sums[i] = __fadd_rn(upper ? sums[i + half] : sums[i], across(upper ? sums[i] : sums[i + half], 4 * half));
   }
+  sums[0] = __fadd_rn(sums[0], across(sums[0], 2));
+  sums[0] = __fadd_rn(sums[0], across(sums[0], 1));
+  const int item = lane >> 2, visit = __shfl_sync(0xffffffffu, ahead.visit, item);
+  float4* records = (float4*)(slots + item * SLOT + 2 * D + MOST_WARPS * COLUMNS);
+  UNROLL for (int i = 0; i < 2; i++)
+    records[(lane & 3) + 4 * i] =
+        make_float4(expf(ahead.gate[i]), ahead.strength[i], sums[0], __int_as_float(visit));
 }
 
 DEVICE void load_dims(float* x, const float* row) {
@@ -136,43 +136,40 @@ DEVICE void load_dims(float* x, const float* row) {
   }
 }
 
-// x S over the lane's dims, in order, for its two columns.
+// x S over the lane's dims, for its two columns: the even dims in order, the odd ones, and their sum.
 DEVICE float2 dot(const float* x, const float (*held)[2]) {
-  float2 sum = make_float2(0, 0);
-  UNROLL for (int i = 0; i < DIMS; i++) {
-    sum.x = fmaf(x[i], held[i][0], sum.x);
-    sum.y = fmaf(x[i], held[i][1], sum.y);
+  float2 even = make_float2(0, 0), odd = make_float2(0, 0);
+  UNROLL for (int i = 0; i < DIMS; i += 2) {
+    even.x = fmaf(x[i], held[i][0], even.x);
+    even.y = fmaf(x[i], held[i][1], even.y);
+    odd.x = fmaf(x[i + 1], held[i + 1][0], odd.x);
+    odd.y = fmaf(x[i + 1], held[i + 1][1], odd.y);
   }
-  return sum;
+  return make_float2(__fadd_rn(even.x, odd.x), __fadd_rn(even.y, odd.y));
 }
 
-// The sum over the lanes that share a column, for the lane's own one of its two columns.
-DEVICE float sum_of(float2 part) {
-  const bool high = threadIdx.x & 16;
-  float sum = __fadd_rn(high ? part.y : part.x, across(high ? part.x : part.y, 16));
-  sum = __fadd_rn(sum, across(sum, 8));
-  return __fadd_rn(sum, across(sum, 4));
+// One step of the sum over the lanes that share a column.
+DEVICE float2 with_lane(float2 part, int mask) {
+  return make_float2(__fadd_rn(part.x, across(part.x, mask)), __fadd_rn(part.y, across(part.y, mask)));
 }
 
-// What a token writes into the lane's own column: beta (v - exp(g) k S).
-DEVICE float write_of(float decay, float strength, float value, float stored) {
-  return __fmul_rn(strength, fmaf(-decay, stored, value));
+// What a token writes into the lane's two columns: beta (v - exp(g) k S).
+DEVICE float2 write_of(float4 record, float2 value, float2 stored) {
+  return make_float2(__fmul_rn(record.y, fmaf(-record.x, stored.x, value.x)),
+                     __fmul_rn(record.y, fmaf(-record.x, stored.y, value.y)));
 }
 
 // S <- exp(g) S + k^T u.
-DEVICE void advance(float (*held)[2], const float* key, float decay, float write) {
-  const bool high = threadIdx.x & 16;
-  const float other = across(write, 16), writes[2] = {high ? other : write, high ? write : other};
+DEVICE void advance(float (*held)[2], const float* key, float decay, float2 write) {
   UNROLL for (int i = 0; i < DIMS; i++) {
-    held[i][0] = fmaf(key[i], writes[0], __fmul_rn(decay, held[i][0]));
-    held[i][1] = fmaf(key[i], writes[1], __fmul_rn(decay, held[i][1]));
+    held[i][0] = fmaf(key[i], write.x, __fmul_rn(decay, held[i][0]));
+    held[i][1] = fmaf(key[i], write.y, __fmul_rn(decay, held[i][1]));
   }
 }
 
-// One thread's part of a saved state.
+// A thread's part of a saved state: nobody else reads or writes it.
 DEVICE float4* saved_at(float* saved, int level) {
-  const int threads = blockDim.x - 32;
-  return (float4*)saved + (level - 1) * (DIMS / 2) * threads + threadIdx.x;
+  return (float4*)saved + (level - 1) * (DIMS / 2) * (blockDim.x - 32) + threadIdx.x;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (MOST_WARPS + 1), 1) tree_delta(
@@ -185,34 +182,35 @@ extern "C" __global__ void __launch_bounds__(32 * (MOST_WARPS + 1), 1) tree_delt
 
   launch_dependents();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x >> 5) - 1;
-  const int item = blockIdx.y / key_heads;
-  const long long first_row = first ? first[item] : (long long)item * rows;
+  const int item = blockIdx.y / key_heads, key_head = blockIdx.y % key_heads, first_unit = blockIdx.x * warps;
+  const long long first_row = first ? first[item] : (long long)item * rows, joined = (long long)item * path + first_row;
   if (first) rows = (int)(first[item + 1] - first_row);
-  const int taken = (int)count[item], total = taken + rows, stages = (total + STAGE - 1) / STAGE;
-  const Tree tree = {q, k, v, g, beta, order + first_row, first_row, (long long)item * path + first_row,
-                     taken, total, path, (int)(blockIdx.y % key_heads), key_heads, value_heads,
-                     (int)blockIdx.x * warps, value_heads / key_heads * (D / COLUMNS)};
+  const int taken = (int)count[item], total = taken + rows, value_stride = value_heads * D;
+  const Tree tree = {q + (first_row * key_heads + key_head) * D, k + (joined * key_heads + key_head) * D,
+                     v + joined * value_stride, g + joined * value_heads, beta + joined * value_heads,
+                     taken, total, path, key_heads * D, value_stride, value_heads,
+                     value_heads / key_heads * (D / COLUMNS), key_heads, key_head};
   if (warp == warps) {
-    // The order of visits was written at the start of the step.
-    const int visits[2] = {visit_of(tree, 0), visit_of(tree, 1)};
+    // The order of visits was written at the start of the step: no need to wait for the previous kernel.
+    const int visits[2] = {lane < rows ? order[first_row + lane] : 0, lane + 32 < rows ? order[first_row + lane + 32] : 0};
     wait_for_inputs();
-    Ahead next = fetch(tree, ring, 0, warps, visits[0]), later = fetch(tree, ring, 1, warps, visits[1]);
-    prepare(tree, ring, 0, next);
-    for (int stage = 0; stage < stages; stage++) {
+    Ahead next = fetch(tree, visits, ring, 0, first_unit, warps), later = fetch(tree, visits, ring, 1, first_unit, warps);
+    prepare(ring, 0, next);
+    for (int stage = 0; stage * STAGE < total; stage++) {
       __syncthreads();
       next = later;
-      later = fetch(tree, ring, stage + 2, warps, visit_of(tree, stage + 2));
-      prepare(tree, ring, stage + 1, next);
+      later = fetch(tree, visits, ring, stage + 2, first_unit, warps);
+      prepare(ring, stage + 1, next);
     }
     return;
   }
 
-  const int unit = tree.first_unit + warp, part = (lane >> 2) & 7, group = lane & 3, high = lane >> 4;
-  const bool live = unit < tree.units && total > 0;
+  const int unit = first_unit + warp, part = lane >> 2, group = lane & 3;
+  const bool live = unit < tree.units && total > 0, high = lane & 16;
   const int head = tree.head(unit), column = tree.column(unit) + 2 * group;
   float* band = state + (slots[item] * value_heads + head) * D * D + column;
   float held[DIMS][2];
-  // The state was last written in an earlier step: no need to wait for the previous kernel.
+  // The state was last written in an earlier step.
   UNROLL for (int i = 0; i < DIMS; i++) {
     const int dim = i / WIDTH * WIDTH * PARTS + part * WIDTH + i % WIDTH;
     const float2 x = live ? __ldcg((const float2*)(band + dim * D)) : make_float2(0, 0);
@@ -220,32 +218,42 @@ extern "C" __global__ void __launch_bounds__(32 * (MOST_WARPS + 1), 1) tree_delt
   }
   wait_for_inputs();
 
-  const float* values = ring + 2 * D + warp * COLUMNS + 2 * group + high;
-  const float4* records = (const float4*)(ring + 2 * D + MOST_WARPS * COLUMNS) + warp;
-  int n = 0, slot = 0;
-  for (; n < taken; n++, slot = slot + 1 == STAGES * STAGE ? 0 : slot + 1) {
+  const float* row = ring;
+  const int value_at = 2 * D + warp * COLUMNS + 2 * group, record_at = 2 * D + MOST_WARPS * COLUMNS + 4 * warp;
+  int n = 0;
+  for (; n < taken; n++) {
     if (n % STAGE == 0) __syncthreads();
     float key[DIMS];
-    load_dims(key, ring + slot * SLOT);
-    const float4 record = records[slot * SLOT / 4];
-    const float write = write_of(record.x, record.y, values[slot * SLOT], sum_of(dot(key, held)));
-    advance(held, key, record.x, write);
+    load_dims(key, row);
+    const float4 record = *(const float4*)(row + record_at);
+    const float2 value = *(const float2*)(row + value_at);
+    const float2 stored = with_lane(with_lane(with_lane(dot(key, held), 16), 8), 4);
+    advance(held, key, record.x, write_of(record, value, stored));
+    row = n % (STAGES * STAGE) == STAGES * STAGE - 1 ? ring : row + SLOT;
   }
   if (taken > 0 && live)
     UNROLL for (int i = 0; i < DIMS; i++) {
       const int dim = i / WIDTH * WIDTH * PARTS + part * WIDTH + i % WIDTH;
       *(float2*)(band + dim * D) = make_float2(held[i][0], held[i][1]);
     }
-  float* to = out + (first_row * value_heads + head) * D + column + high;
+
+  float* to = out + first_row * value_stride + head * D + column + high;
+  const bool writes = live && (lane & 12) == 0;
   float query[DIMS];
-  if (n % STAGE) load_dims(query, ring + slot * SLOT + D);
-  for (; n < total; n++, slot = slot + 1 == STAGES * STAGE ? 0 : slot + 1) {
-    if (n % STAGE == 0) {
-      __syncthreads();
-      load_dims(query, ring + slot * SLOT + D);
+  float4 record;
+  float2 value;
+  for (bool fresh = true; n < total; n++) {
+    if (n % STAGE == 0) __syncthreads();
+    if (fresh) {
+      load_dims(query, row + D);
+      record = *(const float4*)(row + record_at);
+      value = *(const float2*)(row + value_at);
     }
-    const float4 record = records[slot * SLOT / 4];
-    const int visit = __float_as_int(record.w);
+    const float4 own = record;
+    const float2 own_value = value;
+    const int visit = __float_as_int(own.w);
+    float key[DIMS];
+    load_dims(key, row);
     if (restored_level(visit)) {
       const float4* from = saved_at(saved, restored_level(visit));
       UNROLL for (int i = 0; i < DIMS / 2; i++) {
@@ -253,21 +261,31 @@ extern "C" __global__ void __launch_bounds__(32 * (MOST_WARPS + 1), 1) tree_delt
         held[2 * i][0] = x.x, held[2 * i][1] = x.y, held[2 * i + 1][0] = x.z, held[2 * i + 1][1] = x.w;
       }
     }
-    float key[DIMS];
-    load_dims(key, ring + slot * SLOT);
-    const float2 read = dot(query, held), stored = dot(key, held);
-    // The next row's, to be here when its parent's state is.
-    if ((n + 1) % STAGE) load_dims(query, ring + (slot + 1) * SLOT + D);
-    const float write = write_of(record.x, record.y, values[slot * SLOT], sum_of(stored));
-    // q S of the row's own state, from its parent's: exp(g) q S + (q k) u.
-    const float result = fmaf(record.x, sum_of(read), __fmul_rn(record.z, write));
-    if (live && (lane & 12) == 0) to[(long long)row_of(visit) * value_heads * D] = result;
+    const float2 reads = dot(query, held);
+    float2 stored = dot(key, held);
+    row = n % (STAGES * STAGE) == STAGES * STAGE - 1 ? ring : row + SLOT;
+    fresh = (n + 1) % STAGE == 0;
+    // The next row, to be here when its parent's state is.
+    if (!fresh) {
+      load_dims(query, row + D);
+      record = *(const float4*)(row + record_at);
+      value = *(const float2*)(row + value_at);
+    }
+    stored = with_lane(stored, 16);
+    float read = __fadd_rn(high ? reads.y : reads.x, across(high ? reads.x : reads.y, 16));
+    stored = with_lane(stored, 8);
+    read = __fadd_rn(read, across(read, 8));
+    stored = with_lane(stored, 4);
+    read = __fadd_rn(read, across(read, 4));
+    const float2 write = write_of(own, own_value, stored);
     if (saved_level(visit)) {
       float4* into = saved_at(saved, saved_level(visit));
       UNROLL for (int i = 0; i < DIMS / 2; i++)
         into[i * (blockDim.x - 32)] =
             make_float4(held[2 * i][0], held[2 * i][1], held[2 * i + 1][0], held[2 * i + 1][1]);
     }
-    if (has_children(visit)) advance(held, key, record.x, write);
+    if (has_children(visit)) advance(held, key, own.x, write);
+    // q S of the row's own state, from its parent's: exp(g) q S + (q k) u.
+    if (writes) to[row_of(visit) * value_stride] = fmaf(own.x, read, __fmul_rn(own.z, high ? write.y : write.x));
   }
 }
