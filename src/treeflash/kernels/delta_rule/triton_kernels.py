@@ -120,10 +120,11 @@ def tree_order(ancestors: Tensor, first: Tensor | None = None) -> Tensor:
     rows = ancestors.shape[-1]
     assert first is not None or rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     batch = len(ancestors) if first is None else len(first) - 1
-    begins = ancestors if first is None else first
+    begins, room = ancestors if first is None else first, min(rows, MAX_ROWS)
     _order_kernel[(batch,)](
-        ancestors, begins, order, rows, RAGGED=first is not None, ROWS=MAX_ROWS, num_warps=4
-    )
+        ancestors, begins, order, rows,
+        RAGGED=first is not None, ROWS=max(2, triton.next_power_of_2(room)), num_warps=4,
+    )  # fmt: skip
     return order
 
 
