@@ -205,7 +205,7 @@ def test_the_triton_kernel_gives_the_root_s_bits_too(shape: tuple[int, int, int]
 def test_another_order_of_summation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose tree rows sum k S from the last dim on, while a commit begins with the first."""
     source = delta_cuda.source()
-    dot = source[source.index("DEVICE float2 dot(") : source.index("// One step of the sum")]
+    dot = source[source.index("DEVICE Own dot(") : source.index("// One step of the sum")]
     forward, backward = "for (int i = 0; i < DIMS; i += 2)", "for (int i = DIMS - 2; i >= 0; i -= 2)"
     use = "stored = dot(key, held);"
     assert forward in dot and source.count(use) == 1
