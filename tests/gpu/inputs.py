@@ -210,7 +210,9 @@ class DeltaChunk:
         none = torch.empty(1, 0, self.window.shape[-1], device=DEVICE)
         gates = torch.empty(1, 0, state.shape[1], device=DEVICE)
         _, *rows = conv_reference.tree_conv(none, gates, gates, *self.weights, **buffers, **tables)
-        delta_reference.advance(state[1], *(x[0, : int(tables["count"])] for x in rows))
+        order = torch.empty(1, 0, dtype=torch.int32)
+        where = {"slots": self.slots, "count": tables["count"], "order": order}
+        delta_reference.tree_delta(rows[0][:, :0], *rows, state, **where)
 
 
 def encoded_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:

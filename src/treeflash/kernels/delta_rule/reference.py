@@ -167,36 +167,31 @@ def tree_delta(
     out = torch.empty(len(q), *v.shape[1:], dtype=v.dtype, device=v.device)
     tables = zip(pairwise(bounds), slots.tolist(), count.tolist(), strict=True)
     for item, ((begin, end), slot, taken) in enumerate(tables):
-        path, tree = item * room + begin, (item + 1) * room + begin
-        if taken:
-            advance(state[slot], *(x[path : path + taken] for x in (k, v, g, beta)))
+        rows = slice(item * room + begin, (item + 1) * room + end)
+        decays, strengths = (x[..., None, None] for x in (g[rows].exp(), beta[rows]))
+        tokens = (_by_value_head(k[rows], v), v[rows, :, None], decays, strengths)
+        for key, value, decay, strength in zip(*(x[:taken].unbind() for x in tokens), strict=True):
+            write = strength * (value - decay * torch.bmm(key, state[slot]))
+            state[slot].mul_(decay).addcmul_(key.mT, write)
         if end > begin:
-            rows = (x[tree : tree + end - begin] for x in (k, v, g, beta))
-            out[begin:end] = _tree(q[begin:end], *rows, state[slot], visits[begin:end])
+            tree = tuple(x[room:] for x in tokens)
+            out[begin:end] = _tree(q[begin:end], k[rows][room:], tree, state[slot], visits[begin:end])
     return out if first is not None else out.unflatten(0, order.shape)
 
 
-def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Advance the state [Hv, D, D] of one sequence over consecutive tokens [T, ...], in place."""
-    tokens = (_by_value_head(k, v), v[:, :, None], *_factors(g, beta))
-    for key, value, decay, strength in zip(*(x.unbind() for x in tokens), strict=True):
-        write = strength * (value - decay * torch.bmm(key, state))
-        state.mul_(decay).addcmul_(key.mT, write)
+def _tree(q: Tensor, k: Tensor, tokens: tuple[Tensor, ...], state: Tensor, visits: list[Visit]) -> Tensor:
+    """Return the outputs [T, Hv, D] of one tree below the committed state [Hv, D, D].
 
-
-def _tree(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, visits: list[Visit]
-) -> Tensor:
-    """Return the outputs [T, Hv, D] of one tree below the committed state [Hv, D, D]."""
-    keys, queries, values = _by_value_head(k, v), _by_value_head(q, v), v[:, :, None]
-    decays, strengths = _factors(g, beta)
+    tokens: keys and values [T, Hv, 1, D], decays and strengths [T, Hv, 1, 1].
+    """
+    _, values, decays, strengths = tokens
     stored, read = torch.empty_like(values), torch.empty_like(values)
-    rows = (keys, queries, values, decays, strengths, stored, read)
+    rows = (*tokens, _by_value_head(q, values), stored, read)
     by_row = list(zip(*(x.unbind() for x in rows), strict=True))
     saved: dict[int, Tensor] = {}
     shared = True  # the state is committed or saved
     for row, has_children, save, restore in visits:
-        key, query, value, decay, strength, row_stored, row_read = by_row[row]
+        key, value, decay, strength, query, row_stored, row_read = by_row[row]
         if restore is not None:
             state, shared = saved[restore], True
         torch.bmm(key, state, out=row_stored)
@@ -209,15 +204,10 @@ def _tree(
             state, shared = decayed.addcmul_(key.mT, write), False
     writes = strengths * (values - decays * stored)
     # q S of a row's own state, from its parent's.
-    seen = _by_value_head((q * k).sum(-1, keepdim=True), v)
+    seen = _by_value_head((q * k).sum(-1, keepdim=True), values)
     return (decays * read + seen * writes)[:, :, 0]
 
 
 def _by_value_head(x: Tensor, v: Tensor) -> Tensor:
     """Return [T, Hv, 1, N] of x [T, Hk, N]."""
     return x.repeat(1, v.shape[1] // x.shape[1], 1)[:, :, None]
-
-
-def _factors(g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp(g) and beta as [T, Hv, 1, 1]."""
-    return g.exp()[..., None, None], beta[..., None, None]
