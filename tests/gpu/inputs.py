@@ -18,7 +18,9 @@ from treeflash.kernels.causal_conv import reference as conv_reference
 from treeflash.kernels.causal_conv import triton_kernels as conv_triton
 from treeflash.kernels.delta_rule import chunk as chunk_delta
 from treeflash.kernels.delta_rule import cuda as delta_cuda
+from treeflash.kernels.delta_rule import fold_path
 from treeflash.kernels.delta_rule import reference as delta_reference
+from treeflash.kernels.delta_rule import triton_kernels as delta_triton
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import encode
 from treeflash.kernels.kv_cache.rotation import rotate
@@ -116,6 +118,7 @@ class DeltaLayers:
         self.path = torch.stack(paths)
         self.count = torch.full((batch,), count, device=DEVICE)
         self.index = conv_triton.conv_index(self.tree.parents, TAPS, self.count, saved)
+        self.order = delta_triton.tree_order(self.tree.ancestors)
 
     def projections(self, layer: int) -> tuple[Tensor, ...]:
         """Return the convolution's inputs, the output gate, beta and alpha."""
@@ -141,7 +144,7 @@ class DeltaLayers:
 
     @property
     def rows_of_step(self) -> dict[str, Tensor]:
-        return {"slots": self.slots, "count": self.count, "ancestors": self.tree.ancestors}
+        return {"slots": self.slots, "count": self.count, "order": self.order}
 
     def delta(self, layer: int, heads: tuple[Tensor, ...], implementation: ModuleType = delta_cuda) -> Tensor:
         return implementation.tree_delta(*heads, self.state[layer], **self.rows_of_step)
@@ -182,6 +185,8 @@ class DeltaChunk:
             "count": torch.tensor([count], device=DEVICE),
             "key_heads": key_heads,
         }
+        no_rows = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
+        self.index = conv_reference.conv_index(no_rows, TAPS, self.pending["count"], saved)
 
     def heads(self) -> tuple[Tensor, ...]:
         buffers = {"window": self.window, "tree_inputs": self.tree_inputs}
@@ -189,16 +194,30 @@ class DeltaChunk:
 
     def fold(self) -> None:
         buffers = {"window": self.window, "tree_inputs": self.tree_inputs, "tree_gates": self.tree_gates}
-        chunk_delta.fold_path(self.state, self.weights[0], **buffers, **self.pending)
+        fold_path(self.state, self.weights[0], index=self.index, **buffers, **self.pending)
 
     def run(self, *, reference: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs, the state and the convolution's window after the chunk; change no buffer."""
         state, window = self.state.clone(), self.window.clone()
         buffers = {"window": window, "tree_inputs": self.tree_inputs}
         delta, conv = (delta_reference, conv_reference) if reference else (chunk_delta, chunk_conv)
-        delta.fold_path(state, self.weights[0], tree_gates=self.tree_gates, **buffers, **self.pending)
+        if reference:
+            self._fold_reference(state)
+        else:
+            saved = {**buffers, "tree_gates": self.tree_gates, "index": self.index}
+            fold_path(state, self.weights[0], **saved, **self.pending)
         heads = conv.chunk_heads(*self.rows, *self.weights, **buffers, **self.pending)
         return delta.slot_delta(*heads, state, slots=self.slots), state, window
+
+    def _fold_reference(self, state: Tensor) -> None:
+        tables = {**self.pending, "index": self.index, "tree_gates": self.tree_gates.clone()}
+        buffers = {"window": self.window.clone(), "tree_inputs": self.tree_inputs.clone()}
+        none = torch.empty(1, 0, self.window.shape[-1], device=DEVICE)
+        gates = torch.empty(1, 0, state.shape[1], device=DEVICE)
+        _, *rows = conv_reference.tree_conv(none, gates, gates, *self.weights, **buffers, **tables)
+        order = torch.empty(1, 0, dtype=torch.int32)
+        where = {"slots": self.slots, "count": tables["count"], "order": order}
+        delta_reference.tree_delta(rows[0][:, :0], *rows, state, **where)
 
 
 def encoded_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:

@@ -1,19 +1,26 @@
 """Causal convolution and gated delta rule of tree steps and of prompt chunks against the references."""
 
+import random
+from itertools import accumulate, pairwise
+from types import ModuleType
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.gpu.inputs import (
     DELTA_DIM,
+    DEVICE,
     KEY_HEADS,
     MAX_TREE_ROWS,
-    ROW_COUNTS,
     TAPS,
     VALUE_HEADS,
     DeltaChunk,
     DeltaLayers,
+    tree_rows,
 )
 from tests.gpu.numerics import assert_close, assert_same_bits, nan_filled_memory
+from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps
 from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import reference as conv_reference
 from treeflash.kernels.causal_conv import triton_kernels as conv_triton
@@ -71,22 +78,160 @@ def check_heads(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, .
         assert_close(*pair, tolerance=CONV, name=name)
 
 
-@pytest.mark.parametrize("rows", ROW_COUNTS[1:])
-def test_row_0_does_not_depend_on_the_other_rows(rows: int) -> None:
-    """Up to rounding: `benchmarks/gpu/layers.py` reports whether the bits are equal, too."""
-    torch.manual_seed(1)
-    alone = DeltaLayers(1, 3)
-    before = alone.saved_buffers()
-    heads = alone.conv()
-    out = alone.delta(0, heads)
-    wider = DeltaLayers(rows, 3)
-    wider.inputs[:, :, :1] = alone.inputs
-    wider.weights, wider.path = alone.weights, alone.path
-    wider.restore(before)
-    found = wider.conv()
-    assert_close(found[0][:, :1], heads[0], tolerance=CONV, name="q")
-    assert_close(wider.delta(0, found)[:, :1], out, tolerance=2 * DELTA, name="output")
-    assert_close(wider.state, alone.state, tolerance=2 * DELTA, name="state")
+class TreeHeads:
+    """The delta rule's inputs of `sizes` tree rows a sequence, and `room` path rows before them."""
+
+    def __init__(self, sizes: list[int], shape: tuple[int, int, int], room: int = 9, seed: int = 0):
+        torch.manual_seed(seed)
+        key_heads, value_heads, dim = shape
+        batch, total = len(sizes), sum(sizes)
+        self.room, self.sizes, self.bounds = room, sizes, [0, *accumulate(sizes)]
+        self.first = torch.tensor(self.bounds, device=DEVICE)
+        self.trees = [_forest(rows, seed + n) for n, rows in enumerate(sizes)]
+        self.ancestors = torch.cat([tree_rows([tree]).ancestors[0] for tree in self.trees if tree])
+        self.q = _unit(total, key_heads, dim) * dim**-0.5
+        self.k = _unit(batch * room + total, key_heads, dim)
+        self.v = torch.randn(len(self.k), value_heads, dim, device=DEVICE)
+        self.g = -3 * torch.rand(len(self.k), value_heads, device=DEVICE) ** 2
+        self.beta = torch.rand(len(self.k), value_heads, device=DEVICE)
+        self.state = torch.randn(batch + 1, value_heads, dim, dim, device=DEVICE)
+        self.slots = torch.randperm(batch + 1, device=DEVICE)[:batch]
+        self.count = torch.tensor([(5 * n + 3) % (room + 1) for n in range(batch)], device=DEVICE)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.k, self.v, self.g, self.beta
+
+    def run(self, implementation: ModuleType = delta_cuda) -> tuple[Tensor, Tensor]:
+        """Return the outputs [N, Hv, D] and the states; path rows from `count` on hold NaN."""
+        inputs, state = [part.clone() for part in self.inputs], self.state.clone()
+        for item, count in enumerate(self.count.tolist()):
+            begin = item * self.room + self.bounds[item]
+            for part in inputs:
+                part[begin + count : begin + self.room] = torch.nan
+        order = delta_triton.tree_order(self.ancestors, self.first)
+        tables = {"slots": self.slots, "count": self.count, "order": order, "first": self.first}
+        with nan_filled_memory():
+            return implementation.tree_delta(self.q, *inputs, state, **tables), state
+
+    def roots(self, item: int, implementation: ModuleType = delta_cuda) -> Tensor:
+        """Return the outputs of one sequence's rows, each as the root after its path was committed.
+
+        One call, in which every row is a sequence of its own.
+        """
+        rows, taken = self.sizes[item], int(self.count[item])
+        begin = item * self.room + self.bounds[item]
+        paths = []
+        for row, bits in enumerate(ancestors_of(self.trees[item])):
+            above = [begin + self.room + n for n in range(row) if bits >> n & 1]
+            paths.append([*range(begin, begin + taken), *above])
+        room = max(map(len, paths))
+        chosen = [
+            [*path, *[begin] * (room - len(path)), begin + self.room + n] for n, path in enumerate(paths)
+        ]
+        inputs = [part[torch.tensor(chosen, device=DEVICE)] for part in self.inputs]
+        state = self.state[self.slots[item]].repeat(rows, 1, 1, 1)
+        numbers = torch.arange(rows, device=DEVICE)
+        count = torch.tensor([len(path) for path in paths], device=DEVICE)
+        order = delta_triton.tree_order(torch.ones_like(numbers)[:, None])
+        q = self.q[self.bounds[item] : self.bounds[item + 1], None].contiguous()
+        out = implementation.tree_delta(q, *inputs, state, slots=numbers, count=count, order=order)
+        return out[:, 0]
+
+
+def _unit(*shape: int) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(shape, device=DEVICE), dim=-1)
+
+
+def _forest(rows: int, seed: int) -> list[int]:
+    """Return the parents of a random tree with a few rows of padding, a chain, a star or a binary tree."""
+    choose, kind = random.Random(seed), seed % 5
+    if kind == 1:
+        return list(range(-1, rows - 1))
+    if kind == 2:
+        return [-1, *[0] * (rows - 1)][:rows]
+    if kind == 3:
+        return [(row + 1) // 2 - 1 for row in range(rows)]
+    parents = [choose.randrange(max(0, row - 7), row) if row else -1 for row in range(rows)]
+    return parents if rows < 8 else [*parents[:-3], -1, -1, -1]
+
+
+SHAPE = (KEY_HEADS, VALUE_HEADS, DELTA_DIM)
+RAGGED = [
+    *((SHAPE, [rows]) for rows in (1, 2, 8, 16, 24, 32, 48, 63, 64)),
+    (SHAPE, [24, 24]),
+    (SHAPE, [5, 0, 33, 1]),
+    (SHAPE, [64, 8, 17]),
+    ((1, 1, 128), [13]),
+    ((3, 6, 64), [24, 3]),
+    ((2, 6, 32), [31, 1, 16]),
+    ((2, 4, 16), [64, 5]),
+    ((1, 5, 96), [9]),
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("shape", "sizes"), RAGGED)
+def test_a_row_is_the_root_after_its_path_was_committed(
+    shape: tuple[int, int, int], sizes: list[int], seed: int
+) -> None:
+    """Bit for bit, whatever tree, other sequences and number of rows; and close to the reference."""
+    heads = TreeHeads(sizes, shape, seed=seed)
+    order = delta_reference.tree_order(heads.ancestors.cpu(), heads.first.cpu())
+    assert_same_bits(delta_triton.tree_order(heads.ancestors, heads.first).cpu(), order, "order")
+    out, state = heads.run()
+    for item, (begin, end) in enumerate(pairwise(heads.bounds)):
+        if end > begin:
+            assert_same_bits(out[begin:end], heads.roots(item), f"sequence {item}")
+    expected_state = heads.state.double()
+    tables = {"slots": heads.slots, "count": heads.count, "order": order, "first": heads.first}
+    inputs = [part.double() for part in (heads.q, *heads.inputs)]
+    expected = delta_reference.tree_delta(*inputs, expected_state, **tables)
+    assert_close(out, expected, tolerance=DELTA, name="output")
+    assert_close(state, expected_state, tolerance=DELTA, name="state")
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [((2, 6, 64), [24, 7]), (SHAPE, [31])])
+def test_the_triton_kernel_gives_the_root_s_bits_too(shape: tuple[int, int, int], sizes: list[int]) -> None:
+    heads = TreeHeads(sizes, shape, seed=4)
+    out, state = heads.run(delta_triton)
+    for item, (begin, end) in enumerate(pairwise(heads.bounds)):
+        assert_same_bits(out[begin:end], heads.roots(item, delta_triton), f"sequence {item}")
+    expected, expected_state = heads.run()
+    assert_close(out, expected, tolerance=DELTA, name="output")
+    assert_close(state, expected_state, tolerance=DELTA, name="state")
+
+
+def test_another_order_of_summation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose tree rows sum k S from the last dim on, while a commit begins with the first."""
+    source = delta_cuda.source()
+    dot = source[source.index("DEVICE Own dot(") : source.index("// One step of the sum")]
+    forward, backward = "for (int i = 0; i < DIMS; i += 2)", "for (int i = DIMS - 2; i >= 0; i -= 2)"
+    use = "stored = dot(key, held);"
+    assert forward in dot and source.count(use) == 1
+    planted = dot.replace("dot(", "planted(").replace(forward, backward)
+    changed = source.replace('extern "C"', planted + 'extern "C"').replace(use, use.replace("dot", "planted"))
+    heads = TreeHeads([24], SHAPE)
+    monkeypatch.setattr(delta_cuda, "source", lambda: changed)
+    for cached in (delta_cuda._module, delta_cuda._kernel):
+        cached.cache_clear()
+    try:
+        out, _ = heads.run()
+        assert not torch.equal(out, heads.roots(0))
+    finally:
+        for cached in (delta_cuda._module, delta_cuda._kernel):
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("shape", [SHAPE, (2, 6, 128), (2, 6, 32)])
+def test_layers_give_the_same_bits_for_every_cut_into_steps(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """From the convolution on, with a fold after every tree."""
+    torch.manual_seed(2)
+    shapes = [_forest(rows, seed) for seed, rows in enumerate((1, 8, 24, 64, 17, 48))]
+    check_cuts_into_steps(DeltaLayer(shape, dtype, "cuda"), shapes)
 
 
 CHUNKS = [((KEY_HEADS, VALUE_HEADS, DELTA_DIM), tokens) for tokens in (1, 63, 65, 200, 2048)]

@@ -188,13 +188,50 @@ def test_delta(rows: int, counts: tuple[int, int]) -> None:
     k[unused] = torch.nan  # nobody has written there
     states = [torch.randn(3, value_heads, dim, dim)] * 2
     states[1] = states[0].clone()
-    tables = {"slots": torch.tensor([2, 0]), "count": count, "ancestors": step.ancestors}
+    order = delta.tree_order(step.ancestors)
+    assert torch.equal(delta_kernel.tree_order(step.ancestors), order)
+    tables = {"slots": torch.tensor([2, 0]), "count": count, "order": order}
     found, wanted = (
         implementation.tree_delta(q, k, v, g, beta, state, **tables)
         for implementation, state in zip((delta_kernel, delta), states, strict=True)
     )
     close(found, wanted)
     close(states[0], states[1])
+
+
+@pytest.mark.parametrize("sizes", [(1, 12, 64, 0), (24, 7)])
+def test_delta_of_ragged_rows(sizes: tuple[int, ...]) -> None:
+    """The order of visits; and every row has the bits of a root after its path was committed."""
+    key_heads, value_heads, dim, length, batch = 1, 2, 16, 2, len(sizes)
+    steps = [tree_of(rows, 1) for rows in sizes if rows]
+    first = torch.tensor([0, *sizes]).cumsum(0)
+    rows = int(first[-1])
+    ancestors = torch.cat([step.ancestors[0] for step in steps if step.ancestors is not None])
+    order = delta.tree_order(ancestors, first)
+    assert torch.equal(delta_kernel.tree_order(ancestors, first), order)
+    if rows > 32:  # the interpreter is slow
+        return
+    q = norm.l2_norm(torch.randn(rows, key_heads, dim), 1e-6)
+    k = norm.l2_norm(torch.randn(batch * length + rows, key_heads, dim), 1e-6)
+    v = torch.randn(len(k), value_heads, dim)
+    g, beta = -torch.rand(len(k), value_heads), torch.rand(len(k), value_heads)
+    state = torch.randn(batch, value_heads, dim, dim)
+    tables = {"slots": torch.arange(batch), "count": torch.tensor([1, 2])}
+    found, wanted = (
+        implementation.tree_delta(q, k, v, g, beta, state.clone(), **tables, order=order, first=first)
+        for implementation in (delta_kernel, delta)
+    )
+    close(found, wanted)
+    inputs, root_only = (
+        [x[: length + sizes[0]] for x in (k, v, g, beta)],
+        delta.tree_order(torch.tensor([[1]])),
+    )
+    for row in range(sizes[0]):
+        above = [length + n for n in range(sizes[0]) if int(ancestors[row]) >> n & 1]
+        alone = [x[[0, *above]][None] for x in inputs]
+        tables = {"slots": torch.tensor([0]), "count": torch.tensor([len(above)]), "order": root_only}
+        root = delta_kernel.tree_delta(q[None, row : row + 1], *alone, state.clone(), **tables)
+        assert torch.equal(root[0, 0], found[row])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,16 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
+from treeflash.kernels import causal_conv, delta_rule
 from treeflash.kernels.attention import prefill
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.causal_conv import chunk as conv_chunk
 from treeflash.kernels.causal_conv import reference as conv
+from treeflash.kernels.causal_conv import triton_kernels as conv_kernels
 from treeflash.kernels.delta_rule import chunk as delta_chunk
+from treeflash.kernels.delta_rule import fold_path
 from treeflash.kernels.delta_rule import reference as delta
+from treeflash.kernels.delta_rule import triton_kernels as delta_kernels
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import encode
 from treeflash.kernels.kv_cache.rotation import rotate
@@ -58,13 +62,19 @@ def test_chunk_heads(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (3, 6)])
-def test_fold_path(counts: tuple[int, int]) -> None:
+def test_fold_path(counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     kept, where, weight = saved_rows(torch.float32), tables(counts), torch.randn(CHANNELS, WIDTH)
+    where["index"] = conv.conv_index(torch.empty(2, 0, dtype=torch.int64), WIDTH, where["count"], 6)
+    before = {name: part.clone() for name, part in kept.items()}
     states = [torch.randn(3, VALUE_HEADS, DIM, DIM)] * 2
     states[1] = states[0].clone()
-    for implementation, state in zip((delta_chunk, delta), states, strict=True):
-        implementation.fold_path(state, weight, **kept, **where)
-    close(states[0], states[1])
+    fold_path(states[0], weight, **kept, **where)
+    monkeypatch.setattr(causal_conv, "tree_conv", conv_kernels.tree_conv)
+    monkeypatch.setattr(delta_rule, "tree_delta", delta_kernels.tree_delta)
+    fold_path(states[1], weight, **kept, **where)
+    close(states[1], states[0])
+    for name, part in kept.items():
+        assert torch.equal(part, before[name]), name
 
 
 def rows_of(

@@ -6,12 +6,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from tests.kernels.cards import CARDS
 from treeflash.kernels.attention import triton_kernels as attention
 from treeflash.kernels.causal_conv import cuda as conv_cuda
 from treeflash.kernels.causal_conv import triton_kernels as conv
 from treeflash.kernels.commit import triton_kernels as commit
 from treeflash.kernels.delta_rule import cuda as delta_cuda
 from treeflash.kernels.delta_rule import triton_kernels as delta
+from treeflash.kernels.delta_rule.reference import saved_states
 from treeflash.kernels.embedding import triton_kernels as embedding
 from treeflash.kernels.kv_cache import triton_kernels as cache
 from treeflash.kernels.norm_rope import cuda as rows_cuda
@@ -19,6 +21,7 @@ from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.norm_rope import triton_kernels as norm
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
+from treeflash.kernels.tree import MAX_ROWS
 
 # Shared memory of one program, bytes.
 TARGETS = {
@@ -39,6 +42,7 @@ POINTERS = {
     "parents": "*i64",
     "ancestors": "*i64",
     "first": "*i64",
+    "order": "*i32",
     "table": "*i64",
     "lengths": "*i64",
     "starts": "*i64",
@@ -160,10 +164,10 @@ def test_small_kernels(card: str) -> None:
 @pytest.mark.parametrize("card", TARGETS)
 def test_delta(card: str) -> None:
     target, limit = TARGETS[card]
-    constants = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128}
-    for rows in (8, 64):
-        chosen = delta.tiles(rows, 128, capability(target))
-        assert compiled(delta._tree_kernel, card, constants, chosen) <= limit
+    constants = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128, "COLUMNS": delta.COLUMNS, "RAGGED": True}
+    fixed = {"enable_fp_fusion": False}
+    assert shared_memory(delta._tree_kernel, target, {**constants, "LEVELS": 4}, **fixed) <= limit
+    assert shared_memory(delta._order_kernel, target, {"RAGGED": True, "ROWS": 64}) <= limit
 
 
 def sides(keys: str, values: str) -> tuple[dict, dict]:
@@ -227,8 +231,8 @@ def test_ring_attention(card: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 def test_cuda_kernels(arch: str) -> None:
     overlap = int(arch in ("sm_90", "sm_120"))
-    for rows in (8, 24) if arch != "sm_90" else (64,):
-        macros = {"ROWS": rows, "OVERLAP": overlap}
+    for dim in (16, 64, 128) if arch != "sm_90" else (32, 128, 256):
+        macros = {"D": dim, "LANE_COLUMNS": delta_cuda.LANE_COLUMNS, "OVERLAP": overlap}
         assert compile_cubin(delta_cuda.source(), defines=macros, arch=arch, cached=False)
     for half in (0, 1):
         macros = {"HALF": half, "OVERLAP": overlap}
@@ -259,6 +263,16 @@ def test_rows_are_cut_into_blocks_that_hold_whole_heads() -> None:
     assert rows_cuda.shape_of(rows_cuda.SILU, 17408, clusters=True).cluster == 8
 
 
-def test_the_cuda_delta_rule_fits_cards_with_99_kib_up_to_32_rows() -> None:
-    assert delta_cuda.shared_bytes(32) <= 99 << 10
-    assert delta_cuda.shared_bytes(64) <= 227 << 10
+@pytest.mark.parametrize("card", CARDS)
+def test_the_cuda_delta_rule_fits_every_card(card: str) -> None:
+    """With every number of rows, and with a warp for each scheduler of an SM."""
+    for dim in (16, 32, 64, 128):
+        for saved in range(saved_states(MAX_ROWS) + 1):
+            for groups, units in ((16, 48), (64, 48), (2, 3 * dim // 8)):
+                warps = delta_cuda.warps_of(CARDS[card], dim, saved, groups=groups, units=units)
+                assert delta_cuda.shared_bytes(dim, warps, saved) <= CARDS[card].shared_per_block
+                assert warps >= 4 or groups * units < 8 * CARDS[card].processors
+
+
+def test_the_cuda_delta_rule_gives_each_sm_of_an_h200_six_warps_of_a_27b() -> None:
+    assert [delta_cuda.warps_of(CARDS["H200"], 128, n, groups=16, units=48) for n in range(5)] == [6] * 5

@@ -1,33 +1,46 @@
-"""The delta rule in its chunk and tree forms against the plain recurrence, in float64."""
+"""The delta rule in its chunk and tree forms: against the plain recurrence in float64, and bit for bit."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from treeflash.kernels.delta_rule import advance, chunk_delta, tree_delta
+from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps, packed_order
+from treeflash.kernels.delta_rule import chunk_delta, tree_delta, tree_order
+from treeflash.kernels.delta_rule.reference import Visit, saved_states
 from treeflash.kernels.norm_rope import l2_norm
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.models.step import Step, visibility
 
 TOLERANCE = 1e-10  # float64: what is left is rounding
 
 
 def make(
-    batch: int, rows: int, *, key_heads: int = 2, value_heads: int = 6, dim: int = 8, seed: int = 0
+    batch: int,
+    rows: int,
+    *,
+    key_heads: int = 2,
+    value_heads: int = 6,
+    dim: int = 8,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> dict:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=dtype)
 
     return {
         "q": l2_norm(normal(batch, rows, key_heads, dim), 1e-6) * dim**-0.5,
         "k": l2_norm(normal(batch, rows, key_heads, dim), 1e-6),
         "v": normal(batch, rows, value_heads, dim),
         # Strong decay in places: ratios of exponentials would overflow where differences do not.
-        "g": -8 * torch.rand(batch, rows, value_heads, generator=generator, dtype=torch.float64) ** 3,
-        "beta": torch.rand(batch, rows, value_heads, generator=generator, dtype=torch.float64),
+        "g": -8 * torch.rand(batch, rows, value_heads, generator=generator, dtype=dtype) ** 3,
+        "beta": torch.rand(batch, rows, value_heads, generator=generator, dtype=dtype),
         "state": normal(batch, value_heads, dim, dim),
     }
 
@@ -69,7 +82,7 @@ def test_a_path_and_the_tree_below_it_are_the_recurrence(rows: int, path: int) -
     before = state.clone()
     inputs = [x[name] for name in ("k", "v", "g", "beta")]
     out = tree_delta(
-        x["q"][:, path:], *inputs, state, slots=step.slots, count=count, ancestors=step.ancestors
+        x["q"][:, path:], *inputs, state, slots=step.slots, count=count, order=tree_order(step.ancestors)
     )
     visible = visibility(parents)
     for item, (slot, taken) in enumerate(zip((2, 0), count.tolist(), strict=True)):
@@ -81,13 +94,144 @@ def test_a_path_and_the_tree_below_it_are_the_recurrence(rows: int, path: int) -
     assert torch.equal(state[1], before[1])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
-def test_a_commit_is_the_recurrence_and_empty_rows_change_nothing(rows: int) -> None:
-    x = make(2, rows, seed=rows)
-    before = x["state"].clone()
-    kept = max(0, rows - 3)  # of the second sequence: the rows after its path are empty
-    x["g"][1, kept:], x["beta"][1, kept:] = 0, 0
-    advance(x["state"], x["k"], x["v"], x["g"], x["beta"])
-    for item, count in enumerate((rows, kept)):
-        expected = recurrence({**x, "state": before}, list(range(count)), item)[1]
+def test_a_path_without_a_tree_is_the_recurrence() -> None:
+    """As before a prompt chunk; rows after a path are not read."""
+    x = make(2, 7)
+    before, count = x["state"].clone(), [7, 4]
+    x["k"][1, 4:] = torch.nan
+    inputs = [x[name] for name in ("k", "v", "g", "beta")]
+    tables = {"slots": torch.arange(2), "count": torch.tensor(count)}
+    out = tree_delta(x["q"][:, :0], *inputs, x["state"], **tables, order=torch.empty(2, 0, dtype=torch.int32))
+    assert out.shape == (2, 0, 6, 8)
+    for item, taken in enumerate(count):
+        expected = recurrence({**x, "state": before}, list(range(taken)), item)[1]
         assert (x["state"][item] - expected).abs().max() < TOLERANCE
+
+
+def chain(rows: int) -> list[int]:
+    return list(range(-1, rows - 1))
+
+
+def star(rows: int) -> list[int]:
+    return [-1] + [0] * (rows - 1)
+
+
+def binary(rows: int) -> list[int]:
+    return [-1] + [(row - 1) // 2 for row in range(1, rows)]
+
+
+def padded(rows: int) -> list[int]:
+    """A tree of half the rows; the others are padding."""
+    return [*binary(-(-rows // 2)), *[-1] * (rows // 2)]
+
+
+def scattered(rows: int, seed: int = 0) -> list[int]:
+    choose = random.Random(seed)
+    return [-1] + [choose.randrange(max(0, row - 7), row) for row in range(1, rows)]
+
+
+SHAPES = (chain, star, binary, padded, scattered)
+
+
+def replay(order: list[Visit]) -> tuple[list[int], int]:
+    """Return the parent from whose state each row starts, by following the order, and the levels in use."""
+    state, saved, starts = -1, {}, {}
+    for visit in order:
+        if visit.restore is not None:
+            state = saved[visit.restore]
+        starts[visit.row] = state
+        if visit.save is not None:
+            saved[visit.save] = state
+        if visit.has_children:
+            state = visit.row
+    return [starts[row] for row in range(len(order))], len(saved)
+
+
+@given(data=st.data(), rows=st.integers(1, MAX_ROWS))
+def test_the_order_starts_every_row_from_its_parent(data: st.DataObject, rows: int) -> None:
+    parents = [data.draw(st.integers(-1, row - 1)) for row in range(rows)]
+    order = [Visit.unpack(number) for number in packed_order(parents)[0].tolist()]
+    found, levels = replay(order)
+    assert found == parents
+    assert [visit.has_children for visit in sorted(order)] == [row in parents for row in range(rows)]
+    assert levels <= saved_states(rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 24, 63, 64])
+def test_the_order_of_special_trees(shape, rows: int) -> None:
+    parents = shape(rows)
+    order = [Visit.unpack(number) for number in packed_order(parents)[0].tolist()]
+    found, levels = replay(order)
+    assert found == parents
+    assert levels <= saved_states(rows)
+    assert levels == 0 or shape not in (chain, star)
+
+
+def test_few_states_are_saved() -> None:
+    assert [saved_states(rows) for rows in (1, 8, 16, 24, 32, 48, 64)] == [0, 1, 2, 3, 3, 4, 4]
+    # The smallest trees that need as many: such a tree, and a chain with as many inner rows as its sibling.
+    parents, inner = [-1, 0], 1
+    for levels in range(1, 5):
+        begin = len(parents)
+        chained = [-1, *range(begin, begin + inner)]
+        assert len(parents) + len(chained) == (2 << levels) + levels - 1
+        for rows, expected in ((len(parents) + len(chained), levels), (len(parents), levels - 1)):
+            trees = (parents + chained)[:rows]
+            order = [Visit.unpack(number) for number in packed_order(trees)[0].tolist()]
+            assert replay(order)[1] == saved_states(rows) == expected
+        parents = [-1, *(parent + 1 for parent in parents + chained)]
+        inner = 2 * inner + 1
+
+
+def rows_of(x: dict, rows: list[int]) -> list[Tensor]:
+    return [x[name][:, rows] for name in ("k", "v", "g", "beta")]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 5, 24, 64])
+@pytest.mark.parametrize("dim", [16, 128])
+def test_a_row_is_the_root_after_its_path_was_committed(shape, rows: int, dim: int) -> None:
+    """Bit for bit, below a path that is committed in the same step."""
+    before, parents = 3, shape(rows)
+    x = make(1, before + rows, dim=dim, seed=rows, dtype=torch.float32)
+    one = {"slots": torch.tensor([0]), "count": torch.tensor([before])}
+    inputs = rows_of(x, list(range(before + rows)))
+    out = tree_delta(x["q"][:, before:], *inputs, x["state"].clone(), **one, order=packed_order(parents))
+    for row in range(rows):
+        path = [n for n in range(rows) if ancestors_of(parents)[row] >> n & 1]
+        chosen = [*range(before), *(before + n for n in path)]
+        state = x["state"].clone()
+        one["count"] = torch.tensor([len(chosen) - 1])
+        root = tree_delta(
+            x["q"][:, [before + row]], *rows_of(x, chosen), state, **one, order=packed_order([-1])
+        )
+        assert torch.equal(root[:, 0], out[:, row]), f"row {row}"
+
+
+def test_ragged_rows_are_those_of_each_sequence_alone() -> None:
+    trees, counts, room = [scattered(5), chain(1), [], star(9), scattered(23)], [2, 0, 3, 1, 3], 3
+    sizes = [len(tree) for tree in trees]
+    items = [make(1, room + size, seed=size, dtype=torch.float32) for size in sizes]
+    slots = torch.tensor([4, 0, 2, 5, 1])
+    state = torch.randn(6, 6, 8, 8)
+    first = torch.tensor([0, *sizes]).cumsum(0)
+    bits = torch.tensor([bits for tree in trees for bits in ancestors_of(tree)])
+    flat = [torch.cat([x[name][0] for x in items]) for name in ("k", "v", "g", "beta")]
+    q = torch.cat([x["q"][0, room:] for x in items])
+    tables = {"slots": slots, "count": torch.tensor(counts), "first": first}
+    expected = state.clone()
+    out = tree_delta(q, *flat, state, **tables, order=tree_order(bits, first))
+    for item, (begin, end) in enumerate(pairwise(first.tolist())):
+        x, alone = items[item], {name: tables[name][item : item + 1] for name in ("slots", "count")}
+        inputs = [x[name] for name in ("k", "v", "g", "beta")]
+        order = tree_order(bits[None, begin:end])
+        wanted = tree_delta(x["q"][:, room:], *inputs, expected, **alone, order=order)
+        assert torch.equal(out[begin:end], wanted[0])
+    assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_layers_give_the_same_bits_for_every_cut_into_steps(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    check_cuts_into_steps(DeltaLayer((2, 6, 16), dtype), [scattered(1 + 4 * n, n) for n in range(6)])

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 # the keys of the JSON result.
 GROUPS = {
     "matmul": ("matmul", "pack_rows", "_matmul_kernel", "_add_kernel", "_pack_rows_kernel"),
-    "delta net": ("tree_delta", "tree_conv", "_tree_kernel", "_conv_kernel", "_index_kernel", "_fold_kernel"),
+    "delta net": (
+        "tree_delta",
+        "tree_conv",
+        "_tree_kernel",
+        "_conv_kernel",
+        "_index_kernel",
+        "_order_kernel",
+    ),
     "attention": ("tree_attention", "_paged_kernel", "_merge_kernel", "_cache_kernel", "_head_kernel"),
     "norms": (
         *("rows", "_norm_kernel", "_gated_norm_kernel", "_gated_norm_rows_kernel"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.attention import paged_attention
-from treeflash.kernels.delta_rule import chunk_delta, tree_delta
+from treeflash.kernels.delta_rule import chunk_delta, tree_delta, tree_order
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.quant_matmul import quant_matmul
 
@@ -48,7 +48,7 @@ def delta_rule(device: torch.device) -> float:
     none = torch.zeros(1, dtype=torch.int64, device=device)
     chain = (2 << torch.arange(tokens - split, device=device)[None]) - 1
     rows = (x[:, split:].contiguous() for x in inputs)
-    tail = tree_delta(*rows, middle, slots=none, count=none, ancestors=chain)
+    tail = tree_delta(*rows, middle, slots=none, count=none, order=tree_order(chain))
     return _error(torch.cat([head, tail], 1)[0], torch.stack(wanted))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from treeflash.errors import UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
+from treeflash.kernels.delta_rule import tree_order
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
 from treeflash.kernels.quant_matmul import PackedRows, PartialSums
 from treeflash.kernels.slot_mapping import SlotMapping, slot_mapping
@@ -184,16 +185,18 @@ class Decoder:
         page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
         mapping = slot_mapping(step.slots, *tables, rows=step.rows, page=page)
-        pending, index = _pending(mapping), None
-        if step.parents is not None and self.spec.delta is not None:
-            width = self.spec.delta.conv_width
-            index = conv_index(step.parents, width, pending.count, pending.path.shape[1])
+        pending, index, order = _pending(mapping), None, None
+        if self.spec.delta is not None:
+            parents = step.tokens[:, :0] if step.parents is None else step.parents
+            index = conv_index(parents, self.spec.delta.conv_width, pending.count, pending.path.shape[1])
+            order = None if step.ancestors is None else tree_order(step.ancestors)
         return ForwardContext(
             slots=step.slots,
             cos=cos,
             sin=sin,
             ancestors=step.ancestors,
             conv_index=index,
+            tree_order=order,
             page_table=mapping.page_table,
             lengths=mapping.lengths,
             pages=mapping.pages,

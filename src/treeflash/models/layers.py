@@ -25,7 +25,8 @@ class ForwardContext:
     cos: Tensor  # [B, T, 1, rope/2]
     sin: Tensor
     ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
-    conv_index: Tensor | None  # [B, P + T, conv width] for a tree over delta layers
+    conv_index: Tensor | None  # [B, P + T, conv width] for delta layers; a chunk has no tree rows
+    tree_order: Tensor | None  # [B, T] visits of a tree's rows, for delta layers
     page_table: Tensor  # [B, P]
     lengths: Tensor  # [B]
     pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
@@ -154,7 +155,7 @@ class GatedDelta:
     def _tree(
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
     ) -> Tensor:
-        assert context.conv_index is not None and context.ancestors is not None
+        assert context.conv_index is not None and context.tree_order is not None
         rows = tree_conv(
             inputs,
             alpha,
@@ -176,7 +177,7 @@ class GatedDelta:
             buffers.state,
             slots=context.slots,
             count=context.pending.count,
-            ancestors=context.ancestors,
+            order=context.tree_order,
         )
 
     def _chunk(
@@ -185,7 +186,8 @@ class GatedDelta:
         slots, pending = context.slots, context.pending
         rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
         rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
-        fold_path(buffers.state, self._conv, tree_gates=buffers.tree_gates, **rest)
+        saved: dict[str, Any] = {"tree_gates": buffers.tree_gates, "index": context.conv_index}
+        fold_path(buffers.state, self._conv, **saved, **rest)
         rows = chunk_heads(inputs, alpha, beta, self._conv, self._decay, self._time_bias, **rest)
         return slot_delta(*rows, buffers.state, slots=slots)
 

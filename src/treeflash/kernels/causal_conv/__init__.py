@@ -5,7 +5,7 @@ from torch import Tensor
 from treeflash.kernels.causal_conv import reference
 from treeflash.kernels.causal_conv.reference import chunk_conv, delta_gates, split_heads
 
-__all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "split_heads", "tree_conv"]
+__all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "path_heads", "split_heads", "tree_conv"]
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
@@ -41,3 +41,14 @@ def tree_conv(
         if triton_kernels.takes(weight, alpha, state["key_heads"]):
             return triton_kernels.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
     return reference.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
+
+
+def path_heads(weight: Tensor, **state) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return k, v, g and beta of the last tree's uncommitted path as a tree step does; change nothing.
+
+    The arguments are those of `tree_conv` for a tree without rows.
+    """
+    batch, heads = len(state["slots"]), state["tree_gates"].shape[-1]
+    inputs, gates = weight.new_empty(batch, 0, len(weight)), weight.new_empty(batch, 0, heads)
+    unused = weight.new_empty(heads)
+    return tree_conv(inputs, gates, gates, weight, unused, unused, **state)[1:]

@@ -6,7 +6,7 @@ newest inputs before the step, oldest first. Channels: queries, keys, values, he
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from treeflash.kernels.norm_rope.reference import l2_norm
 
@@ -73,7 +73,14 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
 
 def delta_gates(alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return log decay (<= 0) and write strength of alpha, beta [B, T, Hv]; decay (-A), bias [Hv]."""
-    return decay * softplus(alpha + bias), beta.sigmoid()
+    x = alpha + bias
+    # Not torch's softplus, sigmoid and silu: on a CPU they round the last elements of a tensor differently,
+    # so that a row would depend on the number of rows.
+    return decay * torch.where(x > 20, x, x.exp().log1p()), _sigmoid(beta)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
 
 
 def split_heads(mixed: Tensor, key_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +112,8 @@ def tree_conv(
     inputs [B, T, C]; alpha, beta [B, T, Hv]; of all slots: window [slots, K-1, C], tree_inputs [slots, N, C],
     tree_gates [slots, N, 2, Hv]; path [B, P], its first `count` [B] rows; index from `conv_index`.
     Returns q [B, T, Hk, D] and, path first, k [B, P+T, Hk, D], v [B, P+T, Hv, D], g and beta [B, P+T, Hv],
-    which are zero after a path. Advances the windows and saves the tree's rows in tree_inputs and tree_gates.
+    which are zero after a path. Advances the windows and saves the tree's rows in tree_inputs and tree_gates;
+    a tree without rows changes nothing.
     """
     rows, length, dim = inputs.shape[1], path.shape[1], weight.shape[0] // (2 * key_heads + alpha.shape[2])
     # Rows are computed from the saved precision, so that a commit reads the same numbers.
@@ -113,13 +121,15 @@ def tree_conv(
     g, beta = delta_gates(alpha, beta, decay, bias)
     batch = torch.arange(len(slots), device=slots.device)[:, None]
     series = torch.cat([window[slots], tree_inputs[slots[:, None], path], inputs], 1)
-    mixed = silu((series[batch[..., None], index].float() * weight.T).sum(2))
+    mixed = (series[batch[..., None], index].float() * weight.T).sum(2)
+    mixed = mixed * _sigmoid(mixed)
     q, k, v = split_heads(mixed, key_heads, dim)
     if length:
         gates = tree_gates[slots[:, None], path]
         if len(slots) > 1:
             beyond = torch.arange(length, device=slots.device) >= count[:, None]
             gates = gates.masked_fill(beyond[..., None, None], 0)
+    if length and rows:
         window[slots] = series[batch, torch.arange(window.shape[1], device=slots.device) + count[:, None]]
     tree_inputs[slots, :rows] = inputs
     tree_gates[slots, :rows, 0], tree_gates[slots, :rows, 1] = g, beta

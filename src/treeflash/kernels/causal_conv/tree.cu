@@ -123,9 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
     find_inputs(taps_at, index, first, n + WARPS, before, before + rows, length);
     UNROLL for (int i = 0; i < 4; i++) mixed[i] = silu(mixed[i]);
     if (!is_value) {
-      float length_ = mixed[0] * mixed[0] + mixed[1] * mixed[1] + mixed[2] * mixed[2] + mixed[3] * mixed[3];
-      UNROLL for (int mask = 16; mask; mask >>= 1) length_ += across(length_, mask);
-      const float times = rsqrtf(length_ + eps) * (is_query ? scale : 1.f);
+      float length_ = __fmul_rn(mixed[0], mixed[0]);
+      UNROLL for (int i = 1; i < 4; i++) length_ = fmaf(mixed[i], mixed[i], length_);
+      UNROLL for (int mask = 16; mask; mask >>= 1) length_ = __fadd_rn(length_, across(length_, mask));
+      const float times = __fmul_rn(rsqrtf(__fadd_rn(length_, eps)), is_query ? scale : 1.f);
       UNROLL for (int i = 0; i < 4; i++) mixed[i] *= times;
     }
     float* to = is_query   ? q + ((item * rows + row) * key_heads + own_head) * D
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
   }
   __syncthreads();  // all reads of old rows are done
 
-  if (warp < TAPS - 1) *(Saved*)(old + warp * channels) = moved;
+  if (rows && warp < TAPS - 1) *(Saved*)(old + warp * channels) = moved;
   UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
     const int row = n * WARPS + warp;
     if (row < rows) *(Saved*)(left + row * (long long)channels) = fresh[n];

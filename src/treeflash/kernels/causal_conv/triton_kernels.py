@@ -144,7 +144,8 @@ def _conv_kernel(
 
     tl.debug_barrier()  # all reads of old rows are done
     target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
-    tl.store(window + target, moved, mask=wanted[:, None])
+    if T > 0:
+        tl.store(window + target, moved, mask=wanted[:, None])
     for start in range(0, T, ROWS):
         tree = start + tl.arange(0, ROWS)
         live = tree < T
@@ -222,6 +223,6 @@ def tree_conv(
         q, k, v, g, strength, inputs.stride(0), alpha.stride(0), beta.stride(0), rows, length,
         tree_inputs.shape[1], L2_EPS, dim**-0.5,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, WIDTH=width, ROWS=ROWS,
-        WINDOW=triton.next_power_of_2(max(1, width - 1)), num_warps=4,
+        WINDOW=triton.next_power_of_2(max(1, width - 1)), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k, v, g, strength

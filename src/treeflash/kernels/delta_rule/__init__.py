@@ -1,21 +1,32 @@
 """The gated delta rule: prompt chunks, and trees with the commit of the path before them."""
 
+import torch
 from torch import Tensor
 
+from treeflash.kernels.causal_conv import path_heads
 from treeflash.kernels.delta_rule import reference
-from treeflash.kernels.delta_rule.reference import advance, chunk_delta
+from treeflash.kernels.delta_rule.reference import chunk_delta
 
-__all__ = ["advance", "chunk_delta", "fold_path", "slot_delta", "tree_delta"]
+__all__ = ["chunk_delta", "fold_path", "slot_delta", "tree_delta", "tree_order"]
+
+
+def tree_order(ancestors: Tensor, first: Tensor | None = None) -> Tensor:
+    """See reference.tree_order; once for all layers of a step."""
+    if not ancestors.is_cuda:
+        return reference.tree_order(ancestors, first)
+    from treeflash.kernels.delta_rule import triton_kernels
+
+    return triton_kernels.tree_order(ancestors, first)
 
 
 def tree_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
 ) -> Tensor:
-    """See reference.tree_delta."""
+    """See reference.tree_delta. Card and head size decide on the backend, never the number of rows."""
     if q.is_cuda:
         from treeflash.kernels.delta_rule import cuda, triton_kernels
 
-        if cuda.takes(state, q.shape[1]):
+        if cuda.takes(state):
             return cuda.tree_delta(q, k, v, g, beta, state, **rows)
         if triton_kernels.takes(state):
             return triton_kernels.tree_delta(q, k, v, g, beta, state, **rows)
@@ -34,11 +45,12 @@ def slot_delta(
     return reference.slot_delta(q.float(), k.float(), v, g, beta, state, slots=slots)
 
 
-def fold_path(state: Tensor, weight: Tensor, **rest) -> None:
-    """See reference.fold_path."""
-    if state.is_cuda:
-        from treeflash.kernels.delta_rule import chunk
+def fold_path(state: Tensor, weight: Tensor, *, slots: Tensor, count: Tensor, **saved) -> None:
+    """Advance the slots' states over the uncommitted paths of their last trees, as the next tree step would.
 
-        if chunk.takes(state):
-            return chunk.fold_path(state, weight, **rest)
-    return reference.fold_path(state, weight, **rest)
+    For the arguments see `path_heads`.
+    """
+    if saved["path"].shape[1]:
+        k, v, g, beta = path_heads(weight, slots=slots, count=count, **saved)
+        no_rows = torch.empty(len(slots), 0, dtype=torch.int32, device=state.device)
+        tree_delta(k[:, :0], k, v, g, beta, state, slots=slots, count=count, order=no_rows)

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treeflash.kernels.causal_conv.reference import L2_EPS
 from treeflash.kernels.delta_rule.reference import CHUNK
 from treeflash.kernels.runtime.device import capability_of
 
@@ -132,50 +131,6 @@ def _scan_kernel(
     tl.store(band, carried * back)
 
 
-@triton.jit(do_not_specialize=["PATH", "SAVED"])
-def _fold_kernel(
-    state, weight, window, stash, gates, slots, path, count, PATH, SAVED, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One value head and one band of its state's columns a program, token by token over the path."""
-    unit = tl.program_id(0).to(tl.int64)
-    item, head = unit // VALUE_HEADS, unit % VALUE_HEADS
-    CHANNELS: tl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * D
-    taken = tl.load(count + item)
-    if taken > 0:
-        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        dims = tl.arange(0, D)
-        slot = tl.load(slots + item).to(tl.int64)
-        band = state + (slot * VALUE_HEADS + head) * D * D + dims[:, None] * D + columns[None, :]
-        carried = tl.load(band)
-        key_channels = (KEY_HEADS + head % KEY_HEADS) * D + dims
-        value_channels = (2 * KEY_HEADS + head) * D + columns
-        for row in range(0, taken):
-            key = tl.zeros((D,), tl.float32)
-            value = tl.zeros((COLUMNS,), tl.float32)
-            for tap in tl.static_range(WIDTH):
-                at = row + tap - (WIDTH - 1)
-                saved = tl.load(path + item * PATH + tl.maximum(at, 0))
-                old = window + (slot * (WIDTH - 1) + at + WIDTH - 1) * CHANNELS
-                new = stash + (slot * SAVED + saved) * CHANNELS
-                x = tl.load(old + key_channels, mask=at + 0 * dims < 0, other=0.0).to(tl.float32)
-                x += tl.load(new + key_channels, mask=at + 0 * dims >= 0, other=0.0).to(tl.float32)
-                key += x * tl.load(weight + key_channels * WIDTH + tap)
-                x = tl.load(old + value_channels, mask=at + 0 * columns < 0, other=0.0).to(tl.float32)
-                x += tl.load(new + value_channels, mask=at + 0 * columns >= 0, other=0.0).to(tl.float32)
-                value += x * tl.load(weight + value_channels * WIDTH + tap)
-            key *= tl.sigmoid(key)
-            key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
-            value *= tl.sigmoid(value)
-            node = tl.load(path + item * PATH + row)
-            gate = gates + (slot * SAVED + node) * 2 * VALUE_HEADS + head
-            carried *= tl.exp(tl.load(gate))
-            write = tl.load(gate + VALUE_HEADS) * (value - tl.sum(key[:, None] * carried, 0))
-            carried += key[:, None] * write[None, :]
-        tl.store(band, carried)
-
-
 def takes(state: Tensor) -> bool:
     """Return whether the kernels take such heads (a power of two of dims, 16 to 128) on this card.
 
@@ -244,27 +199,3 @@ def slot_delta(
         q, k, v, total, erase, attention, peaks, state, slots, tokens, runs, **heads, **chosen
     )
     return v
-
-
-def fold_path(
-    state: Tensor,
-    weight: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    tree_gates: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    key_heads: int,
-) -> None:
-    """See reference.fold_path; an empty path reads nothing."""
-    value_heads, dim, columns = state.shape[1], state.shape[-1], min(32, state.shape[-1])
-    for part in (state, weight, window, tree_inputs, tree_gates, slots, path, count):
-        assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-    assert state.dtype == tree_gates.dtype == torch.float32 and window.dtype == tree_inputs.dtype
-    _fold_kernel[(len(slots) * value_heads, dim // columns)](
-        state, weight, window, tree_inputs, tree_gates, slots, path, count, path.shape[1],
-        tree_inputs.shape[1], L2_EPS, KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim,
-        WIDTH=weight.shape[1], COLUMNS=columns, num_warps=4,
-    )  # fmt: skip

@@ -1,48 +1,79 @@
 """The CUDA C++ kernel of a tree's delta rule: its sizes and its launch."""
 
-from ctypes import c_int
+from ctypes import c_int, c_void_p
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 
-from treeflash.kernels.quant_matmul.rows import bucket_of
-from treeflash.kernels.runtime.device import card_of, usable
+from treeflash.kernels.delta_rule.reference import saved_states
+from treeflash.kernels.runtime.device import Card, card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 from treeflash.kernels.runtime.sources import pdl_source
+from treeflash.kernels.tree import MAX_ROWS
 
-DIM = 128  # of a head
-COLUMNS = 64  # of a head's state, a block
-_THREADS = 256
-_PATH_STEP = 8
+LANE_COLUMNS = 2  # of a head's state, a lane
+COLUMNS = 4 * LANE_COLUMNS  # a warp
+MOST_WARPS = 64 // COLUMNS  # of a block, with columns
+_RING_ROWS = 25
 
 
 def source() -> str:
     return pdl_source("delta_rule", "tree.cu")
 
 
-def shared_bytes(bucket: int) -> int:
+def shared_bytes(dim: int, warps: int, saved: int) -> int:
     """Return the bytes of shared memory of a block, as tree.cu lays it out."""
-    rows = 2 * bucket * (DIM + 16 + COLUMNS + 8 + bucket + 4)
-    path = _PATH_STEP * (DIM + COLUMNS + 2)
-    return 4 * (rows + path + 4 * bucket) + 8 * bucket
+    return 4 * (_RING_ROWS * (2 * dim + MOST_WARPS * (COLUMNS + 4)) + saved * warps * COLUMNS * dim)
 
 
-def takes(state: Tensor, rows: int) -> bool:
-    """Return whether the kernel takes such heads and `rows` rows on this card."""
-    bucket = bucket_of(rows)
-    if state.shape[-1] != DIM or bucket is None or not usable(state.device):
-        return False
-    return shared_bytes(bucket) <= card_of(state.device).shared_per_block
+def warps_of(card: Card, dim: int, saved: int, *, groups: int, units: int) -> int:
+    """Return the warps with columns of a block, for the least work of the busiest SM.
+
+    groups: key heads of all sequences; units: warps of columns of a group. A row's bits do not depend on it.
+    """
+
+    def busiest(warps: int) -> int:
+        blocks = groups * -(-units // warps)
+        return -(-blocks // card.processors) * (warps + 1)  # one more for the warp that copies rows
+
+    fitting = [n for n in range(1, MOST_WARPS + 1) if shared_bytes(dim, n, saved) <= card.shared_per_block]
+    return min(fitting, key=lambda warps: (busiest(warps), -warps))
+
+
+def takes(state: Tensor) -> bool:
+    """Return whether the kernel takes such heads on this card; any number of rows."""
+    dim = state.shape[-1]
+    return (dim == 16 or (dim % 32 == 0 and dim <= 256)) and usable(state.device)
 
 
 @cache
-def _kernel(bucket: int, device: torch.device) -> Kernel:
+def _module(dim: int, device: torch.device) -> Module:
     card = card_of(device)
-    macros = {"ROWS": bucket, "OVERLAP": int(card.pdl)}
-    module = Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
-    return module.kernel("tree_delta", threads=_THREADS, shared=shared_bytes(bucket), overlap=card.pdl)
+    macros = {"D": dim, "LANE_COLUMNS": LANE_COLUMNS, "OVERLAP": int(card.pdl)}
+    return Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
+
+
+def spread(card: Card, shared: int, blocks: int) -> int:
+    """Return the shared memory with which an SM holds no more blocks than its share.
+
+    With PDL the blocks start while other kernels run, and where SMs are free two would come to one.
+    """
+    share = -(-blocks // card.processors)
+    least = card.shared_per_processor // (share + 1) - 1023  # with the 1 KiB that each block takes besides
+    return min(max(shared, -(-least // 16) * 16), card.shared_per_block)
+
+
+@cache
+def _kernel(dim: int, saved: int, groups: int, units: int, device: torch.device) -> tuple[Kernel, int]:
+    """Return the kernel and the warps with columns of a block."""
+    card = card_of(device)
+    warps = warps_of(card, dim, saved, groups=groups, units=units)
+    shared = spread(card, shared_bytes(dim, warps, saved), groups * -(-units // warps))
+    threads = 32 * (warps + 1)
+    return _module(dim, device).kernel("tree_delta", threads=threads, shared=shared, overlap=card.pdl), warps
 
 
 def tree_delta(
@@ -55,21 +86,26 @@ def tree_delta(
     *,
     slots: Tensor,
     count: Tensor,
-    ancestors: Tensor,
+    order: Tensor,
+    first: Tensor | None = None,
 ) -> Tensor:
     """See reference.tree_delta."""
-    batch, rows, key_heads, dim = q.shape
-    value_heads, bucket = v.shape[2], bucket_of(rows)
-    assert bucket is not None and dim == DIM, f"{rows} rows of heads of {dim}"
-    assert state.shape[1:] == (value_heads, dim, dim), f"{state.shape}, {value_heads} heads of {dim}"
-    for part in (q, k, v, g, beta, state, slots, count, ancestors):
+    (key_heads, dim), value_heads, batch = q.shape[-2:], v.shape[-2], len(slots)
+    rows = order.shape[-1]  # of each sequence, or of all
+    path = (prod(k.shape[:-2]) - order.numel()) // batch
+    assert takes(state) and state.shape[1:] == (value_heads, dim, dim), f"{state.shape}, heads of {dim}"
+    for part in (q, k, v, g, beta, state, slots, count, order):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-        wanted = torch.int64 if part is slots or part is count or part is ancestors else torch.float32
+        wanted = torch.int64 if part is slots or part is count else torch.float32
+        wanted = torch.int32 if part is order else wanted
         assert part.dtype == wanted, f"{part.dtype}, needed {wanted}"
-    out = torch.empty(batch, rows, value_heads, dim, dtype=torch.float32, device=q.device)
-    numbers = (rows, k.shape[1] - rows, key_heads, value_heads)
-    _kernel(bucket, q.device)(
-        (dim // COLUMNS, batch * value_heads),
-        [q, k, v, g, beta, state, slots, count, ancestors, out, *map(c_int, numbers)],
+    out = torch.empty(*q.shape[:-2], value_heads, dim, dtype=torch.float32, device=q.device)
+    groups, units = batch * key_heads, value_heads // key_heads * dim // COLUMNS
+    kernel, warps = _kernel(dim, saved_states(min(rows, MAX_ROWS)), groups, units, q.device)
+    begins = c_void_p(None) if first is None else first
+    numbers = (rows, path, key_heads, value_heads)
+    kernel(
+        (-(-units // warps), groups),
+        [q, k, v, g, beta, state, slots, count, order, begins, out, *map(c_int, numbers)],
     )
     return out

@@ -1,261 +1,317 @@
 // The gated delta rule of a tree's rows, with the commit of the path before them (reference.py specifies it).
 //
 // No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
-//   ROWS     rows of the tree it is compiled for, a multiple of 8; a row's result does not depend on it
-//   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
+//   D             dims of a head: 16, or a multiple of 32
+//   LANE_COLUMNS  columns of a lane: 2 or 4; rounding does not depend on it
+//   OVERLAP       1: programmatic dependent launch (PDL), sm_90 and up
 //
-// A block owns 64 columns of one value head's state. A lane holds 32 dims of one column in registers, in the
-// order in which mma.m16n8k8 reads its second operand: of each 16 dims those from 4 * (lane & 3) on. They are
-// advanced over the path token by token, so that a state does not depend on how the text was split into steps.
-// Then the tree's keys and queries, stacked, are multiplied with the state and the keys on tensor cores, three TF32
-// mma for float32's accuracy. The unit-triangular system is solved by substitution, a column a thread. Loads go past
-// L1, which may hold older values: with PDL this kernel starts before its inputs are written.
+// A warp owns 8 columns of one value head's state and holds them in registers: a lane has two columns, of each
+// 8 * WIDTH dims WIDTH from WIDTH * part on. It goes over the path token by token and then over the tree's rows in the
+// order of visits, depth first: a row reads its parent's state, and a row that has children advances it, by the functions
+// that commit a path. So a row's bits follow from its path alone: not from the tree around it, the number of rows or how
+// the text was cut into steps. For the same reason every operation whose rounding matters is spelled out (fmaf,
+// __fmul_rn, __fadd_rn): the compiler contracts nothing else. A state that is needed again after a subtree is saved in
+// shared memory, where each thread reads only what it wrote.
+//
+// A block owns 8 columns a warp of the value heads that share one key head, side by side. Its last warp copies the
+// rows of k, q and v into a ring of STAGES stages in the order of use, two stages ahead, and prepares what the columns
+// share: exp(g) and q k. Copies and loads go past L1, which may hold older values: with PDL this kernel starts before its
+// inputs are written.
 
-constexpr int D = 128;
-constexpr int COLUMNS = 64;
-constexpr int THREADS = 256;
-constexpr int WARPS = THREADS / 32;
-constexpr int TILES = ROWS / 8;  // of 8 keys; as many of 16 rows in keys and queries together
-constexpr int PATH_STEP = WARPS; // tokens of the path in shared memory at a time
-// Strides in floats that keep the lanes of one access in different banks.
-constexpr int KEY_STRIDE = D + 16;
-constexpr int SUM_STRIDE = COLUMNS + 8;
-constexpr int PAIR_STRIDE = ROWS + 4;
+constexpr int PARTS = 8;                  // lanes that share a column
+constexpr int OWN = LANE_COLUMNS;         // columns of a lane
+constexpr int COLUMNS = OWN * 32 / PARTS;  // of a warp
+constexpr int DIMS = D / PARTS;
+constexpr int WIDTH = D % 32 ? 2 : 4;  // floats in one load of a row
+constexpr int STAGE = 8;               // rows
+constexpr int STAGES = 3;
+constexpr int MOST_COLUMNS = 64;       // of a block
+constexpr int MOST_WARPS = MOST_COLUMNS / COLUMNS;
+constexpr int THREADS = 32 * (MOST_WARPS + 1);  // at most
+constexpr int SLOT = 2 * D + MOST_COLUMNS + 4 * MOST_WARPS;  // floats of a row: k, q, values, records
 
-// Rounded by its bits; the conversion instruction compiles to five, for infinities.
-DEVICE u32 to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
-DEVICE void mma(float* c, const u32* a, const u32* b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+// A visit, as tree_order packs it; levels count from 1, 0: none.
+DEVICE int row_of(int visit) { return visit & 255; }
+DEVICE int saved_level(int visit) { return (visit >> 8) & 15; }
+DEVICE int restored_level(int visit) { return (visit >> 12) & 15; }
+DEVICE bool has_children(int visit) { return visit >> 16; }
+constexpr int CHILDREN = 1 << 16;
 
-// x = large + small, each to TF32's precision.
-DEVICE void split(float x, u32& large, u32& small) {
-  large = to_tf32(x);
-  small = __float_as_uint(x - __uint_as_float(large));
-}
-
-// Dot products over 16 dims, two steps of 8; sums [step][large x large, large x small, small x large].
-DEVICE void multiply(float (*sums)[3][4], float4 upper, float4 lower, const u32* large, const u32* small) {
-  const float a[8] = {upper.x, lower.x, upper.y, lower.y, upper.z, lower.z, upper.w, lower.w};
-  u32 a_large[8], a_small[8];
-  UNROLL for (int i = 0; i < 8; i++) split(a[i], a_large[i], a_small[i]);
-  UNROLL for (int h = 0; h < 2; h++) {
-    mma(sums[h][0], a_large + 4 * h, large + 2 * h);
-    mma(sums[h][1], a_large + 4 * h, small + 2 * h);
-    mma(sums[h][2], a_small + 4 * h, large + 2 * h);
-  }
-}
-DEVICE float total_of(float (*sums)[3][4], int i) {
-  return (sums[0][0][i] + sums[1][0][i]) + ((sums[0][1][i] + sums[1][1][i]) + (sums[0][2][i] + sums[1][2][i]));
-}
-
-// A warp's token of the path, from number `start` on.
-struct PathToken {
-  float4 key;
-  float2 value;
-  float gate, strength;
+// A sequence's rows, for one key head.
+struct Tree {
+  const float *q, *k, *v, *g, *beta;
+  int taken, total, path;         // rows of the path to advance over; with those of the tree; room for a path
+  int key_stride, value_stride, heads;  // floats between rows of k, of v, of g
+  int units, key_heads, key_head;       // units of COLUMNS columns of all value heads that share the key head
+  DEVICE int head(int unit) const { return key_head + unit / (D / COLUMNS) * key_heads; }
+  DEVICE int column(int unit) const { return unit % (D / COLUMNS) * COLUMNS; }
+  // Where number n of the path and the tree is among k, v, g and beta.
+  DEVICE int at(int n, int visit) const { return n < taken ? n : path + row_of(visit); }
 };
-DEVICE PathToken fetch(const float* k, const float* v, const float* g, const float* beta, long long first, int start,
-                       int taken, int key_head, int key_heads, int head, int value_heads, int first_column) {
-  const int lane = threadIdx.x & 31, number = start + (threadIdx.x >> 5);
-  PathToken token = {};
-  if (number < taken) {
-    const long long at = first + number, of_head = at * value_heads + head;
-    token.key = __ldcg((const float4*)(k + (at * key_heads + key_head) * D) + lane);
-    token.value = __ldcg((const float2*)(v + of_head * D + first_column) + lane);
-    token.gate = __ldcg(g + of_head);
-    token.strength = __ldcg(beta + of_head);
+
+// Begins to copy four floats, or to write zeros: without a branch, so that many are in flight.
+DEVICE void copy(float* to, const float* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+               "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+// What a lane of the last warp carries of a stage that is being copied: the visit of item lane % 8, and gate and
+// strength of item lane / 4 for the columns of warps lane % 4, lane % 4 + 4, ...
+struct Ahead {
+  int visit;
+  float gate[MOST_WARPS / 4], strength[MOST_WARPS / 4];
+};
+
+// Begins the copies of a stage; visits: those of rows lane and lane + 32 of the tree.
+DEVICE Ahead fetch(const Tree& tree, const int* visits, float* ring, int stage, int first_unit, int warps) {
+  const int lane = threadIdx.x & 31, start = stage * STAGE, own = start + (lane & 7) - tree.taken;
+  float* slots = ring + stage % STAGES * STAGE * SLOT;
+  const int low = __shfl_sync(0xffffffffu, visits[0], own & 31), high = __shfl_sync(0xffffffffu, visits[1], own & 31);
+  Ahead ahead = {own < 0 ? CHILDREN : own < 32 ? low : high};
+  UNROLL for (int e = 0; e < STAGE * D / 4; e += 32) {
+    const int item = (e + lane) / (D / 4), piece = (e + lane) % (D / 4) * 4, n = start + item;
+    const int visit = __shfl_sync(0xffffffffu, ahead.visit, item);
+    float* to = slots + item * SLOT + piece;
+    const bool used = n < tree.total, in_tree = used && n >= tree.taken;
+    copy(to, tree.k + (used ? tree.at(n, visit) : 0) * tree.key_stride + piece, used);
+    copy(to + D, tree.q + (in_tree ? row_of(visit) : 0) * tree.key_stride + piece, in_tree);
   }
-  return token;
+  UNROLL for (int i = 0; i < 4; i++) {
+    const int item = 2 * i + (lane >> 4), column = (lane & 15) * 4, warp = column / COLUMNS, unit = first_unit + warp;
+    const int visit = __shfl_sync(0xffffffffu, ahead.visit, item), n = start + item;
+    const bool used = n < tree.total && warp < warps && unit < tree.units;
+    const int at = used ? tree.at(n, visit) * tree.value_stride + tree.head(unit) * D + tree.column(unit) : 0;
+    copy(slots + item * SLOT + 2 * D + column, tree.v + at + column % COLUMNS, used);
+  }
+  const int item = lane >> 2, n = start + item, visit = __shfl_sync(0xffffffffu, ahead.visit, item);
+  UNROLL for (int i = 0; i < MOST_WARPS / 4; i++) {
+    const int warp = (lane & 3) + 4 * i, unit = first_unit + warp;
+    if (n < tree.total && warp < warps && unit < tree.units) {
+      const int at = tree.at(n, visit) * tree.heads + tree.head(unit);
+      ahead.gate[i] = __ldcg(tree.g + at);
+      ahead.strength[i] = __ldcg(tree.beta + at);
+    }
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  return ahead;
+}
+
+// Waits for the copies of a stage, all but the newest group, and adds the records (decay, strength, q k, visit).
+DEVICE void prepare(float* ring, int stage, const Ahead& ahead) {
+  const int lane = threadIdx.x & 31;
+  float* slots = ring + stage % STAGES * STAGE * SLOT;
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  __syncwarp();
+  float sums[STAGE];
+  UNROLL for (int item = 0; item < STAGE; item++) {
+    sums[item] = 0;
+    UNROLL for (int dim = 4 * lane; dim < D; dim += 128) {
+      const float4 k = *(const float4*)(slots + item * SLOT + dim), q = *(const float4*)(slots + item * SLOT + D + dim);
+      sums[item] = fmaf(q.x, k.x, sums[item]);
+      sums[item] = fmaf(q.y, k.y, sums[item]);
+      sums[item] = fmaf(q.z, k.z, sums[item]);
+      sums[item] = fmaf(q.w, k.w, sums[item]);
+    }
+  }
+  // Over the lanes; a lane ends with the sum of item lane / 4.
+  UNROLL for (int half = 4; half; half >>= 1) {
+    const bool upper = lane & (4 * half);
+    UNROLL for (int i = 0; i < half; i++)
+      sums[i] = __fadd_rn(upper ? sums[i + half] : sums[i], across(upper ? sums[i] : sums[i + half], 4 * half));
+  }
+  sums[0] = __fadd_rn(sums[0], across(sums[0], 2));
+  sums[0] = __fadd_rn(sums[0], across(sums[0], 1));
+  const int item = lane >> 2, visit = __shfl_sync(0xffffffffu, ahead.visit, item);
+  float4* records = (float4*)(slots + item * SLOT + 2 * D + MOST_COLUMNS);
+  UNROLL for (int i = 0; i < MOST_WARPS / 4; i++)
+    records[(lane & 3) + 4 * i] =
+        make_float4(expf(ahead.gate[i]), ahead.strength[i], sums[0], __int_as_float(visit));
+}
+
+DEVICE void load_dims(float* x, const float* row) {
+  const int part = (threadIdx.x >> 2) & 7;
+  UNROLL for (int i = 0; i < DIMS; i += WIDTH) {
+    const float* from = row + i * PARTS + part * WIDTH;
+    if (WIDTH == 4) {
+      const float4 y = *(const float4*)from;
+      x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+    } else {
+      const float2 y = *(const float2*)from;
+      x[i] = y.x, x[i + 1] = y.y;
+    }
+  }
+}
+
+// The lane's columns of one vector.
+struct Own {
+  float x[OWN];
+};
+DEVICE Own load_own(const float* from) {
+  Own y;
+  UNROLL for (int c = 0; c < OWN; c += 2) *(float2*)(y.x + c) = *(const float2*)(from + c);
+  return y;
+}
+
+// x S over the lane's dims, for its columns: the even dims in order, the odd ones, and their sum.
+DEVICE Own dot(const float* x, const float (*held)[OWN]) {
+  Own even = {}, odd = {};
+  UNROLL for (int i = 0; i < DIMS; i += 2)
+    UNROLL for (int c = 0; c < OWN; c++) {
+      even.x[c] = fmaf(x[i], held[i][c], even.x[c]);
+      odd.x[c] = fmaf(x[i + 1], held[i + 1][c], odd.x[c]);
+    }
+  UNROLL for (int c = 0; c < OWN; c++) even.x[c] = __fadd_rn(even.x[c], odd.x[c]);
+  return even;
+}
+
+// One step of the sum over the lanes that share a column.
+DEVICE Own with_lane(Own part, int mask) {
+  UNROLL for (int c = 0; c < OWN; c++) part.x[c] = __fadd_rn(part.x[c], across(part.x[c], mask));
+  return part;
+}
+
+// The same; of the first `count` columns half remain, those of the lane's bit.
+DEVICE void halve(Own& part, int mask, int count) {
+  const bool upper = threadIdx.x & mask;
+  UNROLL for (int c = 0; c < count / 2; c++)
+    part.x[c] = __fadd_rn(upper ? part.x[c + count / 2] : part.x[c],
+                          across(upper ? part.x[c] : part.x[c + count / 2], mask));
+}
+
+// What a token writes into the lane's columns: beta (v - exp(g) k S).
+DEVICE Own write_of(float4 record, Own value, Own stored) {
+  UNROLL for (int c = 0; c < OWN; c++)
+    value.x[c] = __fmul_rn(record.y, fmaf(-record.x, stored.x[c], value.x[c]));
+  return value;
+}
+
+// S <- exp(g) S + k^T u.
+DEVICE void advance(float (*held)[OWN], const float* key, float decay, Own write) {
+  UNROLL for (int i = 0; i < DIMS; i++)
+    UNROLL for (int c = 0; c < OWN; c++) held[i][c] = fmaf(key[i], write.x[c], __fmul_rn(decay, held[i][c]));
+}
+
+// Restores the state of a visit's parent, or saves it. Each thread reads only what it wrote.
+DEVICE void keep(float (*held)[OWN], float* saved, int visit) {
+  const int threads = blockDim.x - 32, level = restored_level(visit) + saved_level(visit);
+  float4* at = (float4*)saved + (level - 1) * (DIMS * OWN / 4) * threads + threadIdx.x;
+  float* x = held[0];
+  UNROLL for (int i = 0; i < DIMS * OWN / 4; i++) {
+    if (restored_level(visit)) {
+      const float4 y = at[i * threads];
+      x[4 * i] = y.x, x[4 * i + 1] = y.y, x[4 * i + 2] = y.z, x[4 * i + 3] = y.w;
+    } else {
+      at[i * threads] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
-    float* q, float* k, float* v, float* g, float* beta, float* state, const long long* slots,
-    const long long* count, const long long* ancestors, float* out, int rows, int path, int key_heads,
-    int value_heads) {
+    const float* q, const float* k, const float* v, const float* g, const float* beta, float* state,
+    const long long* slots, const long long* count, const int* order, const long long* first, float* out, int rows,
+    int path, int key_heads, int value_heads) {
   extern __shared__ float4 memory[];
-  float* keys = (float*)memory;                        // [2 * ROWS]: keys, then queries
-  float* sums = keys + 2 * ROWS * KEY_STRIDE;          // [2 * ROWS]: their dot products with the state; then the writes
-  float* pairs = sums + 2 * ROWS * SUM_STRIDE;         // [2 * ROWS]: of keys with keys, of queries with keys
-  float* path_keys = pairs + 2 * ROWS * PAIR_STRIDE;   // [PATH_STEP, D]
-  float* path_values = path_keys + PATH_STEP * D;      // [PATH_STEP, COLUMNS]
-  float* path_decay = path_values + PATH_STEP * COLUMNS;
-  float* path_strength = path_decay + PATH_STEP;
-  float* gate = path_strength + PATH_STEP;
-  float* strength = gate + ROWS;
-  float* total = strength + ROWS;
-  float* grown = total + ROWS;
-  u64* seen = (u64*)(grown + ROWS);
+  float* ring = (float*)memory;                       // [STAGES, STAGE, SLOT], and a slot
+  float* saved = ring + (STAGES * STAGE + 1) * SLOT;  // [levels, DIMS * OWN / 4, threads] float4
 
   launch_dependents();
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int group = lane >> 2, part = lane & 3;
-  const int item = blockIdx.y / value_heads, head = blockIdx.y % value_heads, key_head = head % key_heads;
-  const int first_column = blockIdx.x * COLUMNS;
-  const long long first = (long long)item * (path + rows);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x >> 5) - 1;
+  const int item = blockIdx.y / key_heads, key_head = blockIdx.y % key_heads, first_unit = blockIdx.x * warps;
+  const long long first_row = first ? first[item] : (long long)item * rows, joined = (long long)item * path + first_row;
+  if (first) rows = (int)(first[item + 1] - first_row);
+  const int taken = (int)count[item], total = taken + rows, value_stride = value_heads * D;
+  const Tree tree = {q + (first_row * key_heads + key_head) * D, k + (joined * key_heads + key_head) * D,
+                     v + joined * value_stride, g + joined * value_heads, beta + joined * value_heads,
+                     taken, total, path, key_heads * D, value_stride, value_heads,
+                     value_heads / key_heads * (D / COLUMNS), key_heads, key_head};
+  if (warp == warps) {
+    // The order of visits was written at the start of the step: no need to wait for the previous kernel.
+    const int visits[2] = {lane < rows ? order[first_row + lane] : 0, lane + 32 < rows ? order[first_row + lane + 32] : 0};
+    wait_for_inputs();
+    Ahead next = fetch(tree, visits, ring, 0, first_unit, warps), later = fetch(tree, visits, ring, 1, first_unit, warps);
+    prepare(ring, 0, next);
+    for (int stage = 0; stage * STAGE < total; stage++) {
+      __syncthreads();
+      next = later;
+      later = fetch(tree, visits, ring, stage + 2, first_unit, warps);
+      prepare(ring, stage + 1, next);
+    }
+    return;
+  }
 
-  // The state was last written in an earlier step: no need to wait for the previous kernel.
-  float* band = state + (slots[item] * value_heads + head) * D * D + first_column + warp * 8 + group;
-  float held[32];
-  UNROLL for (int i = 0; i < 32; i++) held[i] = __ldcg(band + (16 * (i >> 2) + 4 * part + (i & 3)) * D);
-  const int taken = (int)count[item];
-  const int column = thread & (COLUMNS - 1), quarter = thread / COLUMNS;
+  const int unit = first_unit + warp, part = lane >> 2, group = lane & 3;
+  const bool live = unit < tree.units && total > 0;
+  // Of a lane's columns it writes the output of one, as its lanes with the same columns do of the others.
+  const int head = tree.head(unit), column = tree.column(unit) + OWN * group, chosen = part / (PARTS / OWN);
+  float* band = state + (slots[item] * value_heads + head) * D * D + column;
+  float held[DIMS][OWN];
+  // The state was last written in an earlier step.
+  UNROLL for (int i = 0; i < DIMS; i++) {
+    const int dim = i / WIDTH * WIDTH * PARTS + part * WIDTH + i % WIDTH;
+    UNROLL for (int c = 0; c < OWN; c += 2) {
+      const float2 x = live ? __ldcg((const float2*)(band + dim * D + c)) : make_float2(0, 0);
+      held[i][c] = x.x, held[i][c + 1] = x.y;
+    }
+  }
   wait_for_inputs();
 
-  float4 loaded[ROWS / 4];
-  UNROLL for (int n = 0; n < ROWS / 4; n++) {
-    const int row = n * WARPS + warp, own = row < ROWS ? row : row - ROWS;
-    loaded[n] = make_float4(0, 0, 0, 0);
-    if (own < rows) {
-      const float* from = row < ROWS ? k + ((first + path + own) * key_heads + key_head) * D
-                                     : q + (((long long)item * rows + own) * key_heads + key_head) * D;
-      loaded[n] = __ldcg((const float4*)from + lane);
-    }
-  }
-  float value[ROWS / 4];
-  UNROLL for (int n = 0; n < ROWS / 4; n++) {
-    const int row = 4 * n + quarter;
-    const float* from = v + ((first + path + row) * value_heads + head) * D + first_column + column;
-    value[n] = row < rows ? __ldcg(from) : 0.f;
-  }
-  if (thread < ROWS) {
-    const bool live = thread < rows;
-    const long long at = (first + path + thread) * value_heads + head;
-    gate[thread] = live ? __ldcg(g + at) : 0.f;
-    strength[thread] = live ? __ldcg(beta + at) : 0.f;
-    seen[thread] = live ? (u64)ancestors[(long long)item * rows + thread] : 0;
-  }
-  PathToken ahead = fetch(k, v, g, beta, first, 0, taken, key_head, key_heads, head, value_heads, first_column);
-  UNROLL for (int n = 0; n < ROWS / 4; n++)
-    ((float4*)(keys + (n * WARPS + warp) * KEY_STRIDE))[lane] = loaded[n];
-
-  for (int start = 0; start < taken; start += PATH_STEP) {
-    const int here = min(PATH_STEP, taken - start);
-    if (start) __syncthreads();  // the previous tokens are done
-    ((float4*)(path_keys + warp * D))[lane] = ahead.key;
-    ((float2*)(path_values + warp * COLUMNS))[lane] = ahead.value;
-    if (lane == 0) {
-      path_decay[warp] = expf(ahead.gate);
-      path_strength[warp] = ahead.strength;
-    }
+  const int value_at = 2 * D + warp * COLUMNS + OWN * group, record_at = 2 * D + MOST_COLUMNS + 4 * warp;
+  float* to = out + first_row * value_stride + head * D + column + chosen;
+  const bool writes = live && part % (PARTS / OWN) == 0;
+  for (int n = 0; n < total;) {
     __syncthreads();
-    ahead = fetch(k, v, g, beta, first, start + PATH_STEP, taken, key_head, key_heads, head, value_heads,
-                  first_column);
-    for (int token = 0; token < here; token++) {
-      float4 key[8];
-      float stored[4] = {0, 0, 0, 0};
-      UNROLL for (int i = 0; i < 8; i++) {
-        key[i] = ((const float4*)(path_keys + token * D))[4 * i + part];
-        stored[0] = fmaf(key[i].x, held[4 * i], stored[0]);
-        stored[1] = fmaf(key[i].y, held[4 * i + 1], stored[1]);
-        stored[2] = fmaf(key[i].z, held[4 * i + 2], stored[2]);
-        stored[3] = fmaf(key[i].w, held[4 * i + 3], stored[3]);
+    const float* row = ring + n / STAGE % STAGES * STAGE * SLOT;
+    const int end = min(n + STAGE, total);
+    float key[DIMS];
+    if (n < taken) {
+      for (; n < min(end, taken); n++, row += SLOT) {
+        load_dims(key, row);
+        const float4 record = *(const float4*)(row + record_at);
+        const Own value = load_own(row + value_at), stored = with_lane(with_lane(with_lane(dot(key, held), 16), 8), 4);
+        advance(held, key, record.x, write_of(record, value, stored));
       }
-      float sum = (stored[0] + stored[1]) + (stored[2] + stored[3]);
-      sum += across(sum, 1);
-      sum += across(sum, 2);
-      const float decay = path_decay[token];
-      const float write =
-          path_strength[token] * (path_values[token * COLUMNS + warp * 8 + group] - decay * sum);
-      UNROLL for (int i = 0; i < 8; i++) {
-        held[4 * i] = fmaf(key[i].x, write, decay * held[4 * i]);
-        held[4 * i + 1] = fmaf(key[i].y, write, decay * held[4 * i + 1]);
-        held[4 * i + 2] = fmaf(key[i].z, write, decay * held[4 * i + 2]);
-        held[4 * i + 3] = fmaf(key[i].w, write, decay * held[4 * i + 3]);
+      if (n == taken && live)
+        UNROLL for (int i = 0; i < DIMS; i++) {
+          const int dim = i / WIDTH * WIDTH * PARTS + part * WIDTH + i % WIDTH;
+          UNROLL for (int c = 0; c < OWN; c += 2)
+            *(float2*)(band + dim * D + c) = make_float2(held[i][c], held[i][c + 1]);
+        }
+      if (n == end) continue;
+    }
+    // A row is loaded while the one before it is summed over the lanes; one slot after the ring may be read.
+    float query[DIMS];
+    load_dims(query, row + D);
+    load_dims(key, row);
+    float4 record = *(const float4*)(row + record_at);
+    Own value = load_own(row + value_at);
+    int visit = __float_as_int(record.w);
+    for (; n < end; n++) {
+      if (__builtin_expect(saved_level(visit) + restored_level(visit) > 0, 0)) keep(held, saved, visit);
+      Own read = dot(query, held);
+      Own stored = dot(key, held);
+      row += SLOT;
+      load_dims(query, row + D);
+      const int next = __float_as_int(row[record_at + 3]);
+      UNROLL for (int step = 0, mask = 16; mask >= 4; step++, mask >>= 1) {
+        stored = with_lane(stored, mask);
+        if (OWN >> step > 1)
+          halve(read, mask, OWN >> step);
+        else
+          read.x[0] = __fadd_rn(read.x[0], across(read.x[0], mask));
       }
+      const Own write = write_of(record, value, stored);
+      float own = write.x[0];
+      UNROLL for (int c = 1; c < OWN; c++) own = chosen == c ? write.x[c] : own;
+      // q S of the row's own state, from its parent's: exp(g) q S + (q k) u.
+      const float result = fmaf(record.x, read.x[0], __fmul_rn(record.z, own));
+      if (has_children(visit)) advance(held, key, record.x, write);
+      load_dims(key, row);
+      record = *(const float4*)(row + record_at);
+      value = load_own(row + value_at);
+      float* target = to + row_of(visit) * value_stride;
+      if (writes) *target = result;
+      visit = next;
     }
-  }
-  if (taken > 0)
-    UNROLL for (int i = 0; i < 32; i++) band[(16 * (i >> 2) + 4 * part + (i & 3)) * D] = held[i];
-  __syncthreads();
-
-  if (thread < ROWS) {
-    float sum = 0;
-    for (int j = 0; j <= thread; j++) sum += (seen[thread] >> j) & 1 ? gate[j] : 0.f;
-    total[thread] = sum;
-    grown[thread] = expf(sum);
-  }
-  u32 large[32], small[32];
-  UNROLL for (int i = 0; i < 32; i++) split(held[i], large[i], small[i]);
-  _Pragma("unroll 1") for (int tile = 0; tile < TILES; tile++) {
-    float found[2][3][4] = {};
-    const float* upper = keys + (16 * tile + group) * KEY_STRIDE;
-    UNROLL for (int i = 0; i < 8; i++)
-      multiply(found, ((const float4*)upper)[4 * i + part], ((const float4*)(upper + 8 * KEY_STRIDE))[4 * i + part],
-               large + 4 * i, small + 4 * i);
-    float* to = sums + (16 * tile + group) * SUM_STRIDE + warp * 8 + 2 * part;
-    *(float2*)to = make_float2(total_of(found, 0), total_of(found, 1));
-    *(float2*)(to + 8 * SUM_STRIDE) = make_float2(total_of(found, 2), total_of(found, 3));
-  }
-  __syncthreads();  // total
-
-  _Pragma("unroll 1") for (int job = warp; job < TILES * TILES; job += WARPS) {
-    const int tile = job / TILES, other = job % TILES;
-    const int last = 16 * tile + 15, furthest = last < ROWS ? last : 16 * tile < ROWS ? ROWS - 1 : last - ROWS;
-    if (furthest < 8 * other) continue;  // no row of the tile sees these keys
-    float found[2][3][4] = {};
-    const float* upper = keys + (16 * tile + group) * KEY_STRIDE;
-    const float* right = keys + (8 * other + group) * KEY_STRIDE;
-    UNROLL for (int i = 0; i < 8; i++) {
-      const float4 key = ((const float4*)right)[4 * i + part];
-      u32 b_large[4], b_small[4];
-      split(key.x, b_large[0], b_small[0]);
-      split(key.y, b_large[1], b_small[1]);
-      split(key.z, b_large[2], b_small[2]);
-      split(key.w, b_large[3], b_small[3]);
-      multiply(found, ((const float4*)upper)[4 * i + part], ((const float4*)(upper + 8 * KEY_STRIDE))[4 * i + part],
-               b_large, b_small);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-      const int row = 16 * tile + group + 8 * (i >> 1), key = 8 * other + 2 * part + (i & 1);
-      const int own = row < ROWS ? row : row - ROWS;
-      // As a difference: its terms alone would overflow.
-      float pair = (seen[own] >> key) & 1 ? total_of(found, i) * expf(total[own] - total[key]) : 0.f;
-      if (row < ROWS) pair = key < own ? pair * strength[own] : 0.f;
-      pairs[row * PAIR_STRIDE + key] = pair;
-    }
-  }
-  UNROLL for (int n = 0; n < ROWS / 4; n++) {
-    const int row = 4 * n + quarter;
-    float* at = sums + row * SUM_STRIDE + column;
-    *at = strength[row] * (value[n] - grown[row] * *at);
-  }
-  __syncthreads();
-
-  if (thread < COLUMNS) {
-    float write[ROWS];
-    UNROLL for (int i = 0; i < ROWS; i++) {
-      float sum[4] = {0, 0, 0, 0};
-      UNROLL for (int j = 0; j < i; j += 4) {
-        const float4 pair = *(const float4*)(pairs + i * PAIR_STRIDE + j);
-        sum[0] = fmaf(pair.x, write[j], sum[0]);
-        if (j + 1 < i) sum[1] = fmaf(pair.y, write[j + 1], sum[1]);
-        if (j + 2 < i) sum[2] = fmaf(pair.z, write[j + 2], sum[2]);
-        if (j + 3 < i) sum[3] = fmaf(pair.w, write[j + 3], sum[3]);
-      }
-      write[i] = sums[i * SUM_STRIDE + column] - ((sum[0] + sum[1]) + (sum[2] + sum[3]));
-      sums[i * SUM_STRIDE + column] = write[i];
-    }
-  }
-  __syncthreads();
-
-  float write[ROWS];
-  UNROLL for (int i = 0; i < ROWS; i++) write[i] = sums[i * SUM_STRIDE + column];
-  UNROLL for (int n = 0; n < ROWS / 4; n++) {
-    const int row = 4 * n + quarter;
-    float sum[4] = {0, 0, 0, 0};
-    UNROLL for (int j = 0; j <= 4 * n; j += 4) {
-      const float4 pair = *(const float4*)(pairs + (ROWS + row) * PAIR_STRIDE + j);
-      sum[0] = fmaf(pair.x, write[j], sum[0]);
-      sum[1] = fmaf(pair.y, write[j + 1], sum[1]);
-      sum[2] = fmaf(pair.z, write[j + 2], sum[2]);
-      sum[3] = fmaf(pair.w, write[j + 3], sum[3]);
-    }
-    if (row < rows)
-      out[(((long long)item * rows + row) * value_heads + head) * D + first_column + column] =
-          fmaf(grown[row], sums[(ROWS + row) * SUM_STRIDE + column], (sum[0] + sum[1]) + (sum[2] + sum[3]));
   }
 }

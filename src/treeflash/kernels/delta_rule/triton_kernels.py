@@ -1,101 +1,110 @@
-"""Triton kernel of a tree's delta rule: reads the state once, advances it over the path, writes it once."""
+"""Triton kernels of a tree's delta rule: the order of visits, and the rule where the CUDA kernel is not."""
+
+from math import prod
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from treeflash.kernels.runtime.device import capability_of
+from treeflash.kernels.delta_rule.reference import saved_states
 from treeflash.kernels.tree import MAX_ROWS
 
 COLUMNS = 32  # of a head's state, a program: 48 heads of 128 columns are 192 programs
-SLICE = 32  # dims of keys and queries at a time: more would not stay in registers
+_HAS_CHILDREN = tl.constexpr(1 << 16)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _order_kernel(ancestors, first, order, T, RAGGED: tl.constexpr, ROWS: tl.constexpr):
+    """tree_order, one sequence a program; of pairs (i, j) of rows."""
+    item = tl.program_id(0).to(tl.int64)
+    begin, rows = item * T, T
+    if RAGGED:
+        begin = tl.load(first + item)
+        rows = (tl.load(first + item + 1) - begin).to(tl.int32)
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    bits = tl.load(ancestors + begin + i, mask=i < rows, other=0)
+    above = ((bits >> j.to(tl.int64)) & 1) != 0  # row j is row i or an ancestor of it
+    # The same, transposed: row i is row j or an ancestor of it.
+    turned = tl.load(ancestors + begin + j, mask=j < rows, other=0)
+    below = ((turned >> i.to(tl.int64)) & 1) != 0
+    size, turned_size = tl.sum(below.to(tl.int32), 1)[:, None], tl.sum(above.to(tl.int32), 0)[None, :]
+    inner = tl.sum((below & (turned_size > 1)).to(tl.int32), 1)[:, None]
+    turned_inner = tl.sum((above & (size > 1)).to(tl.int32), 0)[None, :]
+    parent = tl.max(tl.where(above & (j < i), j, -1), 1)[:, None]
+    turned_parent = tl.max(tl.where(below & (i < j), i, -1), 0)[None, :]
+    # Siblings in order of their inner rows, then of their number: row j before or after row i.
+    sibling = (parent == turned_parent) & (i < rows) & (j < rows)
+    earlier = sibling & ((turned_inner < inner) | ((turned_inner == inner) & (j < i)))
+    later = sibling & ((turned_inner > inner) | ((turned_inner == inner) & (j > i)))
+    before = tl.sum(tl.where(earlier, turned_size, 0), 1)
+    branches_before = tl.sum((earlier & (turned_inner > 0)).to(tl.int32), 1)
+    branches_after = tl.sum((later & (turned_inner > 0)).to(tl.int32), 1)
+    # A row follows its ancestors and the subtrees of their earlier siblings and of its own.
+    place = tl.sum(tl.where(above, before[None, :] + 1, 0), 1) - 1
+    level = tl.sum((above & (j < i) & (branches_after[None, :] > 0)).to(tl.int32), 1) + 1
+    row = tl.arange(0, ROWS)
+    children = tl.sum(below.to(tl.int32), 1) > 1
+    save = tl.where(children & (branches_before == 0) & (branches_after > 0), level, 0)
+    restore = tl.where(children & (branches_before > 0), level, 0)
+    visit = row | (save << 8) | (restore << 12) | tl.where(children, _HAS_CHILDREN, 0)
+    tl.store(order + begin + place, visit, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["T", "PATH"])
 def _tree_kernel(
-    q, k, v, g, beta, state, slots, count, ancestors, out, T, PATH,
+    q, k, v, g, beta, state, slots, count, order, first, saved, out, T, PATH,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, SLICE: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One value head and one band of its state's columns a program."""
+    """One value head and one band of its state's columns a program.
+
+    Path and tree rows run through one loop body, so that both advance a state to the same bits.
+    """
     unit = tl.program_id(0).to(tl.int64)
     item, head = unit // VALUE_HEADS, unit % VALUE_HEADS
     key_head = head % KEY_HEADS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dims = tl.arange(0, D)
-    first = item * (PATH + T)
+    begin, rows = item * T, T
+    if RAGGED:
+        begin = tl.load(first + item)
+        rows = (tl.load(first + item + 1) - begin).to(tl.int32)
     slot = tl.load(slots + item).to(tl.int64)
-    taken = tl.load(count + item)
-    base = state + (slot * VALUE_HEADS + head) * D * D
-    band = base + dims[:, None] * D + columns[None, :]
+    taken = tl.load(count + item).to(tl.int32)
+    part = dims[:, None] * D + columns[None, :]
+    band = state + (slot * VALUE_HEADS + head) * D * D + part
+    place = saved + unit * LEVELS * D * D + part
     carried = tl.load(band)
-
-    # Token by token, so that a state does not depend on how the text was split into steps.
-    for row in range(0, taken):
-        at = first + row
+    for n in range(0, taken + rows):
+        in_tree = n >= taken
+        visit = tl.load(order + begin + n - taken, mask=in_tree, other=_HAS_CHILDREN)
+        row = visit & 255
+        level = (visit >> 12) & 15
+        if level > 0:
+            tl.debug_barrier()
+            carried = tl.load(place + (level - 1) * D * D)
+        at = item * PATH + begin + tl.where(in_tree, PATH + row, n)
         key = tl.load(k + (at * KEY_HEADS + key_head) * D + dims)
         value = tl.load(v + (at * VALUE_HEADS + head) * D + columns)
-        carried *= tl.exp(tl.load(g + at * VALUE_HEADS + head))
-        write = tl.load(beta + at * VALUE_HEADS + head) * (value - tl.sum(key[:, None] * carried, 0))
-        carried += key[:, None] * write[None, :]
-    if taken > 0:
-        tl.store(band, carried)
-
-    rows = tl.arange(0, ROWS)
-    live = rows < T
-    at = first + PATH + rows
-    bits = tl.load(ancestors + item * T + rows, mask=live, other=0)
-    seen = ((bits[:, None] >> rows[None, :].to(tl.int64)) & 1) != 0
-    gate = tl.load(g + at * VALUE_HEADS + head, mask=live, other=0.0)
-    strength = tl.load(beta + at * VALUE_HEADS + head, mask=live, other=0.0)
-    total = tl.sum(tl.where(seen, gate[None, :], 0.0), 1)
-    grown = tl.exp(total)
-    # Always as a difference: its terms alone would overflow.
-    ratio = tl.where(seen, total[:, None] - total[None, :], -float("inf"))
-    decay = tl.exp(ratio)
-
-    if SLICE == D:
-        key_at = (at * KEY_HEADS + key_head)[:, None] * D + dims[None, :]
-        keys = tl.load(k + key_at, mask=live[:, None], other=0.0)
-        query_at = ((item * T + rows) * KEY_HEADS + key_head)[:, None] * D + dims[None, :]
-        queries = tl.load(q + query_at, mask=live[:, None], other=0.0)
-        stored = tl.dot(keys, carried, input_precision=PRECISION)
-        read = tl.dot(queries, carried, input_precision=PRECISION)
-        overlap = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        attention = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    else:
-        # Many rows: a slice of the dims at a time, or they would not fit in shared memory.
-        tl.debug_barrier()
-        stored = tl.zeros((ROWS, COLUMNS), tl.float32)
-        read = tl.zeros((ROWS, COLUMNS), tl.float32)
-        overlap = tl.zeros((ROWS, ROWS), tl.float32)
-        attention = tl.zeros((ROWS, ROWS), tl.float32)
-        for start in range(0, D, SLICE):
-            part = start + tl.arange(0, SLICE)
-            key_at = (at * KEY_HEADS + key_head)[:, None] * D + part[None, :]
-            keys = tl.load(k + key_at, mask=live[:, None], other=0.0)
-            query_at = ((item * T + rows) * KEY_HEADS + key_head)[:, None] * D + part[None, :]
-            queries = tl.load(q + query_at, mask=live[:, None], other=0.0)
-            slice_ = tl.load(base + part[:, None] * D + columns[None, :])
-            stored = tl.dot(keys, slice_, stored, input_precision=PRECISION)
-            read = tl.dot(queries, slice_, read, input_precision=PRECISION)
-            overlap = tl.dot(keys, tl.trans(keys), overlap, input_precision=PRECISION)
-            attention = tl.dot(queries, tl.trans(keys), attention, input_precision=PRECISION)
-
-    value = tl.load(
-        v + (at * VALUE_HEADS + head)[:, None] * D + columns[None, :], mask=live[:, None], other=0.0
-    )
-    right = strength[:, None] * (value - grown[:, None] * stored)
-    solve = tl.where(rows[:, None] > rows[None, :], strength[:, None] * overlap * decay, 0.0)
-    # A row is final once its ancestors are: as many rounds as the tree's depth below its roots.
-    rounds = tl.max(tl.sum(seen.to(tl.int32), 1), 0) - 1
-    writes = right
-    for _ in range(0, rounds):
-        writes = right - tl.dot(solve, writes, input_precision=PRECISION)
-    result = grown[:, None] * read + tl.dot(attention * decay, writes, input_precision=PRECISION)
-    target = ((item * T + rows) * VALUE_HEADS + head)[:, None] * D + columns[None, :]
-    tl.store(out + target, result, mask=live[:, None])
+        query_at = ((begin + row) * KEY_HEADS + key_head) * D + dims
+        query = tl.load(q + query_at, mask=n + 0 * dims >= taken, other=0.0)
+        decay = tl.exp(tl.load(g + at * VALUE_HEADS + head))
+        stored = tl.sum(key[:, None] * carried, 0)
+        read = tl.sum(query[:, None] * carried, 0)
+        write = tl.load(beta + at * VALUE_HEADS + head) * (value - decay * stored)
+        # q S of the row's own state, from its parent's.
+        result = decay * read + tl.sum(query * key, 0) * write
+        target = ((begin + row) * VALUE_HEADS + head) * D + columns
+        tl.store(out + target, result, mask=n + 0 * columns >= taken)
+        level = (visit >> 8) & 15
+        if level > 0:
+            tl.store(place + (level - 1) * D * D, carried)
+            tl.debug_barrier()
+        if visit >= _HAS_CHILDREN:
+            carried = carried * decay + key[:, None] * write[None, :]
+        if n == taken - 1:
+            tl.store(band, carried)
 
 
 def takes(state: Tensor) -> bool:
@@ -104,20 +113,19 @@ def takes(state: Tensor) -> bool:
     return dim >= 16 and dim & (dim - 1) == 0
 
 
-def tiles(rows: int, dim: int, capability: tuple[int, int] | None) -> dict:
-    """Return tile sizes and precision; capability: of an NVIDIA card, None for others.
-
-    Three TF32 matmuls give float32's accuracy on tensor cores.
-    """
-    ampere = capability is not None and capability >= (8, 0)
-    return {
-        "ROWS": max(16, triton.next_power_of_2(rows)),
-        "COLUMNS": min(COLUMNS, dim),
-        "SLICE": min(SLICE, dim),
-        "PRECISION": "tf32x3" if ampere else "ieee",
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+def tree_order(ancestors: Tensor, first: Tensor | None = None) -> Tensor:
+    """See reference.tree_order."""
+    order = torch.empty(ancestors.shape, dtype=torch.int32, device=ancestors.device)
+    ancestors = ancestors.contiguous()
+    rows = ancestors.shape[-1]
+    assert first is not None or rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
+    batch = len(ancestors) if first is None else len(first) - 1
+    begins, room = ancestors if first is None else first, min(rows, MAX_ROWS)
+    _order_kernel[(batch,)](
+        ancestors, begins, order, rows,
+        RAGGED=first is not None, ROWS=max(2, triton.next_power_of_2(room)), num_warps=4,
+    )  # fmt: skip
+    return order
 
 
 def tree_delta(
@@ -130,20 +138,24 @@ def tree_delta(
     *,
     slots: Tensor,
     count: Tensor,
-    ancestors: Tensor,
+    order: Tensor,
+    first: Tensor | None = None,
 ) -> Tensor:
     """See reference.tree_delta."""
-    batch, rows, key_heads, dim = q.shape
-    value_heads = v.shape[2]
+    (key_heads, dim), value_heads, batch = q.shape[-2:], v.shape[-2], len(slots)
     assert takes(state) and state.shape[1:] == (value_heads, dim, dim), f"{state.shape}, heads of {dim}"
-    for part in (q, k, v, g, beta, state, ancestors):
+    for part in (q, k, v, g, beta, state, order):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-        assert part is ancestors or part.dtype == torch.float32, f"{part.dtype}, needed float32"
-    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
-    out = torch.empty(batch, rows, value_heads, dim, dtype=torch.float32, device=q.device)
-    chosen = tiles(rows, dim, capability_of(q.device))
-    _tree_kernel[(batch * value_heads, dim // chosen["COLUMNS"])](
-        q, k, v, g, beta, state, slots, count, ancestors, out, rows, k.shape[1] - rows,
-        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, **chosen,
+        assert part is order or part.dtype == torch.float32, f"{part.dtype}, needed float32"
+    rows = order.shape[-1]
+    path = (prod(k.shape[:-2]) - order.numel()) // batch
+    levels, columns = max(1, saved_states(min(rows, MAX_ROWS))), min(COLUMNS, dim)
+    out = torch.empty(*q.shape[:-2], value_heads, dim, dtype=torch.float32, device=q.device)
+    saved = torch.empty(batch * value_heads, levels, dim, dim, dtype=torch.float32, device=q.device)
+    begins = order if first is None else first
+    _tree_kernel[(batch * value_heads, dim // columns)](
+        q, k, v, g, beta, state, slots, count, order, begins, saved, out, rows, path,
+        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, COLUMNS=columns, LEVELS=levels,
+        RAGGED=first is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -52,10 +52,15 @@ class Module:
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one
             self._handle = ctypes.c_void_p()
             _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), cubin))
+        self._most_shared: dict[str, int] = {}
 
     def kernel(self, name: str, *, threads: int, shared: int = 0, overlap: bool = False) -> "Kernel":
         function = ctypes.c_void_p()
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._handle, name.encode()))
+        # The limit is one of the function, which several launch shapes may share.
+        most = self._most_shared[name] = max(shared, self._most_shared.get(name, 0))
+        if most > 48 * 1024:
+            _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(most)))
         return Kernel(self, function, threads, shared, overlap)
 
 
@@ -74,8 +79,6 @@ class Kernel:
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION)
         self._attribute.value[0] = 1
         self._overlap = overlap
-        if shared > 48 * 1024:
-            _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared)))
 
     def __call__(
         self,
