@@ -113,7 +113,7 @@ class StepRunner:
         self._target, self._states, self._drafter = target, states, drafter
         self.sampler = Sampler(MAX_ROWS, target.spec.vocab_size, device)
         self._slots = torch.zeros(1, dtype=torch.int64, device=device)
-        self._tree = torch.zeros(4, MAX_ROWS, dtype=torch.int64, device=device)
+        self._tree = Tree.root(0).packed.to(device)
         self._limits = torch.ones(2, dtype=torch.int64, device=device)  # rows of the tree, accepted at most
         self._stops = torch.full((_STOPS,), -1, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
