@@ -17,14 +17,14 @@
 // share: exp(g) and q k. Copies and loads go past L1, which may hold older values: with PDL this kernel starts before its
 // inputs are written.
 
-constexpr int PARTS = 8;                  // lanes that share a column
+constexpr int PARTS = 8;                   // lanes that share a column
 constexpr int OWN = 2;                     // columns of a lane; with four it is no faster
 constexpr int COLUMNS = OWN * 32 / PARTS;  // of a warp
 constexpr int DIMS = D / PARTS;
-constexpr int WIDTH = D % 32 ? 2 : 4;  // floats in one load of a row
-constexpr int STAGE = 8;               // rows
+constexpr int WIDTH = D % 32 ? 2 : 4;      // floats in one load of a row
+constexpr int STAGE = 8;                   // rows
 constexpr int STAGES = 3;
-constexpr int MOST_COLUMNS = 64;       // of a block
+constexpr int MOST_COLUMNS = 64;           // of a block
 constexpr int MOST_WARPS = MOST_COLUMNS / COLUMNS;
 constexpr int THREADS = 32 * (MOST_WARPS + 1);  // at most
 constexpr int SLOT = 2 * D + MOST_COLUMNS + 4 * MOST_WARPS;  // floats of a row: k, q, values, records
@@ -39,7 +39,7 @@ constexpr int CHILDREN = 1 << 16;
 // A sequence's rows, for one key head.
 struct Tree {
   const float *q, *k, *v, *g, *beta;
-  int taken, total, path;         // rows of the path to advance over; with those of the tree; room for a path
+  int taken, total, path;               // rows of the path to advance over; with those of the tree; room for a path
   int key_stride, value_stride, heads;  // floats between rows of k, of v, of g
   int units, key_heads, key_head;       // units of COLUMNS columns of all value heads that share the key head
   DEVICE int head(int unit) const { return key_head + unit / (D / COLUMNS) * key_heads; }
