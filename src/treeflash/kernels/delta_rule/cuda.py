@@ -14,10 +14,9 @@ from treeflash.kernels.runtime.nvrtc import compile_cubin
 from treeflash.kernels.runtime.sources import pdl_source
 from treeflash.kernels.tree import MAX_ROWS
 
-LANE_COLUMNS = 2  # of a head's state, a lane
-COLUMNS = 4 * LANE_COLUMNS  # a warp
-MOST_WARPS = 64 // COLUMNS  # of a block, with columns
-_RING_ROWS = 25
+COLUMNS = 8  # of a head's state, a warp
+MOST_WARPS = 8  # of a block, with columns
+_RING_ROWS = 24
 
 
 def source() -> str:
@@ -52,7 +51,7 @@ def takes(state: Tensor) -> bool:
 @cache
 def _module(dim: int, device: torch.device) -> Module:
     card = card_of(device)
-    macros = {"D": dim, "LANE_COLUMNS": LANE_COLUMNS, "OVERLAP": int(card.pdl)}
+    macros = {"D": dim, "OVERLAP": int(card.pdl)}
     return Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
 
 

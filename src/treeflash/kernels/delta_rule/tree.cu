@@ -1,9 +1,8 @@
 // The gated delta rule of a tree's rows, with the commit of the path before them (reference.py specifies it).
 //
 // No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
-//   D             dims of a head: 16, or a multiple of 32
-//   LANE_COLUMNS  columns of a lane: 2 or 4; rounding does not depend on it
-//   OVERLAP       1: programmatic dependent launch (PDL), sm_90 and up
+//   D        dims of a head: 16, or a multiple of 32
+//   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
 //
 // A warp owns 8 columns of one value head's state and holds them in registers: a lane has two columns, of each
 // 8 * WIDTH dims WIDTH from WIDTH * part on. It goes over the path token by token and then over the tree's rows in the
@@ -18,14 +17,14 @@
 // share: exp(g) and q k. Copies and loads go past L1, which may hold older values: with PDL this kernel starts before its
 // inputs are written.
 
-constexpr int PARTS = 8;                  // lanes that share a column
-constexpr int OWN = LANE_COLUMNS;         // columns of a lane
+constexpr int PARTS = 8;                   // lanes that share a column
+constexpr int OWN = 2;                     // columns of a lane; with four it is no faster
 constexpr int COLUMNS = OWN * 32 / PARTS;  // of a warp
 constexpr int DIMS = D / PARTS;
-constexpr int WIDTH = D % 32 ? 2 : 4;  // floats in one load of a row
-constexpr int STAGE = 8;               // rows
+constexpr int WIDTH = D % 32 ? 2 : 4;      // floats in one load of a row
+constexpr int STAGE = 8;                   // rows
 constexpr int STAGES = 3;
-constexpr int MOST_COLUMNS = 64;       // of a block
+constexpr int MOST_COLUMNS = 64;           // of a block
 constexpr int MOST_WARPS = MOST_COLUMNS / COLUMNS;
 constexpr int THREADS = 32 * (MOST_WARPS + 1);  // at most
 constexpr int SLOT = 2 * D + MOST_COLUMNS + 4 * MOST_WARPS;  // floats of a row: k, q, values, records
@@ -40,7 +39,7 @@ constexpr int CHILDREN = 1 << 16;
 // A sequence's rows, for one key head.
 struct Tree {
   const float *q, *k, *v, *g, *beta;
-  int taken, total, path;         // rows of the path to advance over; with those of the tree; room for a path
+  int taken, total, path;               // rows of the path to advance over; with those of the tree; room for a path
   int key_stride, value_stride, heads;  // floats between rows of k, of v, of g
   int units, key_heads, key_head;       // units of COLUMNS columns of all value heads that share the key head
   DEVICE int head(int unit) const { return key_head + unit / (D / COLUMNS) * key_heads; }
@@ -212,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
     const long long* slots, const long long* count, const int* order, const long long* first, float* out, int rows,
     int path, int key_heads, int value_heads) {
   extern __shared__ float4 memory[];
-  float* ring = (float*)memory;                       // [STAGES, STAGE, SLOT], and a slot
-  float* saved = ring + (STAGES * STAGE + 1) * SLOT;  // [levels, DIMS * OWN / 4, threads] float4
+  float* ring = (float*)memory;                       // [STAGES, STAGE, SLOT]
+  float* saved = ring + STAGES * STAGE * SLOT;  // [levels, DIMS * OWN / 4, threads] float4
 
   launch_dependents();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x >> 5) - 1;
@@ -279,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
         }
       if (n == end) continue;
     }
-    // A row is loaded while the one before it is summed over the lanes; one slot after the ring may be read.
+    // A row is loaded while the one before it is summed over the lanes; the last of a stage once more.
     float query[DIMS];
     load_dims(query, row + D);
     load_dims(key, row);
@@ -290,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
       if (__builtin_expect(saved_level(visit) + restored_level(visit) > 0, 0)) keep(held, saved, visit);
       Own read = dot(query, held);
       Own stored = dot(key, held);
-      row += SLOT;
+      if (n + 1 < end) row += SLOT;
       load_dims(query, row + D);
       const int next = __float_as_int(row[record_at + 3]);
       UNROLL for (int step = 0, mask = 16; mask >= 4; step++, mask >>= 1) {
