@@ -1,0 +1,228 @@
+"""pydantic-ai over the chat, responses and Anthropic protocols."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cases import ASK, FRUIT, MODEL, PICK, URL, WEATHER, Fruit, run, weather
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, RunContext, ToolOutput
+from pydantic_ai.capabilities import AbstractCapability
+from pydantic_ai.messages import ToolCallPart, ToolReturnPart
+from pydantic_ai.models import Model
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.profiles import ModelProfile
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai.settings import ModelSettings
+
+BODY = {"temperature": 0}
+SETTINGS = ModelSettings(max_tokens=60, parallel_tool_calls=False, extra_body=BODY)
+
+
+def chat() -> Model:
+    return OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+
+
+def responses() -> Model:
+    return OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+
+
+def messages() -> Model:
+    # By default only models with a name of Anthropic's are thought to have structured outputs.
+    return AnthropicModel(
+        MODEL,
+        provider=AnthropicProvider(base_url=URL, api_key="none"),
+        profile=ModelProfile(supports_json_schema_output=True),
+    )
+
+
+@dataclass
+class FirstCalls(AbstractCapability[None]):
+    """Requires a call of one of these tools in the first step; the next ones answer."""
+
+    names: tuple[str, ...] = ("weather",)
+
+    def get_model_settings(self) -> Callable[[RunContext[None]], ModelSettings]:
+        return lambda context: ModelSettings(
+            tool_choice=list(self.names) if context.run_step == 1 else "none"
+        )
+
+
+def clock() -> str:
+    """Says what time it is."""
+    return "Noon"
+
+
+def dice() -> str:
+    """Rolls a die."""
+    return "Six"
+
+
+def forbidden(city: Literal["Paris", "Rome"]) -> str:
+    """Says what the weather is like."""
+    raise AssertionError(f"this tool was not allowed: {city}")
+
+
+async def answers(model: Model) -> None:
+    result = await Agent(model).run(ASK, model_settings=SETTINGS)
+    assert result.output and result.response.finish_reason in ("stop", "length")
+    assert result.usage.input_tokens and result.usage.output_tokens and result.usage.requests == 1
+
+
+async def streams(model: Model) -> None:
+    agent = Agent(model)
+    whole = (await agent.run(ASK, model_settings=SETTINGS)).output
+    async with agent.run_stream(ASK, model_settings=SETTINGS) as stream:
+        pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
+        assert len(pieces) > 1 and "".join(pieces) == whole == await stream.get_output()
+        assert stream.usage.output_tokens and stream.response.finish_reason in ("stop", "length")
+
+
+async def picks(model: Model, output: Any, **body: Any) -> None:
+    agent = Agent(model, output_type=output)
+    settings = SETTINGS | {"extra_body": BODY | body}
+    assert isinstance((await agent.run(PICK, model_settings=settings)).output, Fruit)
+    async with agent.run_stream(PICK, model_settings=settings) as stream:
+        assert isinstance(await stream.get_output(), Fruit)
+
+
+async def calls(model: Model, output: Any = str, kind: type = str) -> None:
+    agent = Agent(model, tools=[weather], capabilities=[FirstCalls()], output_type=output)
+    result = await agent.run(WEATHER, model_settings=SETTINGS)
+    parts = [part for message in result.all_messages() for part in message.parts]
+    called = [part for part in parts if isinstance(part, ToolCallPart) and part.tool_name == "weather"]
+    returned = [part for part in parts if isinstance(part, ToolReturnPart) and part.tool_name == "weather"]
+    assert isinstance(result.output, kind) and result.usage.requests == 2
+    assert len(called) == len(returned) == 1 and called[0].tool_call_id == returned[0].tool_call_id
+    assert returned[0].content == f"Rain in {called[0].args_as_dict()['city']}"
+
+
+async def stream_of_events(model: Model) -> None:
+    agent = Agent(model, tools=[weather], capabilities=[FirstCalls()])
+    async with agent.run_stream_events(WEATHER, model_settings=SETTINGS) as events:
+        kinds = {event.event_kind async for event in events}
+    assert {"function_tool_call", "function_tool_result", "part_delta", "agent_run_result"} <= kinds
+
+
+async def calls_an_allowed_one(model: Model) -> None:
+    agent = Agent(model, tools=[forbidden, clock, dice], capabilities=[FirstCalls(("clock", "dice"))])
+    result = await agent.run(WEATHER, model_settings=SETTINGS)
+    assert result.output and result.usage.requests == 2
+
+
+async def case_chat():
+    await answers(chat())
+
+
+async def case_chat_stream():
+    await streams(chat())
+
+
+async def case_chat_tool_output():
+    await picks(chat(), ToolOutput(Fruit))
+
+
+async def case_chat_native_output():
+    await picks(chat(), NativeOutput(Fruit))
+
+
+async def case_chat_prompted_output():
+    await picks(chat(), PromptedOutput(Fruit), response_format={"type": "regex", "pattern": FRUIT})
+
+
+async def case_chat_tools():
+    await calls(chat())
+
+
+async def case_chat_tools_and_native_output():
+    await calls(chat(), NativeOutput(Fruit), Fruit)
+
+
+async def case_chat_tools_and_tool_output():
+    await calls(chat(), ToolOutput(Fruit), Fruit)
+
+
+async def case_chat_stream_of_events():
+    await stream_of_events(chat())
+
+
+async def case_chat_allowed_tools():
+    await calls_an_allowed_one(chat())
+
+
+async def case_responses():
+    await answers(responses())
+
+
+async def case_responses_stream():
+    await streams(responses())
+
+
+async def case_responses_tool_output():
+    await picks(responses(), ToolOutput(Fruit))
+
+
+async def case_responses_native_output():
+    await picks(responses(), NativeOutput(Fruit))
+
+
+async def case_responses_prompted_output():
+    await picks(responses(), PromptedOutput(Fruit), text={"format": {"type": "regex", "pattern": FRUIT}})
+
+
+async def case_responses_tools():
+    await calls(responses())
+
+
+async def case_responses_tools_and_native_output():
+    await calls(responses(), NativeOutput(Fruit), Fruit)
+
+
+async def case_responses_stream_of_events():
+    await stream_of_events(responses())
+
+
+async def case_responses_allowed_tools():
+    await calls_an_allowed_one(responses())
+
+
+async def case_anthropic():
+    await answers(messages())
+
+
+async def case_anthropic_stream():
+    await streams(messages())
+
+
+async def case_anthropic_tool_output():
+    await picks(messages(), ToolOutput(Fruit))
+
+
+async def case_anthropic_native_output():
+    await picks(messages(), NativeOutput(Fruit))
+
+
+async def case_anthropic_prompted_output():
+    form = {"format": {"type": "regex", "pattern": FRUIT}}
+    await picks(messages(), PromptedOutput(Fruit), output_config=form)
+
+
+async def case_anthropic_tools():
+    await calls(messages())
+
+
+async def case_anthropic_tools_and_native_output():
+    await calls(messages(), NativeOutput(Fruit), Fruit)
+
+
+async def case_anthropic_stream_of_events():
+    await stream_of_events(messages())
+
+
+async def case_anthropic_allowed_tools():
+    await calls_an_allowed_one(messages())
+
+
+if __name__ == "__main__":
+    run(globals())
