@@ -1,0 +1,141 @@
+// Vercel's AI SDK with its providers for OpenAI (chat, responses, completions), compatible servers and Anthropic.
+
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
+import { all, ASK, assert, City, Fruit, MODEL, PICK, rain, run, URL, WEATHER } from "./cases.mjs";
+
+globalThis.AI_SDK_LOG_WARNINGS = false;
+const openai = createOpenAI({ baseURL: `${URL}/v1`, apiKey: "none" });
+const like = { name: "local", baseURL: `${URL}/v1`, includeUsage: true };
+const one = { local: { parallel_tool_calls: false }, openai: { parallelToolCalls: false } };
+const anthropic = (structuredOutputMode) => ({
+  model: createAnthropic({ baseURL: `${URL}/v1`, apiKey: "none" })(MODEL),
+  providerOptions: { anthropic: { structuredOutputMode, disableParallelToolUse: true } },
+});
+const options = { temperature: 0, maxOutputTokens: 100, maxRetries: 0, providerOptions: one };
+const chat = { ...options, model: openai.chat(MODEL) };
+const responses = { ...options, model: openai.responses(MODEL) };
+const completions = { ...options, model: openai.completion(MODEL) };
+const compatible = {
+  ...options,
+  model: createOpenAICompatible({ ...like, supportsStructuredOutputs: true })(MODEL),
+};
+const messages = { ...options, ...anthropic("outputFormat") };
+const messagesByTool = { ...options, ...anthropic("jsonTool") };
+const weather = tool({ description: "Says what the weather is like.", inputSchema: City, execute: rain });
+// The first step calls the tool, the second answers.
+const loop = {
+  prompt: WEATHER,
+  tools: { weather },
+  stopWhen: stepCountIs(4),
+  prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
+};
+
+function counted(usage) {
+  assert.ok(usage.inputTokens > 0 && usage.outputTokens > 0, JSON.stringify(usage));
+}
+
+async function text(given) {
+  const whole = await generateText({ ...given, prompt: ASK });
+  assert.ok(whole.text && ["stop", "length"].includes(whole.finishReason), whole.finishReason);
+  counted(whole.usage);
+  const stream = streamText({ ...given, prompt: ASK });
+  const pieces = await all(stream.textStream);
+  assert.ok(pieces.length > 1);
+  assert.equal(pieces.join(""), whole.text);
+  assert.equal(await stream.finishReason, whole.finishReason);
+  counted(await stream.usage);
+}
+
+async function object(given) {
+  const whole = await generateObject({ ...given, schema: Fruit, prompt: PICK });
+  assert.deepEqual(Fruit.parse(whole.object), whole.object);
+  assert.equal(whole.finishReason, "stop");
+  const stream = streamObject({ ...given, schema: Fruit, prompt: PICK });
+  const partial = await all(stream.partialObjectStream);
+  assert.deepEqual(partial.at(-1), whole.object);
+  assert.deepEqual(await stream.object, whole.object);
+  counted(await stream.usage);
+}
+
+async function output(given) {
+  const asked = { ...given, output: Output.object({ schema: Fruit }), prompt: PICK };
+  const whole = await generateText(asked);
+  assert.deepEqual(Fruit.parse(whole.output), whole.output);
+  const stream = streamText(asked);
+  assert.deepEqual((await all(stream.partialOutputStream)).at(-1), whole.output);
+  const choice = await generateText({ ...asked, output: Output.choice({ options: ["apple", "pear"] }) });
+  assert.ok(["apple", "pear"].includes(choice.output));
+}
+
+function checked(steps) {
+  assert.equal(steps.length, 2);
+  assert.equal(steps[0].finishReason, "tool-calls");
+  const [call] = steps[0].toolCalls;
+  const [result] = steps[0].toolResults;
+  assert.equal(call.toolName, "weather");
+  assert.equal(result.toolCallId, call.toolCallId);
+  assert.equal(result.output, rain(City.parse(call.input)));
+  assert.ok(steps[1].text && steps[1].toolCalls.length === 0);
+  for (const step of steps) counted(step.usage);
+}
+
+async function tools(given) {
+  checked((await generateText({ ...given, ...loop })).steps);
+}
+
+async function toolsInAStream(given) {
+  const stream = streamText({ ...given, ...loop });
+  const kinds = new Set((await all(stream.fullStream)).map((part) => part.type));
+  for (const kind of ["tool-input-start", "tool-input-end", "tool-call", "tool-result", "text-delta", "finish"])
+    assert.ok(kinds.has(kind), `${kind} is missing`);
+  assert.ok(!kinds.has("error"));
+  checked(await stream.steps);
+}
+
+async function toolsAndOutput(given) {
+  const whole = await generateText({ ...given, ...loop, output: Output.object({ schema: Fruit }) });
+  checked(whole.steps);
+  assert.deepEqual(Fruit.parse(whole.output), whole.output);
+}
+
+async function namedTool(given) {
+  const toolChoice = { type: "tool", toolName: "weather" };
+  const whole = await generateText({ ...given, prompt: WEATHER, tools: { weather }, toolChoice });
+  assert.ok(City.parse(whole.toolCalls[0].input));
+}
+
+await run({
+  case_chat_text: () => text(chat),
+  case_chat_object: () => object(chat),
+  case_chat_output: () => output(chat),
+  case_chat_tools: () => tools(chat),
+  case_chat_tools_stream: () => toolsInAStream(chat),
+  case_chat_tools_and_output: () => toolsAndOutput(chat),
+  case_chat_named_tool: () => namedTool(chat),
+  case_responses_text: () => text(responses),
+  case_responses_object: () => object(responses),
+  case_responses_output: () => output(responses),
+  case_responses_tools: () => tools(responses),
+  case_responses_tools_stream: () => toolsInAStream(responses),
+  case_responses_tools_and_output: () => toolsAndOutput(responses),
+  case_responses_named_tool: () => namedTool(responses),
+  case_completions_text: () => text(completions),
+  case_compatible_text: () => text(compatible),
+  case_compatible_object: () => object(compatible),
+  case_compatible_output: () => output(compatible),
+  case_compatible_tools: () => tools(compatible),
+  case_compatible_tools_stream: () => toolsInAStream(compatible),
+  case_compatible_tools_and_output: () => toolsAndOutput(compatible),
+  case_compatible_named_tool: () => namedTool(compatible),
+  case_anthropic_text: () => text(messages),
+  case_anthropic_object: () => object(messages),
+  case_anthropic_object_by_tool: () => object(messagesByTool),
+  case_anthropic_output: () => output(messages),
+  case_anthropic_tools: () => tools(messages),
+  case_anthropic_tools_stream: () => toolsInAStream(messages),
+  case_anthropic_tools_and_output: () => toolsAndOutput(messages),
+  case_anthropic_named_tool: () => namedTool(messages),
+});
