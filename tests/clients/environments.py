@@ -25,7 +25,7 @@ class Client:
         return self.program.removeprefix("use_").split(".")[0]
 
     def installed(self, cache: Path) -> list[str]:
-        """Return the command that runs the program, after installing its packages into a folder of `cache`."""
+        """Return the command that runs the program; install its packages into a folder of `cache` first."""
         versions = " ".join([sys.version, *self.packages])
         folder = cache / f"{self.name}-{hashlib.sha256(versions.encode()).hexdigest()[:12]}"
         install = _with_npm if self.program.endswith(".mjs") else _with_pip

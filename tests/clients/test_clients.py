@@ -1,7 +1,7 @@
 """Real client libraries against `treeflash serve` with the pair inside the package.
 
-Run with `pytest -m clients tests/clients`; needs pip and npm, and registries that they can reach. The model is
-small and its answers are of no use: the programs check what the protocols promise. Objects validate, tool
+Run with `pytest -m clients tests/clients`; needs pip and npm, and registries that they can reach. The model
+is small and its answers are of no use: the programs check what the protocols promise. Objects validate, tool
 calls have valid arguments and their results can be sent back, streams end and give the text of the whole
 answer, finish reasons and token counts are there.
 """

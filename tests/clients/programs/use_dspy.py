@@ -52,6 +52,16 @@ def only(pattern: str, **options: Any) -> dspy.LM:
     return lm(extra_body={"response_format": {"type": "regex", "pattern": pattern}}, **options)
 
 
+def fields(**patterns: str) -> str:
+    """Return the pattern of an answer to ChatAdapter."""
+    parts = [rf"\[\[ ## {name} ## \]\]\n{pattern}\n\n" for name, pattern in patterns.items()]
+    return "".join(parts) + r"\[\[ ## completed ## \]\]"
+
+
+WORDS, KINDS, TRUTH = "[a-z ]{1,30}", "(apple|pear)", "(True|False)"
+CHAT = dspy.ChatAdapter(use_json_adapter_fallback=False)
+
+
 def picks(model: dspy.LM, adapter: dspy.Adapter, module: type[dspy.Module] = dspy.Predict) -> dspy.Prediction:
     with dspy.context(lm=model, adapter=adapter, track_usage=True):
         found = module(Pick)(question=PICK)
@@ -109,22 +119,16 @@ def case_json_adapter_chain_of_thought():
 
 
 def case_chat_adapter():
-    fields = r"\[\[ ## kind ## \]\]\n(apple|pear)\n\n\[\[ ## ripe ## \]\]\n(True|False)\n\n\[\[ ## completed ## \]\]"
-    picks(only(fields), dspy.ChatAdapter(use_json_adapter_fallback=False))
+    picks(only(fields(kind=KINDS, ripe=TRUTH)), CHAT)
 
 
 def case_chat_adapter_object():
-    fields = rf"\[\[ ## fruit ## \]\]\n{FRUIT}\n\n\[\[ ## completed ## \]\]"
-    with dspy.context(lm=only(fields), adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)):
+    with dspy.context(lm=only(fields(fruit=FRUIT)), adapter=CHAT):
         assert isinstance(dspy.Predict(PickWhole)(question=PICK).fruit, Fruit)
 
 
 def case_chat_adapter_chain_of_thought():
-    fields = (
-        r"\[\[ ## reasoning ## \]\]\n[a-z ]{1,40}\n\n\[\[ ## kind ## \]\]\n(apple|pear)\n\n"
-        r"\[\[ ## ripe ## \]\]\n(True|False)\n\n\[\[ ## completed ## \]\]"
-    )
-    found = picks(only(fields), dspy.ChatAdapter(use_json_adapter_fallback=False), dspy.ChainOfThought)
+    found = picks(only(fields(reasoning=WORDS, kind=KINDS, ripe=TRUTH)), CHAT, dspy.ChainOfThought)
     assert found.reasoning
 
 
@@ -139,13 +143,11 @@ def case_xml_adapter():
 
 def case_react():
     """The tool is called twice, then the answer is extracted."""
-    called = r"\[\[ ## next_tool_name ## \]\]\nweather\n\n\[\[ ## next_tool_args ## \]\]\n\{\"city\": \"(Paris|Rome)\"\}"
-    thought, end = r"\[\[ ## next_thought ## \]\]\n[a-z ]{1,30}\n\n", r"\n\n\[\[ ## completed ## \]\]"
-    answer = r"\[\[ ## reasoning ## \]\]\n[a-z ]{1,30}\n\n\[\[ ## rainy ## \]\]\n(True|False)"
+    city = r"\{\"city\": \"(Paris|Rome)\"\}"
     module = dspy.ReAct(Report, tools=[weather], max_iters=2)
-    module.react.set_lm(only(thought + called + end))
-    module.extract.set_lm(only(answer + end))
-    with dspy.context(adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)):
+    module.react.set_lm(only(fields(next_thought=WORDS, next_tool_name="weather", next_tool_args=city)))
+    module.extract.set_lm(only(fields(reasoning=WORDS, rainy=TRUTH)))
+    with dspy.context(adapter=CHAT):
         found = module(question=WEATHER)
     path = found.trajectory
     assert isinstance(found.rainy, bool) and path["tool_name_0"] == path["tool_name_1"] == "weather"
@@ -174,11 +176,9 @@ async def case_async():
 
 
 async def case_stream():
-    fields = r"\[\[ ## kind ## \]\]\n(apple|pear)\n\n\[\[ ## ripe ## \]\]\n(True|False)\n\n\[\[ ## completed ## \]\]"
-    with dspy.context(lm=only(fields), adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)):
-        stream = dspy.streamify(
-            dspy.Predict(Pick), stream_listeners=[dspy.streaming.StreamListener(signature_field_name="kind")]
-        )
+    listener = dspy.streaming.StreamListener(signature_field_name="kind")
+    with dspy.context(lm=only(fields(kind=KINDS, ripe=TRUTH)), adapter=CHAT):
+        stream = dspy.streamify(dspy.Predict(Pick), stream_listeners=[listener])
         *pieces, last = [piece async for piece in stream(question=PICK)]
     assert isinstance(last, dspy.Prediction) and "".join(piece.chunk for piece in pieces).strip() == last.kind
 

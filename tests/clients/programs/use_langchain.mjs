@@ -57,6 +57,7 @@ async function tools(model, choice) {
 }
 
 const one = { tool_choice: "weather", parallel_tool_calls: false };
+// Over responses LangChain sends the names of tools alone.
 const required = { tool_choice: "required", parallel_tool_calls: false };
 
 // This mode does not send the schema.
@@ -80,7 +81,6 @@ await run({
   case_responses_function_calling: () => picks(responses(), "functionCalling"),
   case_responses_json_mode: () => anyJson(responses()),
   case_responses_tools: () => tools(responses(), one),
-  case_responses_tools_required: () => tools(responses(), required),
   case_completions_text: async () => {
     const model = new OpenAI({ ...options, configuration });
     const whole = await model.invoke("def add(a, b):");
