@@ -3,13 +3,14 @@
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
+import { APICallError, generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { all, ASK, assert, City, Fruit, MODEL, PICK, rain, run, URL, WEATHER } from "./cases.mjs";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const openai = createOpenAI({ baseURL: `${URL}/v1`, apiKey: "none" });
 const like = { name: "local", baseURL: `${URL}/v1`, includeUsage: true };
 const one = { local: { parallel_tool_calls: false }, openai: { parallelToolCalls: false } };
+const thinking = { enable_thinking: true, thinking_budget: 20 };
 const anthropic = (structuredOutputMode) => ({
   model: createAnthropic({ baseURL: `${URL}/v1`, apiKey: "none" })(MODEL),
   providerOptions: { anthropic: { structuredOutputMode, disableParallelToolUse: true } },
@@ -107,7 +108,44 @@ async function namedTool(given) {
   assert.ok(City.parse(whole.toolCalls[0].input));
 }
 
+async function reasoning(given) {
+  const whole = await generateText({ ...given, prompt: ASK });
+  assert.ok(whole.reasoningText && whole.text && whole.usage.outputTokenDetails.reasoningTokens > 0);
+  const stream = streamText({ ...given, prompt: ASK });
+  const kinds = (await all(stream.fullStream)).map((part) => part.type);
+  assert.ok(kinds.indexOf("reasoning-end") < kinds.indexOf("text-start"));
+  assert.equal(await stream.reasoningText, whole.reasoningText);
+  assert.equal(await stream.text, whole.text);
+}
+
+async function refused(given) {
+  const asked = { ...given, prompt: ASK, topP: 5 };
+  const errors = [await generateText(asked).then(() => null, (error) => error)];
+  await streamText({ ...asked, onError: ({ error }) => errors.push(error) }).consumeStream();
+  assert.equal(errors.length, 2);
+  for (const error of errors) {
+    assert.ok(APICallError.isInstance(error), String(error));
+    assert.equal(error.statusCode, 400);
+    assert.ok(!error.isRetryable && error.message.includes("top_p"), error.message);
+  }
+}
+
+/** The server goes on with the next request when a client has gone. */
+async function aborted(given) {
+  const leave = new AbortController();
+  const stream = streamText({ ...given, prompt: ASK, maxOutputTokens: 3000, abortSignal: leave.signal });
+  for await (const part of stream.fullStream) if (part.type === "text-delta") leave.abort();
+  for (let tries = 0; tries < 100; tries += 1) {
+    const { queue } = await (await fetch(`${URL}/props`)).json();
+    if (queue.running === 0) return;
+    await new Promise((wake) => setTimeout(wake, 50));
+  }
+  assert.fail("the request is still running");
+}
+
 await run({
+  case_chat_refused: () => refused(chat),
+  case_chat_aborted: () => aborted(chat),
   case_chat_text: () => text(chat),
   case_chat_object: () => object(chat),
   case_chat_output: () => output(chat),
@@ -115,6 +153,8 @@ await run({
   case_chat_tools_stream: () => toolsInAStream(chat),
   case_chat_tools_and_output: () => toolsAndOutput(chat),
   case_chat_named_tool: () => namedTool(chat),
+  case_responses_refused: () => refused(responses),
+  case_responses_aborted: () => aborted(responses),
   case_responses_text: () => text(responses),
   case_responses_object: () => object(responses),
   case_responses_output: () => output(responses),
@@ -123,6 +163,8 @@ await run({
   case_responses_tools_and_output: () => toolsAndOutput(responses),
   case_responses_named_tool: () => namedTool(responses),
   case_completions_text: () => text(completions),
+  case_compatible_refused: () => refused(compatible),
+  case_compatible_aborted: () => aborted(compatible),
   case_compatible_text: () => text(compatible),
   case_compatible_object: () => object(compatible),
   case_compatible_output: () => output(compatible),
@@ -130,6 +172,9 @@ await run({
   case_compatible_tools_stream: () => toolsInAStream(compatible),
   case_compatible_tools_and_output: () => toolsAndOutput(compatible),
   case_compatible_named_tool: () => namedTool(compatible),
+  case_compatible_reasoning: () => reasoning({ ...compatible, providerOptions: { local: thinking } }),
+  case_anthropic_refused: () => refused(messages),
+  case_anthropic_aborted: () => aborted(messages),
   case_anthropic_text: () => text(messages),
   case_anthropic_object: () => object(messages),
   case_anthropic_object_by_tool: () => object(messagesByTool),

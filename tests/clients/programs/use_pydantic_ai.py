@@ -7,7 +7,7 @@ from typing import Any, Literal
 from cases import ASK, FRUIT, MODEL, PICK, URL, WEATHER, Fruit, run, weather
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, RunContext, ToolOutput
 from pydantic_ai.capabilities import AbstractCapability
-from pydantic_ai.messages import ToolCallPart, ToolReturnPart
+from pydantic_ai.messages import ModelResponse, ThinkingPart, ToolCallPart, ToolReturnPart
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -105,6 +105,25 @@ async def stream_of_events(model: Model) -> None:
     assert {"function_tool_call", "function_tool_result", "part_delta", "agent_run_result"} <= kinds
 
 
+def thoughts(message: ModelResponse) -> list[Any]:
+    """Return the reasoning; over responses the library keeps apart what is no summary."""
+    parts = [part for part in message.parts if isinstance(part, ThinkingPart)]
+    return [part.content or (part.provider_details or {})["raw_content"] for part in parts]
+
+
+async def thinks(model: Model, limit: int = 150, **body: Any) -> None:
+    """Reasoning arrives apart from the text, and goes back with the next turn."""
+    settings = SETTINGS | {"max_tokens": limit, "extra_body": BODY | body}
+    agent = Agent(model)
+    result = await agent.run(ASK, model_settings=settings)
+    assert thoughts(result.response) and "think>" not in result.output
+    async with agent.run_stream(ASK, model_settings=settings) as stream:
+        assert await stream.get_output() == result.output
+    assert thoughts(stream.response) == thoughts(result.response)
+    again = await agent.run(ASK, message_history=result.all_messages(), model_settings=settings)
+    assert again.output
+
+
 async def calls_an_allowed_one(model: Model) -> None:
     agent = Agent(model, tools=[forbidden, clock, dice], capabilities=[FirstCalls(("clock", "dice"))])
     result = await agent.run(WEATHER, model_settings=SETTINGS)
@@ -147,6 +166,10 @@ async def case_chat_stream_of_events():
     await stream_of_events(chat())
 
 
+async def case_chat_thinking():
+    await thinks(chat(), enable_thinking=True, thinking_budget=20)
+
+
 async def case_chat_allowed_tools():
     await calls_an_allowed_one(chat())
 
@@ -181,6 +204,10 @@ async def case_responses_tools_and_native_output():
 
 async def case_responses_stream_of_events():
     await stream_of_events(responses())
+
+
+async def case_responses_thinking():
+    await thinks(responses(), 800, reasoning={"effort": "minimal"})
 
 
 async def case_responses_allowed_tools():
@@ -218,6 +245,10 @@ async def case_anthropic_tools_and_native_output():
 
 async def case_anthropic_stream_of_events():
     await stream_of_events(messages())
+
+
+async def case_anthropic_thinking():
+    await thinks(messages(), thinking={"type": "enabled", "budget_tokens": 20})
 
 
 async def case_anthropic_allowed_tools():
