@@ -30,5 +30,7 @@ def cases(client: Client) -> list[str]:
 def test_client(client: Client, case: str, results, request: pytest.FixtureRequest) -> None:
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     found = results(client, [each["case"] for each in chosen if each.get("client") == client])
-    assert case in found, f"the program ended before this case:\n{found['']}"
-    assert found[case]["error"] is None, found[case]["error"]
+    if case not in found:
+        pytest.fail(f"the program ended before this case:\n{found['']}", pytrace=False)
+    if error := found[case]["error"]:
+        pytest.fail(error[-4000:], pytrace=False)
