@@ -1,8 +1,10 @@
 """LlamaIndex over the completions, chat, responses and Anthropic protocols."""
 
+import contextlib
 from typing import Any
 
 import cases
+import openai
 from cases import ASK, FRUIT, MODEL, PICK, URL, WEATHER, Fruit, run
 from llama_index.core.agent.workflow import AgentOutput, FunctionAgent, ToolCallResult
 from llama_index.core.base.llms.types import ChatMessage
@@ -72,6 +74,11 @@ def calls(llm: FunctionCallingLLM) -> None:
     reply = ChatMessage(role="tool", content=result.content, additional_kwargs={"tool_call_id": call.tool_id})
     asked = ChatMessage(role="user", content=WEATHER)
     assert llm.chat([asked, first.message, reply]).message.content
+
+
+def calls_the_named_one(llm: FunctionCallingLLM) -> None:
+    first = llm.chat_with_tools([FunctionTool.from_defaults(cases.weather)], WEATHER, tool_choice="weather")
+    assert [call.tool_name for call in llm.get_tool_calls_from_response(first)] == ["weather"]
 
 
 def calls_in_a_stream(llm: FunctionCallingLLM) -> None:
@@ -148,6 +155,10 @@ def case_chat_tools():
     calls(chat())
 
 
+def case_chat_named_tool():
+    calls_the_named_one(chat())
+
+
 def case_chat_tools_stream():
     calls_in_a_stream(chat())
 
@@ -178,6 +189,12 @@ def case_responses_structured():
 
 def case_responses_tools():
     calls(responses())
+
+
+def case_responses_named_tool():
+    """LlamaIndex names the tool as chat does, which a server may refuse but not ignore."""
+    with contextlib.suppress(openai.BadRequestError):
+        calls_the_named_one(responses())
 
 
 async def case_responses_agent():
