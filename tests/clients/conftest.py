@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.environments import Client
+from tests.clients.environments import CannotInstall, Client
 from tests.server.test_program import PROGRAM, free_port, wait_for
 
 # A client reads no settings of the user, and reaches the server without a proxy.
@@ -54,10 +54,17 @@ def results(
 ) -> Callable[[Client, list[str]], dict[str, Any]]:
     """Runs cases of a client's program in one process; they are run once a session."""
     known: dict[str, dict[str, Any]] = {}
+    missing: dict[str, str] = {}
 
     def run(client: Client, cases: list[str]) -> dict[str, Any]:
+        if client.name in missing:
+            pytest.skip(missing[client.name])
         if client.name not in known:
-            command = [*client.installed(cache), *cases]
+            try:
+                command = [*client.installed(cache), *cases]
+            except CannotInstall as error:
+                missing[client.name] = str(error)
+                pytest.skip(str(error))
             home = tmp_path_factory.mktemp(client.name)
             surroundings = {name: os.environ[name] for name in KEPT if name in os.environ}
             surroundings |= {"HOME": str(home), "TREEFLASH_URL": url}

@@ -8,9 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+class CannotInstall(Exception):
+    """pip or npm failed; says why."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _with_pip(folder: Path, packages: tuple[str, ...]) -> None:
 def _with_npm(folder: Path, packages: tuple[str, ...]) -> None:
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("npm is not installed")
+        raise CannotInstall("npm is not on the path")
     _run("npm", [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages])
 
 
@@ -103,4 +105,4 @@ def _run(tool: str, command: list[str]) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=600)
     if done.returncode != 0:
-        pytest.skip(f"{tool} cannot install: {done.stderr.strip()[-500:]}")
+        raise CannotInstall(f"{tool} cannot install: {done.stderr.strip()[-500:]}")

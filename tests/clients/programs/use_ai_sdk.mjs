@@ -1,9 +1,19 @@
-// Vercel's AI SDK with its providers for OpenAI (chat, responses, completions), compatible servers and Anthropic.
+// Vercel's AI SDK with its providers for OpenAI (chat, responses, completions), compatible and Anthropic.
 
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { APICallError, generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
+import {
+  APICallError,
+  generateObject,
+  generateText,
+  Output,
+  stepCountIs,
+  streamObject,
+  streamText,
+  tool,
+} from "ai";
+import { z } from "zod";
 import { all, ASK, assert, City, Fruit, MODEL, PICK, rain, run, URL, WEATHER } from "./cases.mjs";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
@@ -34,6 +44,17 @@ const loop = {
   prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
 };
 
+const nested = z.object({ fruits: z.array(Fruit), best: Fruit.nullable() });
+const rain24 = z.object({ type: z.literal("rain"), hours: z.int().min(0).max(24) });
+const sun = z.object({ type: z.literal("sun"), hot: z.boolean() });
+// Anthropic's provider moves bounds, patterns and formats into descriptions, so they are not tried there.
+const constrained = [
+  z.object({ sky: z.discriminatedUnion("type", [rain24, sun]) }),
+  z.object({ either: z.union([z.boolean(), z.literal("no"), z.int().min(0).max(9)]) }),
+  z.object({ day: z.iso.date(), id: z.uuid(), address: z.ipv4(), letters: z.string().regex(/^[a-c]{2,4}$/) }),
+  z.object({ pair: z.tuple([z.boolean(), z.literal("x")]), share: z.number().gte(0).lte(1) }),
+];
+
 function counted(usage) {
   assert.ok(usage.inputTokens > 0 && usage.outputTokens > 0, JSON.stringify(usage));
 }
@@ -59,6 +80,23 @@ async function object(given) {
   assert.deepEqual(partial.at(-1), whole.object);
   assert.deepEqual(await stream.object, whole.object);
   counted(await stream.usage);
+}
+
+async function schemas(given, shapes) {
+  for (const schema of shapes) {
+    const whole = await generateObject({ ...given, maxOutputTokens: 300, schema, prompt: PICK });
+    assert.deepEqual(schema.parse(whole.object), whole.object);
+  }
+  const array = await generateObject({ ...given, output: "array", schema: Fruit, prompt: PICK });
+  for (const each of array.object) Fruit.parse(each);
+  const one = await generateObject({ ...given, output: "enum", enum: ["x", "y"], prompt: PICK });
+  assert.ok(["x", "y"].includes(one.object));
+}
+
+async function record(given) {
+  const schema = z.object({ ripe: z.record(z.string(), z.boolean()) });
+  const whole = await generateObject({ ...given, schema, prompt: PICK });
+  assert.deepEqual(schema.parse(whole.object), whole.object);
 }
 
 async function output(given) {
@@ -90,8 +128,8 @@ async function tools(given) {
 async function toolsInAStream(given) {
   const stream = streamText({ ...given, ...loop });
   const kinds = new Set((await all(stream.fullStream)).map((part) => part.type));
-  for (const kind of ["tool-input-start", "tool-input-end", "tool-call", "tool-result", "text-delta", "finish"])
-    assert.ok(kinds.has(kind), `${kind} is missing`);
+  const expected = ["tool-input-start", "tool-input-end", "tool-call", "tool-result", "text-delta", "finish"];
+  for (const kind of expected) assert.ok(kinds.has(kind), `${kind} is missing`);
   assert.ok(!kinds.has("error"));
   checked(await stream.steps);
 }
@@ -104,8 +142,32 @@ async function toolsAndOutput(given) {
 
 async function namedTool(given) {
   const toolChoice = { type: "tool", toolName: "weather" };
-  const whole = await generateText({ ...given, prompt: WEATHER, tools: { weather }, toolChoice });
-  assert.ok(City.parse(whole.toolCalls[0].input));
+  const asked = { ...given, prompt: WEATHER, tools: { weather }, toolChoice };
+  assert.ok(City.parse((await generateText(asked)).toolCalls[0].input));
+  const parts = await all(streamText(asked).fullStream);
+  const pieces = parts.filter((part) => part.type === "tool-input-delta").map((part) => part.delta);
+  assert.deepEqual(JSON.parse(pieces.join("")), parts.find((part) => part.type === "tool-call").input);
+}
+
+/** A tool without arguments, and one that fails: both results go back to the model. */
+async function oddTools(given) {
+  const now = tool({ inputSchema: z.object({}), execute: () => ({ time: "noon", parts: [12, 0] }) });
+  const execute = () => {
+    throw new Error("no answer");
+  };
+  for (const [name, each] of Object.entries({ now, fails: tool({ inputSchema: City, execute }) })) {
+    const first = { type: "tool", toolName: name };
+    const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? first : "none" });
+    const whole = await generateText({ ...given, ...loop, tools: { [name]: each }, prepareStep });
+    assert.equal(whole.steps.length, 2);
+    assert.equal(whole.steps[0].toolCalls[0].toolName, name);
+  }
+}
+
+async function image(given) {
+  const content = [{ type: "image", image: new Uint8Array([137, 80, 78, 71, 13, 10, 26, 10, 0]) }];
+  const asked = generateText({ ...given, messages: [{ role: "user", content }] });
+  assert.equal((await asked.then(() => null, (error) => error))?.statusCode, 400);
 }
 
 async function reasoning(given) {
@@ -148,39 +210,52 @@ await run({
   case_chat_aborted: () => aborted(chat),
   case_chat_text: () => text(chat),
   case_chat_object: () => object(chat),
+  case_chat_schemas: () => schemas(chat, [nested, ...constrained]),
   case_chat_output: () => output(chat),
   case_chat_tools: () => tools(chat),
   case_chat_tools_stream: () => toolsInAStream(chat),
   case_chat_tools_and_output: () => toolsAndOutput(chat),
   case_chat_named_tool: () => namedTool(chat),
+  case_chat_odd_tools: () => oddTools(chat),
+  case_chat_image: () => image(chat),
   case_responses_refused: () => refused(responses),
   case_responses_aborted: () => aborted(responses),
   case_responses_text: () => text(responses),
   case_responses_object: () => object(responses),
+  case_responses_schemas: () => schemas(responses, [nested, ...constrained]),
   case_responses_output: () => output(responses),
   case_responses_tools: () => tools(responses),
   case_responses_tools_stream: () => toolsInAStream(responses),
   case_responses_tools_and_output: () => toolsAndOutput(responses),
   case_responses_named_tool: () => namedTool(responses),
+  case_responses_odd_tools: () => oddTools(responses),
+  case_responses_image: () => image(responses),
   case_completions_text: () => text(completions),
   case_compatible_refused: () => refused(compatible),
   case_compatible_aborted: () => aborted(compatible),
   case_compatible_text: () => text(compatible),
   case_compatible_object: () => object(compatible),
+  case_compatible_schemas: () => schemas(compatible, [nested, ...constrained]),
+  case_compatible_record: () => record(compatible),
   case_compatible_output: () => output(compatible),
   case_compatible_tools: () => tools(compatible),
   case_compatible_tools_stream: () => toolsInAStream(compatible),
   case_compatible_tools_and_output: () => toolsAndOutput(compatible),
   case_compatible_named_tool: () => namedTool(compatible),
+  case_compatible_odd_tools: () => oddTools(compatible),
+  case_compatible_image: () => image(compatible),
   case_compatible_reasoning: () => reasoning({ ...compatible, providerOptions: { local: thinking } }),
   case_anthropic_refused: () => refused(messages),
   case_anthropic_aborted: () => aborted(messages),
   case_anthropic_text: () => text(messages),
   case_anthropic_object: () => object(messages),
   case_anthropic_object_by_tool: () => object(messagesByTool),
+  case_anthropic_schemas: () => schemas(messages, [nested]),
   case_anthropic_output: () => output(messages),
   case_anthropic_tools: () => tools(messages),
   case_anthropic_tools_stream: () => toolsInAStream(messages),
   case_anthropic_tools_and_output: () => toolsAndOutput(messages),
   case_anthropic_named_tool: () => namedTool(messages),
+  case_anthropic_odd_tools: () => oddTools(messages),
+  case_anthropic_image: () => image(messages),
 });

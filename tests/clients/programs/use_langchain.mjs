@@ -25,13 +25,14 @@ async function text(model) {
 }
 
 async function picks(model, method) {
-  const found = await model.withStructuredOutput(Fruit, { name: "Fruit", method }).invoke(PICK);
+  const named = { name: "Fruit", method };
+  const found = await model.withStructuredOutput(Fruit, named).invoke(PICK);
   assert.deepEqual(Fruit.parse(found), found);
-  const both = await model.withStructuredOutput(Fruit, { name: "Fruit", method, includeRaw: true }).invoke(PICK);
+  const both = await model.withStructuredOutput(Fruit, { ...named, includeRaw: true }).invoke(PICK);
   assert.deepEqual(both.parsed, found);
 }
 
-// Not for function calling over responses and messages: LangChain's parsers of such streams refuse any server's.
+// Not for function calling over responses and messages: LangChain cannot parse such streams of any server.
 async function picksInAStream(model, method) {
   const picked = model.withStructuredOutput(Fruit, { name: "Fruit", method });
   const partial = await all(await picked.stream(PICK));
@@ -51,8 +52,8 @@ async function tools(model, choice) {
     const result = await weather.invoke(call);
     assert.equal(result.tool_call_id, call.id);
     assert.equal(result.content, rain(City.parse(call.args)));
-    const answer = await model.bindTools([weather], { tool_choice: "none" }).invoke([...asked, first, result]);
-    assert.ok(answer.text);
+    const last = model.bindTools([weather], { tool_choice: "none" });
+    assert.ok((await last.invoke([...asked, first, result])).text);
   }
 }
 
@@ -66,8 +67,15 @@ async function anyJson(model) {
   assert.equal(typeof (await json.invoke("Answer with a JSON object.")), "object");
 }
 
+/** Several requests at once wait for each other. */
+async function batch(model) {
+  const [first, ...others] = await model.batch([ASK, ASK, ASK, ASK]);
+  for (const other of others) assert.equal(other.text, first.text);
+}
+
 await run({
   case_chat_text: () => text(chat()),
+  case_chat_batch: () => batch(chat()),
   case_chat_json_schema: () => picks(chat(), "jsonSchema"),
   case_chat_json_schema_stream: () => picksInAStream(chat(), "jsonSchema"),
   case_chat_function_calling: () => picks(chat(), "functionCalling"),
@@ -88,6 +96,7 @@ await run({
     assert.equal((await all(await model.stream("def add(a, b):"))).join(""), whole);
   },
   case_anthropic_text: () => text(messages()),
+  case_anthropic_batch: () => batch(messages()),
   case_anthropic_json_schema: () => picks(messages(), "jsonSchema"),
   case_anthropic_json_schema_stream: () => picksInAStream(messages(), "jsonSchema"),
   case_anthropic_function_calling: () => picks(messages(), "functionCalling"),

@@ -10,6 +10,7 @@ from agents import (
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
+    SQLiteSession,
     function_tool,
     set_tracing_disabled,
 )
@@ -101,6 +102,27 @@ async def hands_over(model: Model) -> None:
     assert any(isinstance(item, HandoffOutputItem) for item in result.new_items)
 
 
+async def remembers(model: Model) -> None:
+    """A session sends all earlier items again."""
+    agent = Agent(name="writer", model=model, model_settings=SETTINGS)
+    session = SQLiteSession("one")
+    for turn in (1, 2):
+        assert (await Runner.run(agent, ASK, session=session)).final_output
+        assert len(await session.get_items()) == 2 * turn
+
+
+async def asks_another(model: Model) -> None:
+    """An agent as the tool of another one."""
+    writer = Agent(name="writer", model=model, model_settings=SETTINGS)
+    tools = [writer.as_tool("write", "Writes a text.")]
+    # The argument is a text without a limit; the penalty ends it.
+    limited = replace(forced("write"), max_tokens=300, frequency_penalty=1)
+    clerk = Agent(
+        "clerk", model=model, model_settings=limited, tools=tools, tool_use_behavior="stop_on_first_tool"
+    )
+    assert (await Runner.run(clerk, ASK)).final_output
+
+
 async def case_chat():
     await answers(chat())
 
@@ -119,6 +141,14 @@ async def case_chat_tools():
 
 async def case_chat_tools_and_output_type():
     await calls(chat(), Fruit)
+
+
+async def case_chat_session():
+    await remembers(chat())
+
+
+async def case_chat_agent_as_tool():
+    await asks_another(chat())
 
 
 async def case_chat_handoff():
@@ -143,6 +173,14 @@ async def case_responses_tools():
 
 async def case_responses_tools_and_output_type():
     await calls(responses(), Fruit)
+
+
+async def case_responses_session():
+    await remembers(responses())
+
+
+async def case_responses_agent_as_tool():
+    await asks_another(responses())
 
 
 async def case_responses_handoff():

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from cases import ASK, FRUIT, MODEL, PICK, URL, WEATHER, Fruit, run, weather
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, RunContext, ToolOutput
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, ModelRetry, NativeOutput, PromptedOutput, RunContext, ToolOutput, UsageLimits
 from pydantic_ai.capabilities import AbstractCapability
+from pydantic_ai.exceptions import UsageLimitExceeded
 from pydantic_ai.messages import ModelResponse, ThinkingPart, ToolCallPart, ToolReturnPart
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -15,6 +17,22 @@ from pydantic_ai.profiles import ModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
+
+
+class Rain(BaseModel):
+    """Rain."""
+
+    hard: bool
+
+
+class Basket(BaseModel):
+    """A schema with definitions, choices, bounds and defaults."""
+
+    fruits: Annotated[list[Fruit], Field(max_length=2)]
+    best: Fruit | Rain
+    day: Literal["monday", "tuesday"] | None = None
+    count: Annotated[int, Field(ge=0, le=9)] = 3
+
 
 BODY = {"temperature": 0}
 SETTINGS = ModelSettings(max_tokens=60, parallel_tool_calls=False, extra_body=BODY)
@@ -87,6 +105,48 @@ async def picks(model: Model, output: Any, **body: Any) -> None:
         assert isinstance(await stream.get_output(), Fruit)
 
 
+async def nests(model: Model) -> None:
+    settings = SETTINGS | {"max_tokens": 400}
+    for output in (ToolOutput(Basket), NativeOutput(Basket)):
+        assert isinstance(
+            (await Agent(model, output_type=output).run(PICK, model_settings=settings)).output, Basket
+        )
+
+
+async def chooses(model: Model) -> None:
+    """Several types: one tool for each, or one schema for all."""
+    for output in ([Fruit, Rain], NativeOutput([Fruit, Rain])):
+        result = await Agent(model, output_type=output).run(PICK, model_settings=SETTINGS)
+        assert isinstance(result.output, Fruit | Rain)
+
+
+async def tries_again(model: Model) -> None:
+    """The library answers the call of its output tool with what is wrong."""
+    seen: list[Fruit] = []
+    agent = Agent(model, output_type=ToolOutput(Fruit))
+
+    @agent.output_validator
+    def check(fruit: Fruit) -> Fruit:
+        seen.append(fruit)
+        if len(seen) == 1:
+            raise ModelRetry("Pick another one.")
+        return fruit
+
+    result = await agent.run(PICK, model_settings=SETTINGS)
+    assert len(seen) == result.usage.requests == 2
+
+
+async def counts(model: Model) -> None:
+    limits = UsageLimits(input_tokens_limit=1000, count_tokens_before_request=True)
+    assert (await Agent(model).run(ASK, model_settings=SETTINGS, usage_limits=limits)).output
+    few = UsageLimits(input_tokens_limit=5, count_tokens_before_request=True)
+    try:
+        await Agent(model).run(ASK, model_settings=SETTINGS, usage_limits=few)
+    except UsageLimitExceeded:
+        return
+    raise AssertionError("a prompt of more than 5 tokens was sent")
+
+
 async def calls(model: Model, output: Any = str, kind: type = str) -> None:
     agent = Agent(model, tools=[weather], capabilities=[FirstCalls()], output_type=output)
     result = await agent.run(WEATHER, model_settings=SETTINGS)
@@ -150,6 +210,18 @@ async def case_chat_prompted_output():
     await picks(chat(), PromptedOutput(Fruit), response_format={"type": "regex", "pattern": FRUIT})
 
 
+async def case_chat_nested_output():
+    await nests(chat())
+
+
+async def case_chat_choice_of_outputs():
+    await chooses(chat())
+
+
+async def case_chat_retry():
+    await tries_again(chat())
+
+
 async def case_chat_tools():
     await calls(chat())
 
@@ -194,6 +266,22 @@ async def case_responses_prompted_output():
     await picks(responses(), PromptedOutput(Fruit), text={"format": {"type": "regex", "pattern": FRUIT}})
 
 
+async def case_responses_nested_output():
+    await nests(responses())
+
+
+async def case_responses_choice_of_outputs():
+    await chooses(responses())
+
+
+async def case_responses_retry():
+    await tries_again(responses())
+
+
+async def case_responses_count():
+    await counts(responses())
+
+
 async def case_responses_tools():
     await calls(responses())
 
@@ -233,6 +321,22 @@ async def case_anthropic_native_output():
 async def case_anthropic_prompted_output():
     form = {"format": {"type": "regex", "pattern": FRUIT}}
     await picks(messages(), PromptedOutput(Fruit), output_config=form)
+
+
+async def case_anthropic_nested_output():
+    await nests(messages())
+
+
+async def case_anthropic_choice_of_outputs():
+    await chooses(messages())
+
+
+async def case_anthropic_retry():
+    await tries_again(messages())
+
+
+async def case_anthropic_count():
+    await counts(messages())
 
 
 async def case_anthropic_tools():
