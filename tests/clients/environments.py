@@ -103,6 +103,9 @@ def _with_npm(folder: Path, packages: tuple[str, ...]) -> None:
 
 def _run(tool: str, command: list[str]) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=600)
+    try:
+        done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired as error:
+        raise CannotInstall(f"{tool} cannot install: it took more than {error.timeout:.0f} s") from error
     if done.returncode != 0:
         raise CannotInstall(f"{tool} cannot install: {done.stderr.strip()[-500:]}")
