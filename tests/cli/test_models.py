@@ -70,6 +70,29 @@ def test_models_without_a_known_draft(treeflash, hub, tiny_model):
     assert only.exit_code == 2 and "no draft is listed for me/Other-GGUF" in only.stderr
 
 
+def test_a_draft_beside_the_target_is_offered_and_pulled(treeflash, hub, tiny_model):
+    repo, file = "me/Other-GGUF", "dflash-other-Q8_0.gguf"
+    hub.repos[repo] = {"other-Q8_0.gguf": tiny_model().read_bytes(), file: b"draft"}
+    result = treeflash("pull", repo)
+    assert result.exit_code == 0 and f": hf://{repo}/{file}" in result.stderr
+    assert here() == {f"{repo}:Q8_0"} and len(hub.downloads()) == 1
+    result = treeflash("pull", f"hf://{repo}/{file}")
+    assert result.exit_code == 0 and result.stdout.startswith("draft ")
+    assert len(hub.downloads()) == 2
+
+
+def test_a_damaged_target_is_fetched_once(treeflash, hub, tiny_model):
+    hub.repos["me/Other-GGUF"] = {"other-Q8_0.gguf": tiny_model().read_bytes()}
+    hub.spoil = True
+    result = treeflash("pull", "me/Other-GGUF")
+    assert result.exit_code == 3 and "arrived damaged" in result.stderr
+    assert len(hub.downloads()) == 1
+    hub.failing = 500
+    hub.requests.clear()
+    assert treeflash("pull", "me/Other-GGUF").exit_code == 3
+    assert len([path for _, path, _ in hub.requests if path.startswith("/api/")]) == 1
+
+
 def test_a_draft_that_no_card_knows(treeflash, hub, tiny_model, tmp_path):
     folder = make_draft(tiny_model(), tmp_path / "own")
     hub.repos["me/Own-DFlash"] = {path.name: path.read_bytes() for path in folder.iterdir()}

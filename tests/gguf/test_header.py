@@ -187,7 +187,7 @@ def test_bad_tensors(path: Path, tensors: list[bytes], parts: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("type", "name"),
-    [(16, "IQ2_XXS"), (18, "IQ3_XXS"), (34, "TQ1_0"), (40, "NVFP4"), (26, "I32"), (999, "unknown")],
+    [(9, "Q8_1"), (15, "Q8_K"), (40, "NVFP4"), (26, "I32"), (999, "unknown")],
 )
 def test_unsupported_types(path: Path, type: int, name: str) -> None:
     error = refuse(

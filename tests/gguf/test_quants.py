@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from treeflash.errors import UnsupportedQuant
 from treeflash.gguf import quants
-from treeflash.gguf.quants import dequantise
+from treeflash.gguf.quants import check_decodable, dequantise
 from treeflash.gguf.types import QuantType
 
 # Byte offsets of the float16 fields of a block.
@@ -29,6 +29,14 @@ HALVES = {
     QuantType.IQ4_NL: (0,),
     QuantType.IQ4_XS: (0,),
     QuantType.IQ3_S: (0,),
+    QuantType.IQ3_XXS: (0,),
+    QuantType.IQ2_S: (0,),
+    QuantType.IQ2_XS: (0,),
+    QuantType.IQ2_XXS: (0,),
+    QuantType.IQ1_S: (0,),
+    QuantType.IQ1_M: (),
+    QuantType.TQ1_0: (52,),
+    QuantType.TQ2_0: (64,),
     QuantType.MXFP4: (),
     QuantType.F32: (),
     QuantType.F16: (0,),
@@ -163,8 +171,9 @@ def test_result_is_on_the_device_of_the_data(
     type: QuantType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # any code book will do, and machines with other devices may lack the package with the real one
-    grid = torch.arange(2048.0).view(512, 4)
-    monkeypatch.setattr(quants, "_iq3_s_grid", lambda device: grid.to(device))
+    width = 4 if type in (QuantType.IQ3_S, QuantType.IQ3_XXS) else 8
+    grid = torch.arange(2048.0 * width).view(2048, width)
+    monkeypatch.setattr(quants, "_grid", lambda type, device: grid.to(device))
     data = random_rows(type, 3, blocks=5)
     weights = dequantise(data.to(device), type)
     assert weights.device.type == device
@@ -203,11 +212,15 @@ def test_floats_are_a_copy() -> None:
 
 
 def test_iq3_s_without_the_gguf_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    quants._iq3_s_grid.cache_clear()
+    quants._grid.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setitem(sys.modules, "gguf.quants", None)
     with pytest.raises(UnsupportedQuant, match="IQ3_S") as caught:
         dequantise(random_bytes(110), QuantType.IQ3_S)
     assert caught.value.hint == "pip install 'treeflash[iq3]'"
+    with pytest.raises(UnsupportedQuant, match="IQ2_XS weights need"):
+        check_decodable([QuantType.Q4_K, QuantType.IQ3_S, QuantType.IQ2_XS])
+    check_decodable([QuantType.Q4_K, QuantType.TQ1_0])
     monkeypatch.undo()
+    check_decodable(QuantType)
     assert dequantise(random_rows(QuantType.IQ3_S, blocks=1), QuantType.IQ3_S).shape == (256,)

@@ -38,7 +38,9 @@ def test_every_file_is_a_card_of_its_name():
     assert {"qwen3.5-27b", "qwen3.6-27b", "qwen3.5-9b", "qwen3.5-4b", "qwen3.5-2b", "qwen3.5-0.8b"} <= {
         card.name for card in CARDS
     }
-    assert {"qwen3.5-35b-a3b", "qwen3-4b", "qwen3-8b"} <= {card.name for card in CARDS}
+    assert {"qwen3.6-35b-a3b", "qwen3.8-27b", "qwen3.5-35b-a3b", "qwen3-4b", "qwen3-8b"} <= {
+        card.name for card in CARDS
+    }
     for file in files:
         tomllib.loads(file.read_text())
 
@@ -61,15 +63,18 @@ def test_the_embedded_pair_is_in_the_package():
 
 @pytest.mark.parametrize("card", FETCHED, ids=lambda card: card.name)
 def test_values_are_in_range(card):
-    assert card.target is not None and card.target.quant == "Q4_K_M" and card.target.repo.endswith("-GGUF")
-    assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b"))
+    assert (
+        card.target is not None
+        and card.target.quant.endswith("Q4_K_M")
+        and card.target.repo.endswith("-GGUF")
+    )
+    assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b", "qwen3.8-27b"))
     if card.draft is not None:
         assert card.draft.repo.startswith("z-lab/") and "DFlash" in card.draft.repo
         assert card.draft.quant is None
     assert card.match.architecture in FAMILIES
     assert 1 <= card.budget <= 63 and card.title
-    for mode in catalog.MODES:
-        sampling = card.sampling[mode]
+    for sampling in card.sampling.values():
         assert 0 < sampling.temperature <= 1 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0
         assert 0 <= sampling.presence_penalty <= 2
 
@@ -151,6 +156,13 @@ def test_a_good_card(folder):
     (card,) = catalog.cards()
     assert card.target == RepoName("me/Tiny-GGUF", "Q8_0") and card.draft == RepoName("me/Tiny-DFlash")
     assert catalog.named("tiny") == (card, None)
+    assert set(card.sampling) == set(catalog.MODES)
+
+
+def test_a_card_may_leave_the_sampling_to_the_file(folder):
+    (folder / "tiny.toml").write_text(GOOD.partition("[sampling]")[0])
+    (card,) = catalog.cards()
+    assert card.sampling == {}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 from tests.hub.fake_hub import FakeHub
 from tests.hub.fake_pairs import use_hub
 from treeflash.errors import ModelNotFound, UnsupportedModel
+from treeflash.hub.cache import of_repo
+from treeflash.hub.download import Silent, fetch
 from treeflash.hub.drafts import cached_draft, fetch_draft
 from treeflash.hub.names import RepoName
 
@@ -94,6 +96,47 @@ def test_drafts_in_gguf(hub):
     assert fetch_draft(RepoName(repo, "Q8_0")).read_bytes() == b"eight"
     assert fetch_draft(RepoName(repo)).read_bytes() == b"four"
     assert cached_draft(RepoName(repo, "q8_0")).name == "d-Q8_0.gguf"
+
+
+def test_a_draft_beside_its_target(hub):
+    repo = "me/Some-GGUF"
+    files = {"m-Q8_0.gguf": b"target", "dflash-m-Q8_0.gguf": b"draft", "mtp-m-Q4_K_M.gguf": b"other"}
+    hub.repos[repo] = files
+    assert fetch_draft(RepoName(repo)).read_bytes() == b"draft"
+    assert fetch(RepoName(repo)).read_bytes() == b"target"
+    assert fetch_draft(RepoName(repo, file="dflash-m-Q8_0.gguf")).read_bytes() == b"draft"
+    assert {path.name for path in (each.path for each in of_repo(repo))} == {
+        "m-Q8_0.gguf",
+        "dflash-m-Q8_0.gguf",
+    }
+
+
+def test_a_draft_beside_the_target_is_offered(hub):
+    class Notices(Silent):
+        def __init__(self):
+            self.texts = []
+
+        def notice(self, text):
+            self.texts.append(text)
+
+    hub.repos["me/Some-GGUF"] = {"m-Q8_0.gguf": b"target", "dflash-m-Q8_0.gguf": b"draft"}
+    notices = Notices()
+    fetch(RepoName("me/Some-GGUF"), progress=notices)
+    assert notices.texts == ["The repository has a draft too (0.0 MB): hf://me/Some-GGUF/dflash-m-Q8_0.gguf"]
+
+
+def test_a_sharded_draft(hub):
+    files = hub.repos[REPO.repo]
+    del files["model.safetensors"]
+    for number in (1, 2):
+        files[f"model-0000{number}-of-00002.safetensors"] = bytes([number]) * 1000
+    path = fetch_draft(REPO)
+    assert path.name == "model-00001-of-00002.safetensors" and len(hub.downloads()) == 2
+    assert cached_draft(REPO) == path and [each.path for each in of_repo(REPO.repo)] == [path]
+    del files["model-00002-of-00002.safetensors"]
+    files["other.safetensors"] = b"x"
+    with pytest.raises(ModelNotFound, match=r"found 2 .safetensors files"):
+        fetch_draft(REPO)
 
 
 def test_gated(hub, monkeypatch):

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeflash.errors import ModelNotFound, UsageError
-from treeflash.hub.names import GGUFSet, RepoName, choose, group, parse_repo
+from treeflash.hub.names import (
+    GGUFSet,
+    RepoName,
+    choose,
+    draft_sidecars,
+    group,
+    one_checkpoint,
+    parse_repo,
+)
 
 REPO = RepoName("u/r")
 
@@ -60,6 +68,10 @@ FILES = [
     "model-Q8_0.gguf",
     "model-UD-Q4_K_XL.gguf",
     "mmproj-BF16.gguf",
+    "mtp-model-Q4_K_M.gguf",
+    "dflash-model-Q4_K_M.gguf",
+    "eagle3-model-Q8_0.gguf",
+    "dspark-model-Q5_K_M.gguf",
     "imatrix_unsloth.gguf",
     "model.imatrix.gguf",
     "README.md",
@@ -87,6 +99,34 @@ def sets(*names: str) -> list[GGUFSet]:
 )
 def test_choosing_by_quantisation(quant, wanted):
     assert choose(sets(*FILES), RepoName("u/r", quant)).files[0] == wanted
+
+
+def test_a_sidecar_is_never_the_target():
+    with pytest.raises(ModelNotFound, match="u/r has no Q5_K_M; it has"):
+        choose(sets(*FILES), RepoName("u/r", "Q5_K_M"))
+    assert choose(sets("m-Q6_K.gguf", "mtp-m-Q8_0.gguf"), REPO).files == ("m-Q6_K.gguf",)
+    drafts = draft_sidecars((name, 1) for name in FILES)
+    assert [each.files for each in drafts] == [("dflash-model-Q4_K_M.gguf",)]
+    everything = group(((name, 1) for name in FILES), sidecars=True)
+    assert len(everything) == len(sets(*FILES)) + 4
+    # A name that only begins like one of them is a target's.
+    assert choose(sets("mtpx-Q4_K_M.gguf"), REPO).files == ("mtpx-Q4_K_M.gguf",)
+
+
+@pytest.mark.parametrize(
+    ("files", "one"),
+    [
+        (["model.safetensors"], True),
+        (["m-00002-of-00002.safetensors", "m-00001-of-00002.safetensors"], True),
+        (["m-00001-of-00002.safetensors"], False),
+        (["m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors"], False),
+        (["m-00001-of-00002.safetensors", "n-00002-of-00002.safetensors"], False),
+        (["a.safetensors", "b.safetensors"], False),
+        ([], False),
+    ],
+)
+def test_shards_of_one_checkpoint(files, one):
+    assert one_checkpoint(files) == one
 
 
 def test_split_files_belong_together():

@@ -41,6 +41,9 @@ def test_folders(folder):
     touch(folder / "split/m-00001-of-00002.gguf")
     touch(folder / "split/mmproj-F16.gguf")
     assert resolve("split").name == "m-00001-of-00002.gguf"
+    touch(folder / "pair/dflash-m.gguf")
+    touch(folder / "pair/m.gguf")
+    assert resolve("pair").name == "m.gguf" and resolve_draft("pair").name == "dflash-m.gguf"
     touch(folder / "two/a.gguf")
     touch(folder / "two/b.gguf")
     with pytest.raises(ModelNotFound, match=r"two holds 2 models: a.gguf \(0.0 MB\), b.gguf") as caught:

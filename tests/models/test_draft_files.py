@@ -51,6 +51,32 @@ def test_unknown_tensors(name: str, target: ModelSpec, tmp_path: Path) -> None:
     load(tmp_path, target, r"tensor '.*' is not part of a DFlash draft", UnsupportedModel)
 
 
+def test_a_sharded_checkpoint(target: ModelSpec, tmp_path: Path) -> None:
+    whole = save_draft(tmp_path, draft_config(target))
+    one = DFlashDraft.load(tmp_path, target)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(whole)
+    for number, part in ((1, names[::2]), (2, names[1::2])):
+        save_file({name: whole[name] for name in part}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    for path in (tmp_path, tmp_path / "model-00001-of-00002.safetensors"):
+        draft = DFlashDraft.load(path, target)
+        assert torch.equal(draft._fuse.data, one._fuse.data)
+        assert torch.equal(draft._norm, one._norm)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    load(
+        tmp_path,
+        target,
+        r"needed one .safetensors file for a draft, or all shards of one, found 1",
+        ModelNotFound,
+    )
+    load(
+        tmp_path / "model-00001-of-00002.safetensors",
+        target,
+        "model-00002-of-00002.safetensors: no such file, needed all 2 shards",
+        ModelNotFound,
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["markov_w1", "blk.0.attn_conv_base", "blk.0.attn_q", "blk.3.attn_q", "fc_s"]
 )
@@ -150,7 +176,7 @@ def test_damaged_checkpoints(target: ModelSpec, tmp_path: Path) -> None:
 def test_missing_files(target: ModelSpec, tmp_path: Path) -> None:
     load(tmp_path / "none", target, "none: no such file", ModelNotFound)
     load(tmp_path / "none.gguf", target, "none.gguf: no such file", ModelNotFound)
-    load(tmp_path, target, r"needed one .safetensors file for a draft, found 0 \(none\)", ModelNotFound)
+    load(tmp_path, target, r"for a draft, or all shards of one, found 0 \(none\)", ModelNotFound)
     for name in "ab":
         (tmp_path / f"{name}.safetensors").touch()
     load(tmp_path, target, r"found 2 \(a.safetensors, b.safetensors\)", ModelNotFound)

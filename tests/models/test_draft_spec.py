@@ -58,6 +58,12 @@ def test_both_generations_say_the_same(nested: bool, target: ModelSpec) -> None:
     )
 
 
+def test_equal_rope_settings_of_all_kinds_of_layers(target: ModelSpec) -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e6}
+    both = {"full_attention": rope, "sliding_attention": dict(rope)}
+    assert read(draft_config(target, nested=True) | {"rope_parameters": both}, target).rope_theta == 5e6
+
+
 def test_nested_settings_come_first(target: ModelSpec) -> None:
     config = draft_config(target, nested=True, block_size=4, mask_token_id=3, rope_theta=5.0)
     spec = read(config, target)
@@ -139,7 +145,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}},
         "rope_scaling: rope_type is 'yarn', needed 'default'",
     ),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters is .*, needed one for"),
+    (
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e4},
+                "sliding_attention": {"rope_theta": 1e6},
+            }
+        },
+        "rope_parameters is .*, needed one for",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "rope_theta": 1e4}},
+        "rope_parameters is .*, needed one for",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        "rope_parameters: rope_type is 'yarn', needed 'default'",
+    ),
     ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters is .*0.25.*, needed one for"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, needed 1.0"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', needed 'silu'"),

@@ -130,8 +130,10 @@ def test_a_tensor_that_nobody_knows_is_refused(
         for info in file.tensors.values():
             writer.write_tensor(info.name, file.raw(info.name))
         writer.write_tensor(extra, bytes(256))
+    read: list[int] = []
     with GGUFFile.open(path) as file, pytest.raises(UnsupportedModel, match=extra):
-        Decoder.load(file)
+        Decoder.load(file, progress=lambda done, total: read.append(done))
+    assert not read, "refused before weights are read"
 
 
 def test_prediction_blocks_are_left_out(tiny_model: Callable[..., Path]) -> None:
@@ -151,8 +153,10 @@ def test_a_missing_tensor_is_named(tiny_model: Callable[..., Path], tmp_path: Pa
         writer.write_header()
         for info in kept:
             writer.write_tensor(info.name, file.raw(info.name))
+    read: list[int] = []
     with (
         GGUFFile.open(tmp_path / "broken.gguf") as file,
         pytest.raises(TreeFlashError, match=r"broken.gguf.*blk.3.attn_q_norm.weight"),
     ):
-        Decoder.load(file)
+        Decoder.load(file, progress=lambda done, total: read.append(done))
+    assert not read, "refused before weights are read"

@@ -54,8 +54,8 @@ def test_the_billing_block_is_dropped():
         (None, ""),
         ("plain", "plain"),
         ([], ""),
-        (["a", {"type": "text", "text": "b"}], "a\nb"),
-        ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "a\nb"),
+        (["a", {"type": "text", "text": "b"}], "ab"),
+        ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "ab"),
         ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}], "b"),
         ([{"type": "refusal", "refusal": "no"}], "no"),
         (({"type": "text", "text": "a"},), "a"),
@@ -74,7 +74,7 @@ def test_contents_become_text(content: object, text: str):
         (3.5, "3.5"),
         (True, "true"),
         (None, ""),
-        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
     ],
 )
 def test_tool_results_become_text(content: object, text: str):

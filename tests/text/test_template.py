@@ -70,7 +70,7 @@ def test_claude_code_sends_system_inside_the_conversation():
     )
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nFix it\nnow<|im_end|>\n"
+        "<|im_start|>user\nFix itnow<|im_end|>\n"
         "<|im_start|>user\n<system>\nPlan mode is on.\n</system><|im_end|>\n"
         "<|im_start|>assistant\nDone.<|im_end|>\n"
         "<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n<think>\n"

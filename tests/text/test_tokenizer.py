@@ -19,7 +19,7 @@ from tests.text.vocabulary import (
 from treeflash.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
 from treeflash.text.tokenizer import EncodeLimit, Tokenizer
 
-PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2"]
+PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2", "smollm"]
 TOKENIZERS = {pre: Tokenizer.from_metadata(trained(pre)[0]) for pre in PRES}
 ENDOFTEXT, IM_START, IM_END, IM_END_LONG = range(TRAINED, TRAINED + len(CONTROL))
 THINK, THINK_END, TOOL_CALL = range(TRAINED + len(CONTROL), TRAINED + len(CONTROL) + len(USER_DEFINED))
@@ -162,6 +162,26 @@ def test_stop_set_holds_every_end_token():
     assert Tokenizer.from_metadata(changed(eos_token_id=None)).eos_id is None
 
 
+@pytest.mark.parametrize("type", [3, 4])
+def test_tokens_that_end_a_completion_of_code(type: int):
+    tokens, types = list(changed()[f"{KEY}tokens"]), list(changed()[f"{KEY}token_type"])
+    tokens[PAD : PAD + 2], types[PAD : PAD + 2] = ["<|file_sep|>", "<|fim_pad|>"], [type, type]
+    stops = Tokenizer.from_metadata(changed(tokens=tokens, token_type=types)).stop_ids
+    assert stops == {ENDOFTEXT, IM_END, PAD, PAD + 1}
+
+
+def test_a_vocabulary_made_from_text_may_lack_rare_bytes():
+    """As SmolLM2's, which lacks six control characters and two bytes of empty planes."""
+    tokens, merges = list(changed("smollm")[f"{KEY}tokens"]), changed("smollm")[f"{KEY}merges"]
+    for symbol in "ñòĄĆēĔĖĝ":
+        id = tokens.index(symbol)
+        tokens[id] = f"[no {id}]"
+        assert not any(symbol in merge for merge in merges)
+    tokenizer = Tokenizer.from_metadata(changed("smollm", tokens=tokens))
+    whole = TOKENIZERS["smollm"]
+    assert tokenizer.encode("a\x04b in 2025") == whole.encode("a") + whole.encode("b in 2025")
+
+
 def test_bos_only_where_the_file_or_its_family_has_it():
     def bos(pre: str, **values) -> int | None:
         return Tokenizer.from_metadata(changed(pre, bos_token_id=3, **values)).bos_id
@@ -226,7 +246,7 @@ TYPES = trained("qwen35")[0][f"{KEY}token_type"]
         ({"token_type": TYPES[:-1]}, BadGGUF, "token_type has 508 entries; needs 509"),
         ({"token_type": [*TYPES[:-1], 9]}, BadGGUF, "token_type is 9 for token 508; needs 1 to 6"),
         ({"token_type": [*TYPES[:-1], "1"]}, BadGGUF, "token_type holds values that are not integers"),
-        ({"tokens": ["!!!!", *TOKENS[1:]]}, BadGGUF, "lacks 1 of the 243 symbols .*'!'"),
+        ({"tokens": ["!!!!", *TOKENS[1:]]}, BadGGUF, "lacks 1 of the 209 symbols .*'!'"),
         ({"tokens": [*TOKENS[:400], "<think>", *TOKENS[401:]]}, BadGGUF, "'<think>' as both 400 and 504"),
         ({"merges": ["a b c"]}, BadGGUF, "merges has 'a b c' at index 0; needs 'LEFT RIGHT'"),
         ({"merges": ["t h", "ab"]}, BadGGUF, "merges has 'ab .*' at index 1"),

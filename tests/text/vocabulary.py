@@ -65,7 +65,11 @@ def _tokenizer(pre: str, vocabulary: dict[str, int], merges: list[tuple[str, str
         case "qwen35":
             return Qwen3_5Tokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
     tokenizer = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    if pre == "gpt-2":
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif pre == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     else:
         split = pre_tokenizers.Split(Regex(LLAMA3), behavior="isolated")

@@ -8,13 +8,13 @@ import typer
 from treeflash.cli import view
 from treeflash.cli.inventory import card_of
 from treeflash.cli.speculation import downloading
-from treeflash.errors import ModelFileError, ModelNotFound, UsageError
+from treeflash.errors import DownloadFailed, ModelFileError, ModelNotFound, UsageError
 from treeflash.hub import catalog
 from treeflash.hub.cache import of_repo
 from treeflash.hub.catalog import Card
 from treeflash.hub.download import fetch
 from treeflash.hub.drafts import fetch_draft
-from treeflash.hub.names import RepoName
+from treeflash.hub.names import RepoName, is_draft_file
 from treeflash.hub.resolve import Meaning, meaning
 
 AGAIN = "the same command"
@@ -45,7 +45,7 @@ def pull(
     screen = view.Screen()
     # A repository that is not named as a target may hold a draft alone.
     may_be_draft = not (quant or target_only or draft_only)
-    if may_be_draft and catalog.of_draft(repo.repo):
+    if may_be_draft and (catalog.of_draft(repo.repo) or is_draft_file(repo.file or "")):
         return _draft(repo, screen)
     card = meant.card
     if draft_only:
@@ -54,6 +54,8 @@ def pull(
         wanted = RepoName(repo.repo, quant) if quant else meant.fetched
         try:
             path = _target(wanted or repo, screen)
+        except DownloadFailed:
+            raise
         except ModelNotFound as error:
             if may_be_draft and card is None and _is_draft(repo, screen):
                 return

@@ -28,6 +28,11 @@ _FACTORS = MappingProxyType(
         QuantType.IQ4_NL: (0,),
         QuantType.IQ4_XS: (0,),
         QuantType.IQ3_S: (0,),
+        QuantType.IQ3_XXS: (0,),
+        QuantType.IQ2_S: (0,),
+        QuantType.IQ2_XS: (0,),
+        QuantType.IQ2_XXS: (0,),
+        QuantType.IQ1_S: (0,),
     }
 )
 _FLOATS = MappingProxyType(
@@ -180,7 +185,8 @@ def _scaled(packed: np.ndarray, type: QuantType, factor: float, name: str) -> np
         if exponents.max() > 254:
             raise UnsupportedModel(f"{name}: a block's exponent times {factor:g} does not fit in MXFP4")
         blocks[:, 0] = exponents
-    for offset in _FACTORS.get(type, ()):
+        return blocks.reshape(packed.shape)
+    for offset in _factors(type):
         halves = np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16)
         with np.errstate(over="ignore"):
             scaled_halves = (halves.astype(np.float32) * factor).astype(np.float16)
@@ -202,7 +208,7 @@ def _random_blocks(type: QuantType, generator: np.random.Generator) -> np.ndarra
     if type is QuantType.MXFP4:
         blocks[:, 0] = 120  # times codes of about 5
         return blocks.reshape(-1)
-    sample, offsets = blocks[:4096].copy(), _FACTORS[type]
+    sample, offsets = blocks[:4096].copy(), _factors(type)
     factors = [1.0, 0.0]
     if len(offsets) == 2:
         _set_factors(sample, offsets, [0.0, 1.0])
@@ -214,6 +220,12 @@ def _random_blocks(type: QuantType, generator: np.random.Generator) -> np.ndarra
     size = _SPREAD / float(weights.std())
     _set_factors(blocks, offsets, [size * factor for factor in factors])
     return blocks.reshape(-1)
+
+
+def _factors(type: QuantType) -> tuple[int, ...]:
+    if type not in _FACTORS:
+        raise UnsupportedQuant(f"{type.name} weights cannot be grown", "take a file of another quantisation")
+    return _FACTORS[type]
 
 
 def _weights(blocks: np.ndarray, type: QuantType) -> torch.Tensor:

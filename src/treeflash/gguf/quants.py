@@ -4,7 +4,7 @@ The arithmetic order is part of the format: scales are multiplied together first
 the minimum is subtracted, all in float32. Kernels are tested against this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -177,27 +177,136 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _lookup(_IQ4_VALUES, q).mul_(scale)
 
 
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Ternary digits: a byte holds five (the last four bytes four), the highest first, as a fraction."""
+    q = []
+    for start, stop, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = 3 ** torch.arange(digits, dtype=torch.int32, device=blocks.device)
+        shifted = (blocks[:, None, start:stop].int() * powers[:, None]) & 255
+        q.append((shifted * 3 >> 8).flatten(1))
+    return torch.cat(q, 1).float().sub_(1).mul_(_half(blocks, 52))
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    q = _spread(blocks[:, :64], count=4, bits=2, span=32).view(-1, 256)
+    return q.float().sub_(1).mul_(_half(blocks, 64))
+
+
+def _words(blocks: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Return the integers of a field as int32; unsigned 32-bit ones keep their bits."""
+    words = _aligned(blocks[:, start:stop]).view(dtype).int()
+    return words & 0xFFFF if dtype == torch.int16 else words
+
+
+def _fields(words: Tensor, *, count: int, bits: int) -> Tensor:
+    """Cut each int32 into its lowest `count` fields: [...] -> [..., count]."""
+    shifts = torch.arange(0, count * bits, bits, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+
+
+def _even_signs(index: Tensor) -> Tensor:
+    """Return eight signs for each 7-bit index, 1 or -1: the eighth makes the count of minus signs even."""
+    minus = _fields(index, count=7, bits=1)
+    minus = torch.cat((minus, minus.sum(-1, keepdim=True, dtype=torch.int32) & 1), -1)
+    return minus.float().mul_(-2).add_(1)
+
+
+def _plain_signs(fields: Tensor) -> Tensor:
+    """Return eight signs for each byte, 1 or -1: uint8 [...] -> [..., 8]."""
+    return _fields(fields.int(), count=8, bits=1).float().mul_(-2).add_(1)
+
+
+def _from_grid(type: QuantType, index: Tensor) -> Tensor:
+    """Return the code book's vectors: [...] -> float32 [..., 8 or 4]."""
+    grid = _grid(type, index.device)
+    return grid.index_select(0, index.flatten().int()).view(*index.shape, -1)
+
+
+def _iq2_xxs(blocks: Tensor) -> Tensor:
+    parts = blocks[:, 2:].unflatten(1, (8, 8))
+    words = _words(parts.flatten(0, 1), 4, 8, torch.int32).view(-1, 8)
+    scale = _half(blocks, 0) * (_fields(words >> 28, count=1, bits=4).squeeze(-1).float() + 0.5) * 0.25
+    values = _from_grid(QuantType.IQ2_XXS, parts[:, :, :4])
+    return values.mul_(scale[:, :, None, None]).mul_(_even_signs(_fields(words, count=4, bits=7)))
+
+
+def _iq2_xs(blocks: Tensor) -> Tensor:
+    words = _words(blocks, 2, 66, torch.int16)
+    scale = _half(blocks, 0) * (_pairs(blocks[:, 66:]).float() + 0.5) * 0.25
+    values = _from_grid(QuantType.IQ2_XS, words & 511).mul_(scale.repeat_interleave(2, 1).unsqueeze(2))
+    return values.mul_(_even_signs(words >> 9))
+
+
+def _iq2_s(blocks: Tensor) -> Tensor:
+    index = blocks[:, 2:34].int() + (_fields(blocks[:, 66:74].int(), count=4, bits=2).flatten(1) << 8)
+    scale = _half(blocks, 0) * (_pairs(blocks[:, 74:]).float() + 0.5) * 0.25
+    values = _from_grid(QuantType.IQ2_S, index).mul_(scale.repeat_interleave(2, 1).unsqueeze(2))
+    return values.mul_(_plain_signs(blocks[:, 34:66]))
+
+
+def _iq3_xxs(blocks: Tensor) -> Tensor:
+    words = _words(blocks, 66, 98, torch.int32)
+    scale = _half(blocks, 0) * (_fields(words >> 28, count=1, bits=4).squeeze(-1).float() + 0.5) * 0.5
+    values = _from_grid(QuantType.IQ3_XXS, blocks[:, 2:66]).view(-1, 8, 4, 8)
+    return values.mul_(scale[:, :, None, None]).mul_(_even_signs(_fields(words, count=4, bits=7)))
+
+
+def _iq1_s(blocks: Tensor) -> Tensor:
+    words = _words(blocks, 34, 50, torch.int16)
+    index = blocks[:, 2:34].int() + (_fields(words, count=4, bits=3).flatten(1) << 8)
+    scale = _half(blocks, 0) * ((words >> 12 & 7) * 2 + 1).float()
+    shift = (words >> 15).float().mul_(-0.25).add_(0.125)
+    values = _from_grid(QuantType.IQ1_S, index).view(-1, 8, 32)
+    return values.add_(shift.unsqueeze(2)).mul_(scale.unsqueeze(2))
+
+
+def _iq1_m(blocks: Tensor) -> Tensor:
+    high, words = _pairs(blocks[:, 32:48]).int(), _words(blocks, 48, 56, torch.int16)
+    # The float16 scale is cut into the highest nibbles of four words.
+    nibbles = _fields(words >> 12, count=1, bits=4).squeeze(-1) << _shifts(4, 4, words).int().view(1, 4)
+    d = nibbles.sum(1, keepdim=True, dtype=torch.int32).short().view(torch.float16).float()
+    scale = d * (_fields(words, count=4, bits=3).flatten(1) * 2 + 1).float()
+    shift = (high >> 3).float().mul_(-0.25).add_(0.125)
+    values = _from_grid(QuantType.IQ1_M, blocks[:, :32].int() + ((high & 7) << 8))
+    return values.add_(shift.unsqueeze(2)).mul_(scale.repeat_interleave(2, 1).unsqueeze(2))
+
+
 def _iq3_s(blocks: Tensor) -> Tensor:
-    grid = _iq3_s_grid(blocks.device)
     scale = _half(blocks, 0) * (_pairs(blocks[:, 106:110]).float() * 2 + 1)
     index = blocks[:, 2:66].int() + (_spread(blocks[:, 66:74], count=8, bits=1, span=1).flatten(1).int() << 8)
     sign = _spread(blocks[:, 74:106], count=8, bits=1, span=1).view(-1, 8, 32).float().mul_(-2).add_(1)
-    values = grid.index_select(0, index.flatten()).view(-1, 8, 32)
+    values = _from_grid(QuantType.IQ3_S, index).view(-1, 8, 32)
     return values.mul_(scale.unsqueeze(2)).mul_(sign)
 
 
+# Types with a code book, which only the gguf package has.
+_CODE_BOOKS = frozenset(
+    {
+        *(QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S),
+        *(QuantType.IQ3_XXS, QuantType.IQ3_S),
+    }
+)
+
+
+def check_decodable(types: Iterable[QuantType]) -> None:
+    """Raise for types whose code book is not on this machine; to be called before weights are read."""
+    for type in sorted(_CODE_BOOKS & set(types)):
+        _grid(type, torch.device("cpu"))
+
+
 @cache
-def _iq3_s_grid(device: torch.device) -> Tensor:
-    """Return the 512 x 4 code book of IQ3_S, which only the gguf package has."""
+def _grid(type: QuantType, device: torch.device) -> Tensor:
+    """Return a code book [entries, 8 or 4], float32."""
     try:
-        from gguf.quants import IQ3_S
+        from gguf import quants
     except ImportError as error:
         raise UnsupportedQuant(
-            "IQ3_S weights need the code book of the gguf package, which is not installed",
+            f"{type.name} weights need the code book of the gguf package, which is not installed",
             hint="pip install 'treeflash[iq3]'",
         ) from error
-    IQ3_S.init_grid()
-    return torch.tensor(IQ3_S.grid, device=device).reshape(512, 4)
+    source = getattr(quants, type.name)
+    source.init_grid()
+    return torch.tensor(source.grid, dtype=torch.float32, device=device).reshape(source.grid_shape)
 
 
 _FLOATS: dict[QuantType, torch.dtype] = {
@@ -220,5 +329,13 @@ _DECODERS: dict[QuantType, Callable[[Tensor], Tensor]] = {
     QuantType.IQ4_NL: _iq4_nl,
     QuantType.IQ4_XS: _iq4_xs,
     QuantType.IQ3_S: _iq3_s,
+    QuantType.IQ3_XXS: _iq3_xxs,
+    QuantType.IQ2_S: _iq2_s,
+    QuantType.IQ2_XS: _iq2_xs,
+    QuantType.IQ2_XXS: _iq2_xxs,
+    QuantType.IQ1_S: _iq1_s,
+    QuantType.IQ1_M: _iq1_m,
+    QuantType.TQ1_0: _tq1_0,
+    QuantType.TQ2_0: _tq2_0,
     QuantType.MXFP4: _mxfp4,
 }

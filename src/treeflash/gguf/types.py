@@ -18,10 +18,18 @@ class QuantType(IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
     IQ4_NL = 20
     IQ3_S = 21
+    IQ2_S = 22
     IQ4_XS = 23
+    IQ1_M = 29
     BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
     MXFP4 = 39
 
     @property
@@ -60,5 +68,13 @@ _BLOCKS = {
     QuantType.IQ4_NL: (32, 18),
     QuantType.IQ4_XS: (256, 136),
     QuantType.IQ3_S: (256, 110),
+    QuantType.IQ3_XXS: (256, 98),
+    QuantType.IQ2_S: (256, 82),
+    QuantType.IQ2_XS: (256, 74),
+    QuantType.IQ2_XXS: (256, 66),
+    QuantType.IQ1_S: (256, 50),
+    QuantType.IQ1_M: (256, 56),
+    QuantType.TQ1_0: (256, 54),
+    QuantType.TQ2_0: (256, 66),
     QuantType.MXFP4: (32, 17),
 }

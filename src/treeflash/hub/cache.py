@@ -50,7 +50,7 @@ def of_repo(repo: str, cache: Path | None = None) -> list[Cached]:
     for snapshot in snapshots(repo, cache):
         inside = [each for each in snapshot.rglob("*") if each.is_file()]
         files = {each.relative_to(snapshot).as_posix(): each.stat().st_size for each in inside}
-        sets = [each.files for each in group(files.items()) if each.complete]
+        sets = [each.files for each in group(files.items(), sidecars=True) if each.complete]
         for names in [*sets, *_draft(repo, snapshot, files)]:
             size = sum(files[name] for name in names)
             found.setdefault(names, Cached(repo, names, snapshot, size))

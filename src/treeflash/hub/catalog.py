@@ -58,7 +58,7 @@ class Card:
     match: Match
     budget: int
     thinking: bool  # whether it reasons by default
-    sampling: Mapping[str, Sampling]  # recommended, by mode
+    sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
 
 
 def cards() -> tuple[Card, ...]:
@@ -138,7 +138,8 @@ def _read(path: Path) -> Card:
         table = _Table(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
         raise ModelFileError(f"{path}: not readable as TOML: {error}") from error
-    match, settings, sampling = (table.table(key) for key in ("match", "settings", "sampling"))
+    match, settings = (table.table(key) for key in ("match", "settings"))
+    sampling = table.table("sampling") if table.has("sampling") else None
     pair = table.table("pair") if table.has("pair") else None
     card = Card(
         name=table.name("name"),
@@ -156,7 +157,7 @@ def _read(path: Path) -> Card:
         ),
         budget=settings.take("budget", int),
         thinking=settings.take("thinking", bool),
-        sampling={mode: _sampling(sampling.table(mode)) for mode in MODES},
+        sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
     )
     for each in (table, match, settings, sampling, pair):
         if each is not None:

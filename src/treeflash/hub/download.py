@@ -16,7 +16,7 @@ from typing import IO, Protocol
 
 from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError, TreeFlashError
 from treeflash.hub.failures import explained
-from treeflash.hub.names import RepoName, choose, group, readable
+from treeflash.hub.names import RepoName, choose, draft_sidecars, group, readable
 
 TRIES = 5  # in a row without progress
 TIMEOUT_S = 15
@@ -80,15 +80,27 @@ def fetch(
     endpoint: str | None = None,
     cache: Path | None = None,
 ) -> Path:
-    """Download a model and return the path of its (first) GGUF file in the cache."""
-    return fetch_files(
-        name, gguf_files(name), offline=offline, progress=progress, endpoint=endpoint, cache=cache
-    )[0]
+    """Download a model and return the path of its (first) GGUF file in the cache.
+
+    Drafts that lie beside it are offered in a notice.
+    """
+    listed: list[tuple[str, int]] = []
+
+    def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
+        listed[:] = files
+        return gguf_files(name)(files)
+
+    path = fetch_files(name, pick, offline=offline, progress=progress, endpoint=endpoint, cache=cache)[0]
+    for draft in draft_sidecars(listed):
+        file = RepoName(name.repo, file=draft.files[0])
+        (progress or Silent()).notice(f"The repository has a draft too ({readable(draft.size)}): {file}")
+    return path
 
 
 def gguf_files(name: RepoName) -> Pick:
-    """Return a pick of the model that `name` refers to."""
-    return lambda files: choose([each for each in group(files) if each.complete], name).files
+    """Return a pick of the model that `name` refers to; only a file name finds a draft beside it."""
+    named = name.file is not None
+    return lambda files: choose([each for each in group(files, sidecars=named) if each.complete], name).files
 
 
 def fetch_files(

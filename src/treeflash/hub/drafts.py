@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from treeflash.errors import ModelNotFound, UnsupportedModel
-from treeflash.hub.download import FetchProgress, Pick, cached, fetch_files, gguf_files
-from treeflash.hub.names import RepoName
+from treeflash.hub.download import FetchProgress, Pick, cached, fetch_files
+from treeflash.hub.names import RepoName, choose, draft_sidecars, group, one_checkpoint
 
 CONFIG = "config.json"
 ARCHITECTURE = "DFlashDraftModel"
@@ -45,26 +45,36 @@ def cached_draft(name: RepoName, *, cache: Path | None = None) -> Path | None:
 
 
 def draft_files(name: RepoName) -> Pick:
-    """Return a pick of config.json and the only safetensors file, or of a GGUF file."""
+    """Return a pick of config.json and the safetensors of one checkpoint, or of a GGUF file."""
 
     def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
         names = [file for file, _ in files]
         weights = [file for file in names if file.endswith(".safetensors") and "/" not in file]
         if name.quant or name.file or (not weights and any(file.endswith(".gguf") for file in names)):
-            return gguf_files(name)(files)
-        if len(weights) != 1 or CONFIG not in names:
+            return _gguf_draft(name, files)
+        if not one_checkpoint(weights) or CONFIG not in names:
             found = f"{len(weights)} .safetensors files and {'a' if CONFIG in names else 'no'} {CONFIG}"
             raise ModelNotFound(
-                f"{name.repo} holds no draft: found {found}, needed one and its {CONFIG}",
+                f"{name.repo} holds no draft: found {found}, needed one, or all shards of one, and its"
+                f" {CONFIG}",
                 "treeflash list shows the available drafts",
             )
         if _MASK_FILE in names:
             raise UnsupportedModel(
                 f"{name.repo}: the draft brings {_MASK_FILE}, needed one whose mask is a token of the target"
             )
-        return CONFIG, weights[0]
+        # The first shard last: the path of a checkpoint is that of its last file here.
+        return CONFIG, *sorted(weights, reverse=True)
 
     return pick
+
+
+def _gguf_draft(name: RepoName, files: list[tuple[str, int]]) -> tuple[str, ...]:
+    """Return a GGUF draft: one beside a target, or the model of a repository of its own."""
+    sets = [each for each in group(files, sidecars=True) if each.complete]
+    if name.file is None:
+        sets = draft_sidecars(files) or sets
+    return choose(sets, name).files
 
 
 def is_draft_config(path: Path) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from treeflash.errors import ModelNotFound
 from treeflash.hub.drafts import CONFIG, is_draft_config
-from treeflash.hub.names import group, listing
+from treeflash.hub.names import draft_sidecars, group, listing
 
 
 def model_in(folder: Path) -> Path:
@@ -33,12 +33,20 @@ def model_in(folder: Path) -> Path:
 
 
 def draft_in(folder: Path) -> Path:
-    """Return the draft in a folder: the folder itself if it is a checkpoint, else its only GGUF file."""
+    """Return the draft in a folder: the folder itself if it is a checkpoint, else its GGUF file."""
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors")):
         return folder
+    if (beside := drafts_beside(folder / CONFIG)) and len(beside) == 1:
+        return beside[0]
     if any(folder.glob("*.gguf")):
         return model_in(folder)
     raise ModelNotFound(f"{folder} holds no draft: needed {CONFIG} and a .safetensors file, or a .gguf file")
+
+
+def drafts_beside(path: Path) -> list[Path]:
+    """Return the GGUF drafts, by their names, in the folder of a file."""
+    files = ((each.name, each.stat().st_size) for each in path.parent.iterdir() if each.is_file())
+    return [path.parent / each.files[0] for each in draft_sidecars(files)]
 
 
 def meant_as_file(name: str) -> bool:

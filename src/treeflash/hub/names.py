@@ -1,7 +1,7 @@
 """Parses model names and selects a repository's files by them. Does no I/O."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from treeflash.errors import ModelNotFound, UsageError
@@ -17,7 +17,11 @@ SITES = (
 )
 # Files that are not models: image encoders, importance matrices.
 _COMPANIONS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+# Drafts that some publish beside their target, by the start of the file name; never a target.
+_SIDECARS = re.compile(r"(?:mtp|eagle3?|dflash|dspark)[-_.]", re.IGNORECASE)
+_DRAFT_SIDECARS = re.compile(r"dflash[-_.]", re.IGNORECASE)  # of these, the kinds that we run
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _QUANT = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q[1-9](?:_[A-Z0-9]+)*|TQ[12]_0|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4)(?![A-Za-z0-9_])",
@@ -82,11 +86,14 @@ def parse_repo(name: str) -> RepoName | None:
     return RepoName(repo, quant or None)
 
 
-def group(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
-    """Group (name, bytes) into models, split files together; other files are left out."""
+def group(files: Iterable[tuple[str, int]], *, sidecars: bool = False) -> list[GGUFSet]:
+    """Group (name, bytes) into models, split files together; other files are left out.
+
+    `sidecars`: drafts that lie beside their target too.
+    """
     sets: dict[str, list[tuple[str, int]]] = {}
     for name, size in sorted(files):
-        if name.lower().endswith(".gguf") and not _COMPANIONS.search(name.rsplit("/", 1)[-1]):
+        if _is_model(name.rsplit("/", 1)[-1], sidecars=sidecars):
             match = _SPLIT.search(name)
             # Splits of different counts are different models.
             key = f"{name[: match.start()]}-of-{match['count']}" if match else name
@@ -94,6 +101,33 @@ def group(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
     return [
         GGUFSet(tuple(name for name, _ in parts), sum(size for _, size in parts)) for parts in sets.values()
     ]
+
+
+def draft_sidecars(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
+    """Return the drafts that lie beside their target, of the kinds that we run."""
+    return [each for each in group(files, sidecars=True) if each.complete and is_draft_file(each.files[0])]
+
+
+def is_draft_file(name: str) -> bool:
+    """Return whether a file's name says that it is a draft of a kind that we run."""
+    return _DRAFT_SIDECARS.match(name.rsplit("/", 1)[-1]) is not None
+
+
+def one_checkpoint(weights: Sequence[str]) -> bool:
+    """Return whether safetensors files are one file, or all shards of one checkpoint."""
+    shards = [SHARD.fullmatch(file) for file in sorted(weights)]
+    if len(shards) == 1 and shards[0] is None:
+        return True
+    found = [(shard["stem"], int(shard["number"]), int(shard["count"])) for shard in shards if shard]
+    return bool(found) and found == [
+        (found[0][0], number, len(shards)) for number in range(1, len(shards) + 1)
+    ]
+
+
+def _is_model(file: str, *, sidecars: bool) -> bool:
+    if not file.lower().endswith(".gguf") or _COMPANIONS.search(file):
+        return False
+    return sidecars or not _SIDECARS.match(file)
 
 
 def choose(sets: list[GGUFSet], name: RepoName) -> GGUFSet:

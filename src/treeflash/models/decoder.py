@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import UnsupportedModel
+from treeflash.gguf.quants import check_decodable
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.delta_rule import tree_order
@@ -23,7 +24,7 @@ from treeflash.models.layers import (
     PackedInput,
     by_sequence,
 )
-from treeflash.models.measure import tile_space
+from treeflash.models.measure import MeasuringLoader
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
@@ -116,9 +117,13 @@ class Decoder:
         `host_embedding`: the embedding table stays in the host's pinned memory.
         """
         device = torch.device(device)
-        spec, space = ModelSpec.from_gguf(file), None
-        if device.type == "cuda":
-            space = tile_space(file, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+        spec = ModelSpec.from_gguf(file)
+        check_decodable(info.type for info in file.tensors.values())
+        measured = MeasuringLoader(file, tiles=True, dtype=torch.float32)
+        cls(spec, measured, torch.device("cpu"))
+        # Before weights are read, which may take minutes.
+        _check_all_read(file, spec, measured.unread())
+        space = measured.tile_bytes if device.type == "cuda" else None
         loader = WeightLoader(
             file,
             device=device,
@@ -128,9 +133,7 @@ class Decoder:
             host_embedding=host_embedding,
             progress=progress,
         )
-        decoder = cls(spec, loader, device)
-        _check_all_read(file, spec, loader.unread())
-        return decoder
+        return cls(spec, loader, device)
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None

@@ -255,7 +255,7 @@ def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
 def _config_rope(keys: "_Settings") -> float:
     theta = keys.number("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
-        rope = _Settings(f"{keys.source}: {key}", keys.table(key))
+        rope = _Settings(f"{keys.source}: {key}", _of_all_layers(keys.table(key)))
         kind = rope.values.get("rope_type", rope.values.get("type", "default"))
         if kind != "default":
             raise UnsupportedModel(f"{rope.source}: rope_type is {shorten(kind)}, needed 'default'")
@@ -267,6 +267,13 @@ def _config_rope(keys: "_Settings") -> float:
             )
         theta = rope.number("rope_theta", theta)
     return theta
+
+
+def _of_all_layers(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings that are given for each kind of layer, and equal, as one; others as they are."""
+    kinds = list(rope.values())
+    equal = bool(kinds) and all(isinstance(kind, dict) and kind == kinds[0] for kind in kinds)
+    return kinds[0] if equal else rope
 
 
 def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], int]:

@@ -25,6 +25,7 @@ class MeasuringLoader(WeightLoader):
         self.tile_bytes = 0
 
     def vector(self, name: str, *shape: int) -> Tensor:
+        self._require_vector(name, shape)
         self._read.add(name)
         return torch.empty(shape, device=META)
 

@@ -13,6 +13,7 @@ from treeflash.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from treeflash.gguf.header import TensorInfo
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.types import QuantType
+from treeflash.hub.names import SHARD, one_checkpoint
 from treeflash.models.draft_spec import unknown_tensor
 
 _GLOBAL = {
@@ -42,18 +43,23 @@ _MASK_FILE = "mask_embedding.pt"
 
 
 class SafetensorsSource:
-    """The `TensorSource` of a safetensors file."""
+    """The `TensorSource` of a safetensors file, or of all shards of a checkpoint by the path of one."""
 
     def __init__(self, path: Path, *, quant: QuantType | None = None):
         self.path = path
         self._quant = quant
+        self._names: dict[str, str] = {}
+        self._files: dict[str, Any] = {}  # the open shard of each tensor, by its name in the checkpoint
+        self.tensors: dict[str, TensorInfo] = {}
+        for shard in _shards(path):
+            self._add(shard)
+
+    def _add(self, path: Path) -> None:
         try:
-            self._file = safe_open(str(path), framework="pt")
+            file = safe_open(str(path), framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{path}: not a readable safetensors file: {error}") from error
-        self._names: dict[str, str] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        for name in self._file.keys():  # noqa: SIM118 - not a dict
+        for name in file.keys():  # noqa: SIM118 - not a dict
             renamed = gguf_name(name)
             if renamed is None:
                 raise unknown_tensor(str(path), name)
@@ -62,11 +68,12 @@ class SafetensorsSource:
                     f"{path}: tensor {name} is there as {self._names[renamed]} too, needed one of them"
                 )
             self._names[renamed] = name
+            self._files[name] = file
             self.tensors[renamed] = self._describe(renamed)
 
     def _describe(self, renamed: str) -> TensorInfo:
         name = self._names[renamed]
-        part = self._file.get_slice(name)
+        part = self._files[name].get_slice(name)
         dtype, shape = part.get_dtype(), tuple(part.get_shape())
         if dtype not in _TYPES:
             raise UnsupportedModel(
@@ -97,7 +104,7 @@ class SafetensorsSource:
     def raw(self, name: str) -> np.ndarray:
         """Return a tensor as uint8 [*shape[:-1], row bytes]."""
         info = self.require_tensor(name)
-        tensor = self._file.get_tensor(self._names[name])
+        tensor = self._files[self._names[name]].get_tensor(self._names[name])
         if info.type == self._quant:
             try:
                 return quantise(tensor.float(), info.type).numpy()
@@ -108,15 +115,16 @@ class SafetensorsSource:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Return the weights and the config of a folder, or of a safetensors file."""
+    """Return the weights (of several shards the first) and the config of a folder or a safetensors file."""
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or folder")
     folder = path if path.is_dir() else path.parent
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if len(found) != 1:
+    if not one_checkpoint([file.name for file in found]) and path.is_dir():
         names = ", ".join(file.name for file in found[:4]) or "none"
         raise ModelNotFound(
-            f"{path}: needed one .safetensors file for a draft, found {len(found)} ({names})",
+            f"{path}: needed one .safetensors file for a draft, or all shards of one, "
+            f"found {len(found)} ({names})",
             "name the file itself, or its folder without the others",
         )
     if (folder / _MASK_FILE).exists():
@@ -124,6 +132,20 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
             f"{folder}: the draft has {_MASK_FILE}, needed one whose mask is a token of the target"
         )
     return found[0], folder / "config.json"
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return all shards of the checkpoint that a file is of; a file that is no shard alone."""
+    match = SHARD.fullmatch(path.name)
+    count = int(match["count"]) if match else 1
+    if match is None or count == 1:
+        return [path]
+    names = [f"{match['stem']}-{number:05d}-of-{match['count']}" for number in range(1, count + 1)]
+    shards = [path.with_name(f"{name}.safetensors") for name in names]
+    for shard in shards:
+        if not shard.exists():
+            raise ModelNotFound(f"{shard}: no such file, needed all {count} shards of the draft")
+    return shards
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -180,9 +180,7 @@ class WeightLoader:
 
     def vector(self, name: str, *shape: int) -> Tensor:
         """Return a small tensor as float32, in the given shape; some writers put a 1 before it."""
-        info = self._file.require_tensor(name)
-        if info.shape != (1, *shape):
-            self._file.require_tensor(name, shape)
+        info = self._require_vector(name, shape)
         return dequantise(self._packed(name), info.type).reshape(shape)
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
@@ -226,6 +224,10 @@ class WeightLoader:
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
         return Embedding(self._packed(name, pinned=self._host_embedding), info.type)
+
+    def _require_vector(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        info = self._file.require_tensor(name)
+        return info if info.shape == (1, *shape) else self._file.require_tensor(name, shape)
 
     def _packed(self, name: str, *, pinned: bool = False) -> Tensor:
         # A copy of the mapped bytes: the file may be on a slow disk, or replaced while we run.

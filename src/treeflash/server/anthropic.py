@@ -154,7 +154,7 @@ def _result(block: Mapping[str, Any], where: str) -> Any:
                 # References and other structured results go to the model as JSON.
                 return json.dumps(content, ensure_ascii=False, default=str)
     if block.get("is_error"):
-        return [{"type": "text", "text": "The tool failed:"}, *_parts(content)]
+        return [{"type": "text", "text": "The tool failed:\n"}, *_parts(content)]
     return content
 
 

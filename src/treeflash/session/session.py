@@ -54,7 +54,7 @@ class Session:
 
         thinking: whether the request thinks; None: as the model does by default.
         """
-        if self.card is None:
+        if self.card is None or not self.card.sampling:
             return self._file_sampling
         thinks = self.card.thinking if thinking is None else thinking
         return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))

@@ -102,7 +102,8 @@ def _text(content: Any, where: str, role: str) -> str:
     texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
     if role == "system":
         texts = [BILLING_LINE.sub("", text) for text in texts]
-    return "\n".join(filter(None, texts))
+    # As Qwen3.5's own template joins them.
+    return "".join(texts)
 
 
 def _has_type(part: Any) -> bool:

@@ -1,6 +1,6 @@
 """Pre-tokenizers: the named rules that split text into words before byte-level BPE."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.normalizers import Normalizer
@@ -21,11 +21,14 @@ class WordRule:
     whole_words: bool = False
     # The default of tokenizer.ggml.add_bos_token.
     adds_bos: bool = False
+    # Digits are cut out before the pattern is applied, which then sees the text between them alone.
+    single_digits: bool = False
 
     def pre_tokenizer(self) -> PreTokenizer:
-        split = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+        patterns = [r"\p{N}", self.pattern] if self.single_digits else [self.pattern]
+        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([split, as_bytes])
+        return pre_tokenizers.Sequence([*splits, as_bytes])
 
     def normalizer(self) -> Normalizer | None:
         return normalizers.NFC() if self.composes else None
@@ -47,6 +50,7 @@ _LLAMA3 = WordRule(
     adds_bos=True,
 )
 _GPT2 = WordRule(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+_SMOLLM = replace(_GPT2, single_digits=True)
 
 WORD_RULES: dict[str, WordRule] = {
     "qwen2": _QWEN2,
@@ -58,4 +62,5 @@ WORD_RULES: dict[str, WordRule] = {
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
     "default": _GPT2,
+    "smollm": _SMOLLM,
 }

@@ -18,6 +18,8 @@ KEY = "tokenizer.ggml."
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Files name one end token; models end with any of these that they have as control tokens.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
+# Code models end a completion with these; some files have them as user-defined tokens.
+INFILL_END_TOKENS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Every rule of pretokenizers.py ends a word here, and composition (NFC) does not cross it.
@@ -48,8 +50,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
-# C0, C1 and F5 to FF occur in no UTF-8 text, so a vocabulary may lack them.
-NEEDED_SYMBOLS = [symbol for symbol, byte in BYTE_OF.items() if byte < 0xC0 or 0xC2 <= byte <= 0xF4]
+# C0, C1 and F5 to FF occur in no UTF-8 text. A vocabulary made from text may also lack control characters,
+# and the first bytes of planes without assigned characters (F1 to F4).
+_NEEDED_BYTES = {*b"\t\n\r", *range(0x20, 0xF1)} - {0x7F, 0xC0, 0xC1}
+NEEDED_SYMBOLS = [symbol for symbol, byte in BYTE_OF.items() if byte in _NEEDED_BYTES]
 
 
 @dataclass(slots=True)
@@ -120,7 +124,8 @@ class Tokenizer:
         self.eos_id = reader.id("eos_token_id", self.vocab_size)
         self.pad_id = reader.id("padding_token_id", self.vocab_size)
         common_ends = {self._ids[token] for token in END_TOKENS if token in control}
-        self.stop_ids = reader.stop_ids(self.vocab_size) | common_ends
+        infill_ends = {self._ids[token] for token in INFILL_END_TOKENS if token in control + user_defined}
+        self.stop_ids = reader.stop_ids(self.vocab_size) | common_ends | infill_ends
 
     @cached_property
     def longest_token(self) -> int:
