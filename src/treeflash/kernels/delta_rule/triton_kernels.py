@@ -24,7 +24,7 @@ def _order_kernel(ancestors, first, order, T, RAGGED: tl.constexpr, ROWS: tl.con
         rows = (tl.load(first + item + 1) - begin).to(tl.int32)
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     bits = tl.load(ancestors + begin + i, mask=i < rows, other=0)
-    # Row j is row i or an ancestor of it. A row without its own bit must not have a place outside of the order.
+    # Row j is row i or an ancestor of it; a row without its own bit, too, has a place inside of the order.
     above = (((bits >> j.to(tl.int64)) & 1) != 0) | (i == j)
     # The same, transposed: row i is row j or an ancestor of it.
     turned = tl.load(ancestors + begin + j, mask=j < rows, other=0)
