@@ -22,6 +22,7 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE, DFlashDraft, open_draft
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.measure import META, MeasuringLoader, held_bytes
+from treeflash.models.native import packed_model_bytes
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES, DeltaBuffers, padded_rows
 from treeflash.state.draft_ring import draft_buffers
@@ -57,6 +58,8 @@ class MemoryEstimate:
     rows: int  # of a step; they need KV slots after the context
     expanded: bool  # weights are used as stored in memory; else each use dequantises them
     widened: Mapping[str, int]  # extra bytes of the quant types that a GPU stores as float16
+    native: bool = False  # the native CPU library runs the model
+    native_gap: str = ""  # why it does not, although it is asked for
 
     def without_kv(self, *, host_embedding: bool = False) -> int:
         return sum(self.parts.values()) - (self.parts[EMBEDDING] if host_embedding else 0)
@@ -104,16 +107,20 @@ def estimate_memory(
     context: int,
     memory: int,
     expand: bool = True,
+    native: bool = False,
 ) -> MemoryEstimate:
     """Estimate a model and its draft on a device with `memory` bytes, which decide the chunk size.
 
-    `expand`: a CPU dequantises the weights at load; a GPU always stores them in tiles.
+    `expand`: a CPU dequantises the weights at load; a GPU always stores them in tiles. `native`: the native
+    library has them packed.
     """
     on_gpu = device_type == "cuda"
     loader = MeasuringLoader(file, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand)
     target = Decoder(spec, loader, _CPU)
     embedding = held_bytes(target.embed)
     parts = {"weights": held_bytes(target) - embedding, EMBEDDING: embedding}
+    if native:
+        parts = {"weights": packed_model_bytes(file, spec), EMBEDDING: 0}
     draft_spec: DraftSpec | None = None
     if config.speculation is not None and config.draft is not None:
         quant = draft_quant(config.draft, device_type)
@@ -150,7 +157,7 @@ def estimate_memory(
         chunk: prefill_bytes(spec, chunk, taps) if on_gpu else 0
         for chunk in _chunk_sizes(config, device_type, memory)
     }
-    return MemoryEstimate(spec, parts, prefill, rows, on_gpu or expand, widened)
+    return MemoryEstimate(spec, parts, prefill, rows, on_gpu or native or expand, widened, native)
 
 
 def _chunk_sizes(config: EngineConfig, device_type: DeviceType, memory: int) -> list[int]:

@@ -23,6 +23,7 @@ from treeflash.memory.estimate import (
     estimate_memory,
     kv_bytes_per_token,
 )
+from treeflash.models.native import native_gap
 from treeflash.models.spec import ModelSpec
 
 # K and V formats that "auto" chooses from on a GPU, best first.
@@ -102,6 +103,8 @@ class MemoryPlan:
     def notes(self) -> list[str]:
         """Return warnings for the user."""
         found = []
+        if gap := self.estimate.native_gap:
+            found.append(f"the native CPU code is not used, {gap}: PyTorch computes, more slowly")
         if widened := self.estimate.widened:
             found.append(
                 f"weights in {', '.join(widened)} have no GPU kernel and are stored as float16: "
@@ -157,11 +160,17 @@ class MemoryPlanner:
         device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
         options = {"context": context, "memory": budget.limit}
+        candidates = _candidates(spec, config, device)
+        gap = _native_gap(file, spec, config, candidates[0]) if device_type == "cpu" else ""
+        if gap is None:
+            estimate = estimate_memory(file, spec, config, device_type, native=True, **options)
+            return cls(file, spec, config, device, budget, estimate, candidates)
         expand = config.weights != "packed"
         estimate = estimate_memory(file, spec, config, device_type, expand=expand, **options)
         if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
             estimate = estimate_memory(file, spec, config, device_type, expand=False, **options)
-        return cls(file, spec, config, device, budget, estimate, _candidates(spec, config, device))
+        estimate = replace(estimate, native_gap=gap)
+        return cls(file, spec, config, device, budget, estimate, candidates)
 
     @property
     def context(self) -> int:
@@ -315,6 +324,20 @@ class MemoryPlanner:
         excess = self._total(smallest, context, self._load_options()[-1]) - self._limit(smallest)
         left = self.estimate.parts["weights"] - excess
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
+
+
+def _native_gap(
+    file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFormats
+) -> str | None:
+    """Return None if the native library is to run the model, else why it cannot; nothing: it was not asked for."""
+    if config.cpu_backend == "torch" or config.weights == "expanded":
+        return ""
+    gap = native_gap(file, spec, kv, config.window)
+    if gap is not None and config.cpu_backend == "native":
+        raise UsageError(
+            f"`cpu_backend` is native, but {gap}", "use `cpu_backend` auto or torch", param="cpu_backend"
+        )
+    return gap
 
 
 def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> list[KVFormats]:

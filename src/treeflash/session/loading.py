@@ -13,13 +13,15 @@ from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
+from treeflash.kernels.native import Library
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import available_memory, device_name, limit_allocator, pick_device
 from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
 from treeflash.memory.planner import MemoryPlan, plan_memory
-from treeflash.models.decoder import Decoder
+from treeflash.models.decoder import Decoder, Target
 from treeflash.models.dflash import DFlashDraft
+from treeflash.models.native import NativeDecoder
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES
 from treeflash.models.weights import Progress as LoadProgress
@@ -69,14 +71,7 @@ def load_session(
             limit_allocator(plan.budget, device)
         card = _card_of(file, spec)
         file_sampling = sampling_of(file.metadata)
-        target = Decoder.load(
-            file,
-            device=device,
-            dtype=compute_dtype(device.type),
-            expand=plan.expanded,
-            host_embedding=plan.host_embedding,
-            progress=progress,
-        )
+        target = _target(file, config, plan, device, progress)
         prefix_cache = _prefix_cache(config, file, plan, device)
     prepare(target.layouts, device)
     cost_file = _cost_file(config, path, plan, device)
@@ -107,6 +102,25 @@ def load_session(
     )
 
 
+def _target(
+    file: GGUFFile,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    device: torch.device,
+    progress: LoadProgress | None,
+) -> Target:
+    if plan.estimate.native:
+        return NativeDecoder.load(file, Library(config.threads or torch.get_num_threads()), progress=progress)
+    return Decoder.load(
+        file,
+        device=device,
+        dtype=compute_dtype(device.type),
+        expand=plan.expanded,
+        host_embedding=plan.host_embedding,
+        progress=progress,
+    )
+
+
 def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
     source = str(file.path)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
@@ -131,10 +145,11 @@ def _empty_cache(device: torch.device) -> None:
 
 def _cost_file(config: EngineConfig, path: Path, plan: MemoryPlan, device: torch.device) -> CostFile:
     formats = "/".join(format.name for format in plan.kv)
-    return CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {formats}")
+    computing = f"{device_name(device)}{', native' if plan.estimate.native else ''}"
+    return CostFile(config.costs, f"{computing} / {path.name} / {config.draft} / {formats}")
 
 
-def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: StepCosts) -> Drafter:
+def _drafter(config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts) -> Drafter:
     if config.speculation is None:
         return NoDrafter()
     kind, model = target.device.type, None
@@ -162,6 +177,13 @@ def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Ste
     return Speculator(model, config.speculation, costs, device=target.device, sizes=sizes)
 
 
+def _computing(plan: MemoryPlan, device: torch.device) -> str:
+    """Return what decides the bits of a saved state, beside the files and settings."""
+    if device.type == "cuda":
+        return device_name(device)
+    return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
+
+
 def _prefix_cache(
     config: EngineConfig, file: GGUFFile, plan: MemoryPlan, device: torch.device
 ) -> PrefixCacheConfig:
@@ -173,7 +195,7 @@ def _prefix_cache(
     draft = config.draft if config.speculation else None
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
-        computing=device_name(device) if device.type == "cuda" else f"CPU {compute_dtype(device.type)}",
+        computing=_computing(plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,
         chunk=plan.prefill_chunk,
