@@ -1,7 +1,7 @@
-"""Build hook: compiles the native CPU library for the wheel, and for an editable install in the source tree.
+"""Build hook: compiles the native CPU library for a wheel, and in the source tree for an editable install.
 
-Without a C compiler the `ziglang` package is one. TREEFLASH_NATIVE=0 builds a wheel without native code, which
-decodes with PyTorch on a CPU.
+Without a C compiler the `ziglang` package is one. TREEFLASH_NATIVE=0 builds a wheel without native code,
+which decodes with PyTorch on a CPU.
 """
 
 import importlib.util

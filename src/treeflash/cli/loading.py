@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from treeflash.cli import view
+from treeflash.cli.flags import with_flags
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.interrupt import held
 from treeflash.cli.inventory import card_of
@@ -136,6 +137,8 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
         screen.notice(f"Approximate: {', '.join(approximate)}. docs/long-context.md has the cost.")
     if approximate or session.engine.target.device.type == "cuda":
         screen.note(plan.line())
+    if note := plan.backend_note():
+        screen.notice(with_flags(note))
 
 
 def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:

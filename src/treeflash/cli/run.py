@@ -13,6 +13,7 @@ from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
 from treeflash.cli.loading import choose, engine_config, load
 from treeflash.cli.options import (
+    HARDWARE,
     AsJson,
     EngineOptions,
     KVCacheOptions,
@@ -168,7 +169,7 @@ class OutputOptions:
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", "vram_limit", "device", "offline")),
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE)),
 ]
 
 

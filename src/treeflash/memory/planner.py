@@ -7,6 +7,7 @@ Unless a context was requested, it is shortened before formats below 8 bits are 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -103,8 +104,6 @@ class MemoryPlan:
     def notes(self) -> list[str]:
         """Return warnings for the user."""
         found = []
-        if gap := self.estimate.native_gap:
-            found.append(f"the native CPU code is not used, {gap}: PyTorch computes, more slowly")
         if widened := self.estimate.widened:
             found.append(
                 f"weights in {', '.join(widened)} have no GPU kernel and are stored as float16: "
@@ -112,6 +111,11 @@ class MemoryPlan:
                 "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
             )
         return found
+
+    def backend_note(self) -> str:
+        """Return why native code does not run the model on a CPU; nothing if it does, or need not."""
+        gap = self.estimate.native_gap
+        return f"The native CPU code is not used, {gap}: PyTorch computes, more slowly" if gap else ""
 
     def line(self) -> str:
         """Return formats, context and total in one line, printed at start-up."""
@@ -159,16 +163,17 @@ class MemoryPlanner:
             )
         device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
-        options = {"context": context, "memory": budget.limit}
+        estimated = partial(
+            estimate_memory, file, spec, config, device_type, context=context, memory=budget.limit
+        )
         candidates = _candidates(spec, config, device)
         gap = _native_gap(file, spec, config, candidates[0]) if device_type == "cpu" else ""
         if gap is None:
-            estimate = estimate_memory(file, spec, config, device_type, native=True, **options)
-            return cls(file, spec, config, device, budget, estimate, candidates)
+            return cls(file, spec, config, device, budget, estimated(native=True), candidates)
         expand = config.weights != "packed"
-        estimate = estimate_memory(file, spec, config, device_type, expand=expand, **options)
+        estimate = estimated(expand=expand)
         if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
-            estimate = estimate_memory(file, spec, config, device_type, expand=False, **options)
+            estimate = estimated(expand=False)
         estimate = replace(estimate, native_gap=gap)
         return cls(file, spec, config, device, budget, estimate, candidates)
 
@@ -326,13 +331,13 @@ class MemoryPlanner:
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
 
 
-def _native_gap(
-    file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFormats
-) -> str | None:
-    """Return None if the native library is to run the model, else why it cannot; nothing: it was not asked for."""
+def _native_gap(file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFormats) -> str | None:
+    """Return None if the native library is to run the model, else why not; "": it was not asked for."""
     if config.cpu_backend == "torch" or config.weights == "expanded":
         return ""
-    gap = native_gap(file, spec, kv, config.window)
+    context = config.max_ctx or DEFAULT_CTX["cpu"]
+    window = None if config.window is not None and config.window >= context else config.window
+    gap = native_gap(file, spec, kv, window)
     if gap is not None and config.cpu_backend == "native":
         raise UsageError(
             f"`cpu_backend` is native, but {gap}", "use `cpu_backend` auto or torch", param="cpu_backend"

@@ -1,7 +1,7 @@
 """The target model as the native CPU library runs it: packed weights, one call for each step.
 
-`NativeDecoder` has the interface of `Decoder`, reads and writes the same buffers, and computes the same function
-with activations rounded to 16 bits.
+`NativeDecoder` has the interface of `Decoder`, reads and writes the same buffers, and computes the same
+function with activations rounded to 16 bits.
 """
 
 import ctypes

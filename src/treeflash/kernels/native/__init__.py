@@ -6,7 +6,6 @@ are the specification.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -66,23 +65,33 @@ def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
 class PackedMatrix:
     """A weight [rows, columns] in the layout of the native matmul, with a bias or without."""
 
-    def __init__(self, c: ctypes.CDLL, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None):
+    def __init__(
+        self, c: ctypes.CDLL, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None
+    ):
         """source: the bytes of all rows as they are in a GGUF file."""
         kind, (rows, columns) = KINDS.index(type.name), shape
         size = c.tf_packed_bytes(kind, rows, columns)
         assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
-        assert source.is_contiguous() and source.nbytes == rows * columns // type.block_elements * type.block_bytes
+        assert (
+            source.is_contiguous()
+            and source.nbytes == rows * columns // type.block_elements * type.block_bytes
+        )
         self.data, self.bias = torch.empty(size, dtype=torch.uint8), bias
         self.rows, self.columns = rows, columns
         c.tf_pack(kind, source.data_ptr(), rows, columns, self.data.data_ptr())
-        self.struct = Matrix(kind, rows, columns, self.data.data_ptr(), None if bias is None else bias.data_ptr())
+        self.struct = Matrix(
+            kind, rows, columns, self.data.data_ptr(), None if bias is None else bias.data_ptr()
+        )
 
 
 class Library:
     """The native library with a pool of threads."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, *, variant: str | None = None):
+        """`variant`: other than the best for this CPU, for tests."""
         found, self.variant = library.find_library()
+        if variant is not None:
+            found, self.variant = library.open_library(library.library_path(variant)), variant
         assert found is not None, self.variant
         self.c = found
         self.pool = found.tf_pool_new(threads)
@@ -92,7 +101,9 @@ class Library:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         weakref.finalize(self, found.tf_pool_free, self.pool)
 
-    def pack(self, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None) -> PackedMatrix:
+    def pack(
+        self, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
+    ) -> PackedMatrix:
         return PackedMatrix(self.c, source, type, shape, bias)
 
     def matmul(self, matrix: PackedMatrix, x: Tensor, *, mode: int = INT16) -> Tensor:
@@ -120,7 +131,3 @@ class Library:
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch
-
-
-def layer_array(layers: Sequence[Layer]) -> ctypes.Array:
-    return (Layer * len(layers))(*layers)

@@ -1,4 +1,4 @@
-"""Compiles the native CPU library, once for each kind of CPU: `python build.py` in this folder, or the wheel's build hook.
+"""Compiles the native CPU library for each kind of CPU: for the wheel's build hook, or `python build.py`.
 
 Imports nothing of the package: the hook runs it before the package is installed.
 """
@@ -24,7 +24,16 @@ VARIANTS = {
     "avx512vnni": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=256"),
 }
 # Contraction to FMA would be the compiler's choice: the sources say where they want one.
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=default", "-Wall")
+FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=default",
+    "-Wall",
+)
 
 
 def digest() -> str:
@@ -55,7 +64,7 @@ def compiler() -> list[str] | None:
         if shutil.which(name):
             return [name]
     try:
-        import ziglang  # noqa: F401  # ty: ignore[unresolved-import]
+        import ziglang  # noqa: F401  # ty: ignore[import-not-found]
     except ImportError:
         return None
     return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28"]
@@ -67,7 +76,11 @@ def build(command: Sequence[str], variant: str, out: Path, extra: Sequence[str] 
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         made = Path(folder) / out.name
         # zig's own names for CPU levels have underscores.
-        flags = [f.replace("x86-64-v", "x86_64_v") for f in VARIANTS[variant]] if "ziglang" in command else VARIANTS[variant]
+        flags = (
+            [f.replace("x86-64-v", "x86_64_v") for f in VARIANTS[variant]]
+            if "ziglang" in command
+            else VARIANTS[variant]
+        )
         call = [*command, *FLAGS, *flags, f'-DDIGEST="{digest()}"', *extra, *sources, "-o", str(made), "-lm"]
         done = subprocess.run(call, capture_output=True, text=True)
         if done.returncode:
@@ -85,7 +98,9 @@ def build_all(folder: Path = FOLDER, *, only: Sequence[str] = tuple(VARIANTS)) -
         return [], "no C compiler was found"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = list(pool.map(lambda name: build(command, name, library_path(name, folder)), only))
-    made = [library_path(name, folder) for name, problem in zip(only, problems, strict=True) if problem is None]
+    made = [
+        library_path(name, folder) for name, problem in zip(only, problems, strict=True) if problem is None
+    ]
     failed = [f"{name}: {problem}" for name, problem in zip(only, problems, strict=True) if problem]
     return made, "; ".join(failed)
 

@@ -8,7 +8,17 @@ from pathlib import Path
 from treeflash.kernels.native.build import VARIANTS, digest, library_path
 
 MAX_ROWS = 64  # of one call of `tf_step`
-KINDS = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "F16", "BF16", "F32")  # of packed weights, in C's order
+KINDS = (
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q5_0",
+    "Q4_0",
+    "F16",
+    "BF16",
+    "F32",
+)  # of packed weights, in C's order
 INT8, INT16 = 0, 1
 CACHE_FORMATS = {"f32": 0, "f16": 1}
 # Flags of /proc/cpuinfo that a variant needs, the fastest variant first.
@@ -41,8 +51,8 @@ class Model(Structure):
         *((name, c_int32) for name in ("width", "ffn", "heads", "kv_heads", "head_dim", "rope_dim")),
         *((name, c_int32) for name in ("interleaved", "gated", "key_heads", "value_heads", "state_dim")),
         *((name, c_int32) for name in ("conv_width", "mode", "layers")),
-        ("eps", c_float), ("frequencies", c_void_p), ("norm", c_void_p), ("embedding", Matrix), ("head", Matrix),
-        ("layer", POINTER(Layer)),
+        ("eps", c_float), ("frequencies", c_void_p), ("norm", c_void_p), ("embedding", Matrix),
+        ("head", Matrix), ("layer", POINTER(Layer)),
     ]  # fmt: skip
 
 
@@ -64,7 +74,8 @@ class Step(Structure):
         *((name, c_int32) for name in ("rows", "chunk", "pending", "taps", "skipped")),
         *((name, c_int32) for name in ("page", "pages", "table", "saved")),
         ("length", c_int64), ("tokens", c_void_p), ("parents", c_void_p), ("page_table", c_void_p),
-        ("path", c_void_p), ("tap", c_void_p), ("features", c_void_p), ("hidden", c_void_p), ("logits", c_void_p),
+        ("path", c_void_p), ("tap", c_void_p), ("features", c_void_p), ("hidden", c_void_p),
+        ("logits", c_void_p),
     ]  # fmt: skip
 
 
