@@ -23,6 +23,7 @@ from treeflash.models.dflash import PIECE, DFlashDraft, open_draft
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.measure import META, MeasuringLoader, held_bytes
 from treeflash.models.native import packed_model_bytes
+from treeflash.models.native_draft import draft_gap, packed_draft_bytes
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES, DeltaBuffers, padded_rows
 from treeflash.state.draft_ring import draft_buffers
@@ -91,10 +92,10 @@ def ring_dtype(device_type: str) -> torch.dtype:
     return torch.float16 if device_type == "cuda" else torch.float32
 
 
-def draft_quant(draft: DraftConfig, device_type: str) -> QuantType | None:
+def draft_quant(draft: DraftConfig, device_type: str, *, native: bool = False) -> QuantType | None:
     """Return the type a draft is quantised to while loading."""
     if draft.quant == "auto":
-        return QuantType.Q8_0 if device_type == "cuda" else None
+        return QuantType.Q8_0 if device_type == "cuda" or native else None
     return _DRAFT_QUANTS[draft.quant]
 
 
@@ -123,7 +124,7 @@ def estimate_memory(
         parts = {"weights": packed_model_bytes(file, spec), EMBEDDING: 0}
     draft_spec: DraftSpec | None = None
     if config.speculation is not None and config.draft is not None:
-        quant = draft_quant(config.draft, device_type)
+        quant = draft_quant(config.draft, device_type, native=native)
         with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as (
             draft_spec,
             source,
@@ -132,6 +133,8 @@ def estimate_memory(
                 source, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand
             )
             draft = held_bytes(DFlashDraft(draft_spec, draft_loader, _CPU))
+            if native and draft_gap(source, draft_spec) is None:
+                draft = packed_draft_bytes(source)
         rings = draft_buffers(
             draft_spec,
             max_ctx=context,

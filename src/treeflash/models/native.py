@@ -5,7 +5,7 @@ function with activations rounded to 16 bits.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,10 +48,10 @@ def native_gap(
     return weights_gap(file)
 
 
-def weights_gap(file: TensorSource) -> str | None:
+def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:
     """Return which matrix of a file the native matmul cannot take; None: it takes all."""
     for name, info in file.tensors.items():
-        if _is_matrix(name, info):
+        if _is_matrix(name, info) and name not in without:
             rows, columns = info.shape
             if not native.has_kind(info.type):
                 return f"weights in {info.type.name}"
@@ -63,10 +63,15 @@ def weights_gap(file: TensorSource) -> str | None:
 def packed_model_bytes(file: TensorSource, spec: ModelSpec) -> int:
     """Return the bytes of a model's weights in the native library."""
     prediction = tuple(f"blk.{len(spec.layers) + i}." for i in range(spec.mtp_layers))
+    return packed_tensors_bytes(
+        {name: info for name, info in file.tensors.items() if not name.startswith(prediction)}
+    )
+
+
+def packed_tensors_bytes(tensors: Mapping[str, TensorInfo]) -> int:
     return sum(
         native.packed_bytes(info.type, *info.shape) if _is_matrix(name, info) else 4 * info.elements
-        for name, info in file.tensors.items()
-        if not name.startswith(prediction)
+        for name, info in tensors.items()
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from treeflash.config import EngineConfig
+from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.engine import Engine
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import BadGGUF, UsageError
@@ -20,8 +20,9 @@ from treeflash.memory.device import available_memory, device_name, limit_allocat
 from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
 from treeflash.memory.planner import MemoryPlan, plan_memory
 from treeflash.models.decoder import Decoder, Target
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.native import NativeDecoder
+from treeflash.models.dflash import DFlashDraft, open_draft
+from treeflash.models.native import NativeDecoder, NativeLoader
+from treeflash.models.native_draft import NativeDraft, draft_gap
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES
 from treeflash.models.weights import Progress as LoadProgress
@@ -154,15 +155,7 @@ def _drafter(config: EngineConfig, target: Target, plan: MemoryPlan, costs: Step
         return NoDrafter()
     kind, model = target.device.type, None
     if config.draft is not None:
-        draft = DFlashDraft.load(
-            config.draft.path,
-            target.spec,
-            device=target.device,
-            dtype=compute_dtype(kind),
-            expand=plan.expanded,
-            quant=draft_quant(config.draft, kind),
-            causal=config.draft.causal,
-        )
+        draft = _draft(config.draft, target, plan)
         buffers = draft_buffers(
             draft.spec,
             max_ctx=plan.max_ctx,
@@ -175,6 +168,25 @@ def _drafter(config: EngineConfig, target: Target, plan: MemoryPlan, costs: Step
     # A padded step costs what the next larger size does.
     sizes = SIZES if kind == "cuda" else EAGER_SIZES
     return Speculator(model, config.speculation, costs, device=target.device, sizes=sizes)
+
+
+def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft:
+    """Load the draft: into the native library where the target is, if it can run it."""
+    kind, native = target.device.type, isinstance(target, NativeDecoder)
+    quant = draft_quant(config, kind, native=native)
+    if isinstance(target, NativeDecoder):
+        with open_draft(config.path, target.spec, quant=quant, causal=config.causal) as (spec, source):
+            if draft_gap(source, spec) is None:
+                return NativeDraft(spec, NativeLoader(source, target.library))
+    return DFlashDraft.load(
+        config.path,
+        target.spec,
+        device=target.device,
+        dtype=compute_dtype(kind),
+        expand=plan.expanded,
+        quant=quant,
+        causal=config.causal,
+    )
 
 
 def _computing(plan: MemoryPlan, device: torch.device) -> str:

@@ -50,7 +50,7 @@ class Model(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("width", "ffn", "heads", "kv_heads", "head_dim", "rope_dim")),
         *((name, c_int32) for name in ("interleaved", "gated", "key_heads", "value_heads", "state_dim")),
-        *((name, c_int32) for name in ("conv_width", "mode", "layers")),
+        *((name, c_int32) for name in ("conv_width", "mode", "layers", "features")),
         ("eps", c_float), ("frequencies", c_void_p), ("norm", c_void_p), ("embedding", Matrix),
         ("head", Matrix), ("layer", POINTER(Layer)),
     ]  # fmt: skip
@@ -79,6 +79,19 @@ class Step(Structure):
     ]  # fmt: skip
 
 
+class Ring(Structure):
+    _fields_ = [
+        ("k", c_void_p), ("v", c_void_p), ("ring", c_int32), ("window", c_int32), ("causal", c_int32),
+    ]  # fmt: skip
+
+
+class Block(Structure):
+    _fields_ = [
+        ("rows", c_int32), ("length", c_int64), ("start", c_int64), ("in_", c_void_p), ("norm", c_void_p),
+        ("hidden", c_void_p),
+    ]  # fmt: skip
+
+
 # name: result, arguments
 _FUNCTIONS = {
     "tf_digest": (c_char_p, []),
@@ -92,6 +105,11 @@ _FUNCTIONS = {
     "tf_matmul": (None, [c_void_p, POINTER(Matrix), c_int, c_void_p, c_int, c_void_p, c_void_p]),
     "tf_step_scratch": (c_size_t, [POINTER(Model), c_int]),
     "tf_step_scores": (c_size_t, [c_int, c_int64]),
+    "tf_draft_block": (
+        c_int,
+        [c_void_p, POINTER(Model), POINTER(Ring), POINTER(Block), c_void_p, c_void_p, c_int64],
+    ),
+    "tf_draft_append": (c_int, [c_void_p, POINTER(Model), POINTER(Ring), POINTER(Block), c_void_p]),
     "tf_step": (c_int, [c_void_p, POINTER(Model), POINTER(LayerState), POINTER(Step), c_void_p, c_void_p]),
 }
 

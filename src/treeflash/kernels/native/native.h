@@ -26,11 +26,24 @@ typedef struct {
   int32_t width, ffn, heads, kv_heads, head_dim, rope_dim, interleaved, gated;
   int32_t key_heads, value_heads, state_dim, conv_width;  // 0 without delta layers
   int32_t mode, layers;
+  int32_t features;  // of a draft: columns of `fuse`
   float eps;
   const float *frequencies, *norm;
-  Matrix embedding, head;
+  Matrix embedding, head;  // of a draft: none, and `fuse`
   const Layer *layer;
 } Model;
+
+// K and V of one draft layer and sequence slot: [ring, KV heads, head_dim], position p at p modulo the ring.
+typedef struct { float *k, *v; int32_t ring, window, causal; } Ring;  // window 0: none
+
+// A draft's call: a block of rows after `length` positions, those below `start` missing.
+typedef struct {
+  int32_t rows;
+  int64_t length, start;
+  const float *in;     // [rows, width] embeddings, or [rows, features] for `tf_draft_append`
+  const float *norm;   // of the fused features
+  float *hidden;       // [rows, width]
+} Block;
 
 // K or V of one layer: pages x KV heads x tokens of a page x head_dim; strides in bytes.
 typedef struct { uint8_t *data; int64_t page_stride, head_stride; int32_t format; } Cache;

@@ -15,10 +15,12 @@ typedef struct {
   const Model *m;
   const Step *s;
   const LayerState *states;
+  const Block *block;  // of a draft; the step is then empty
+  const Ring *rings;
   int R, P, channels, inner, in_width, threads;
   int parent[MAX_ROWS], depth[MAX_ROWS], first[MAX_ROWS], sibling[MAX_ROWS], root;
   uint8_t path[MAX_ROWS][MAX_ROWS];  // rows from the root to a row
-  float *x, *n, *in, *h, *out, *mid, *up, *qkv, *decay, *beta, *cos, *sin;
+  float *x, *n, *in, *h, *out, *mid, *up, *qkv, *decay, *beta, *cos, *sin, *kv;
   float *own;       // a thread's memory for the delta rule and for KV rows as floats
   size_t own_size;  // floats a thread
   float *scores;    // [threads, BATCH, span]
@@ -30,6 +32,8 @@ typedef struct {
 
 static int max(int a, int b) { return a > b ? a : b; }
 static int min(int a, int b) { return a < b ? a : b; }
+static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int up8(int n) { return (n + 7) / 8 * 8; }
 
 // ---------------------------------------------------------------- memory
@@ -52,7 +56,7 @@ static size_t own_floats(const Model *m) {
 // Divides `memory` among a step's buffers, or only counts their bytes.
 static size_t place(Run *run, const Model *m, int threads, uint8_t *memory) {
   int channels = channels_of(m), inner = inner_of(m), heads = m->heads * m->head_dim;
-  int widest = max(max(m->width, m->ffn), max(heads, inner));
+  int widest = max(max(max(m->width, m->ffn), max(heads, inner)), m->features);
   size_t at = 0, R = MAX_ROWS;
   run->channels = channels;
   run->inner = inner;
@@ -74,6 +78,7 @@ static size_t place(Run *run, const Model *m, int threads, uint8_t *memory) {
   PLACE(cos, R * m->rope_dim / 2);
   PLACE(sin, R * m->rope_dim / 2);
   PLACE(own, threads * run->own_size);
+  PLACE(kv, m->features ? R * m->layers * 2 * m->kv_heads * m->head_dim : 0);
 #undef PLACE
   run->act_memory = memory ? memory + at : NULL;
   return at + R * run->act_size;
@@ -158,6 +163,7 @@ static const float *read_rows(const Run *run, const Cache *cache, int head, int6
   return memory;
 }
 
+// Norms and rotates row r's queries and keys; a step's keys and values go to the KV cache.
 static void write_heads(Run *run, const Layer *layer, const LayerState *state, int r) {
   const Model *m = run->m;
   int D = m->head_dim, q_step = m->gated ? 2 * D : D;
@@ -169,6 +175,7 @@ static void write_heads(Run *run, const Layer *layer, const LayerState *state, i
   for (int h = 0; h < m->kv_heads; h++) {
     if (layer->k_norm) rms_norm(k + h * D, layer->k_norm, k + h * D, D, m->eps);
     rotate(run, r, k + h * D);
+    if (run->block) continue;
     write_row(run, &state->k, h, run->s->length + r, k + h * D);
     write_row(run, &state->v, h, run->s->length + r, v + h * D);
   }
@@ -191,14 +198,15 @@ static float softmax(float *s, int n) {  // turns scores to weights; returns 1 /
   return 1 / sum8(total);
 }
 
-static void add_values(float *out, const float *weights, const float *values, int count, int D) {
+// out += weights times `count` rows of values, `stride` floats apart.
+static void add_values(float *out, const float *weights, const float *values, int count, int D, size_t stride) {
   for (int c = 0; c < D; c += 64) {
     int vectors = min(8, (D - c) / 8);
     __m256 acc[8];
     for (int j = 0; j < vectors; j++) acc[j] = _mm256_loadu_ps(out + c + 8 * j);
     for (int k = 0; k < count; k++) {
       __m256 w = _mm256_broadcast_ss(weights + k);
-      const float *v = values + (size_t)k * D + c;
+      const float *v = values + (size_t)k * stride + c;
       for (int j = 0; j < vectors; j++) acc[j] = _mm256_fmadd_ps(w, _mm256_loadu_ps(v + 8 * j), acc[j]);
     }
     for (int j = 0; j < vectors; j++) _mm256_storeu_ps(out + c + 8 * j, acc[j]);
@@ -238,17 +246,60 @@ static void attend(Run *run, Worker *worker, const LayerState *state, int g, int
   for (int64_t k0 = 0; k0 < L; k0 += KEY_BLOCK) {
     int n = (int)(L - k0 < KEY_BLOCK ? L - k0 : KEY_BLOCK);
     const float *values = read_rows(run, &state->v, g, k0, n, memory);
-    for (int i = 0; i < count; i++) add_values(out[i], scores + i * run->span + k0, values, n, D);
+    for (int i = 0; i < count; i++) add_values(out[i], scores + i * run->span + k0, values, n, D, (size_t)D);
   }
   for (int r = 0; r < R; r++) own[r] = read_rows(run, &state->v, g, L + r, 1, tail + (size_t)r * D);
   for (int i = 0; i < count; i++) {
     int r = row[i];
-    for (int d = 0; d <= run->depth[r]; d++) add_values(out[i], scores + i * run->span + L + d, own[run->path[r][d]], 1, D);
+    for (int d = 0; d <= run->depth[r]; d++) add_values(out[i], scores + i * run->span + L + d, own[run->path[r][d]], 1, D, 0);
     __m256 all = _mm256_set1_ps(inverse[i]);
     for (int c = 0; c < D; c += 8) {
       __m256 o = _mm256_mul_ps(_mm256_loadu_ps(out[i] + c), all);
       if (m->gated) o = _mm256_mul_ps(o, sigmoid8(_mm256_loadu_ps(q[i] + D + c)));
       _mm256_storeu_ps(out[i] + c, o);
+    }
+  }
+}
+
+// The same for a draft's block: over the positions in the ring, then over the rows of the block.
+static void attend_ring(Run *run, Worker *worker, const Ring *ring, int g, int from, int to) {
+  const Model *m = run->m;
+  const Block *block = run->block;
+  int D = m->head_dim, group = m->heads / m->kv_heads, R = run->R, count = to - from;
+  size_t stride = (size_t)m->kv_heads * D, kv = (size_t)(m->heads + g) * D;
+  int64_t L = block->length, low = max64(max64(block->start, L - ring->ring), ring->window ? L - ring->window + 1 : 0);
+  float *scores = run->scores + (size_t)worker->id * BATCH * run->span, scale = 1 / sqrtf((float)D);
+  for (int pass = 0; pass < 2; pass++) {  // scores, then values
+    for (int64_t p = low; p < L;) {
+      int at = (int)(p % ring->ring), n = (int)min64(min64(KEY_BLOCK, L - p), ring->ring - at);
+      const float *rows = (pass ? ring->v : ring->k) + at * stride + (size_t)g * D;
+      for (int i = 0; i < count; i++) {
+        int r = (from + i) / group, h = g * group + (from + i) % group;
+        float *s = scores + i * run->span + (p - low);
+        const float *q = run->in + (size_t)r * run->in_width + h * D;
+        if (pass) {
+          add_values(run->h + ((size_t)r * m->heads + h) * D, s, rows, n, D, stride);
+          continue;
+        }
+        for (int k = 0; k < n; k++)
+          s[k] = ring->window && L + r - (p + k) >= ring->window ? -INFINITY : scale * dot(q, rows + k * stride, D);
+      }
+      p += n;
+    }
+    for (int i = 0; i < count; i++) {
+      int r = (from + i) / group, h = g * group + (from + i) % group, seen = (int)(L - low);
+      float *s = scores + i * run->span, *out = run->h + ((size_t)r * m->heads + h) * D;
+      const float *q = run->in + (size_t)r * run->in_width + h * D;
+      for (int j = 0; j < R; j++) {
+        const float *own = run->in + (size_t)j * run->in_width + kv + (pass ? stride : 0);
+        int hidden = (ring->causal && j > r) || (ring->window && abs(j - r) >= ring->window);
+        if (pass) add_values(out, s + seen + j, own, 1, D, 0);
+        else s[seen + j] = hidden ? -INFINITY : scale * dot(q, own, D);
+      }
+      if (pass) continue;
+      float inverse = softmax(s, seen + R);
+      for (int k = 0; k < seen + R; k++) s[k] *= inverse;
+      memset(out, 0, 4 * (size_t)D);
     }
   }
 }
@@ -261,7 +312,8 @@ static void attention(Run *run, Worker *worker, const Layer *layer, const LayerS
   int size = max(1, min(BATCH, items * m->kv_heads / run->threads)), batches = (items + size - 1) / size;
   for (int b; (b = claim(worker, 1)) < batches * m->kv_heads;) {
     int from = b % batches * size;
-    attend(run, worker, state, b / batches, from, min(from + size, items));
+    if (run->block) attend_ring(run, worker, &run->rings[layer - m->layer], b / batches, from, min(from + size, items));
+    else attend(run, worker, state, b / batches, from, min(from + size, items));
   }
   barrier(worker);
   for (int r; (r = claim(worker, 1)) < run->R;)
@@ -506,24 +558,30 @@ static void feed_forward(Run *run, Worker *worker, const Layer *layer, int index
 
 void tf_embed(const Matrix *m, const int64_t *tokens, int count, float *out);
 
+static void set_angles(Run *run, int r, int64_t position) {
+  int half = run->m->rope_dim / 2;
+  for (int i = 0; i < half; i++) {
+    float angle = (float)position * run->m->frequencies[i];
+    run->cos[r * half + i] = cosf(angle);
+    run->sin[r * half + i] = sinf(angle);
+  }
+}
+
 static void step_body(void *arg, Worker *worker) {
   Run *run = arg;
   const Model *m = run->m;
   const Step *s = run->s;
   for (int r; (r = claim(worker, 1)) < run->R;) {
-    tf_embed(&m->embedding, s->tokens + r, 1, run->x + (size_t)r * m->width);
+    float *x = run->x + (size_t)r * m->width;
+    if (run->block) memcpy(x, run->block->in + (size_t)r * m->width, 4 * (size_t)m->width);
+    else tf_embed(&m->embedding, s->tokens + r, 1, x);
     enter(run, r, m->layer[0].norm);
-    int64_t position = s->length + run->depth[r];
-    for (int i = 0; i < m->rope_dim / 2; i++) {
-      float angle = (float)position * m->frequencies[i];
-      run->cos[r * m->rope_dim / 2 + i] = cosf(angle);
-      run->sin[r * m->rope_dim / 2 + i] = sinf(angle);
-    }
+    set_angles(run, r, run->block ? run->block->length + r : s->length + run->depth[r]);
   }
   barrier(worker);
   for (int i = 0; i < m->layers; i++) {
     const Layer *layer = &m->layer[i];
-    const LayerState *state = &run->states[i];
+    const LayerState *state = run->block ? NULL : &run->states[i];
     const Matrix *in[4];
     float *out[4];
     int stride[4], at = 0;
@@ -587,5 +645,76 @@ int tf_step(Pool *pool, const Model *m, const LayerState *states, const Step *s,
   run.span = (size_t)(s->length + s->rows + 15) / 8 * 8;
   link_rows(&run);
   pool_run(pool, step_body, &run);
+  return OK;
+}
+
+// ---------------------------------------------------------------- the draft
+
+static int check_block(const Model *m, const Block *b, const Ring *rings) {
+  if (b->rows < 1 || b->rows > MAX_ROWS || b->length < 0 || b->start < 0 || b->start > b->length) return BAD_ROWS;
+  for (int i = 0; i < m->layers; i++)
+    if (rings[i].ring < 1) return BAD_PENDING;
+  return OK;
+}
+
+// Hidden rows of a block of masked tokens.
+int tf_draft_block(Pool *pool, const Model *m, const Ring *rings, const Block *b, uint8_t *scratch, float *scores, int64_t span) {
+  int wrong = check_block(m, b, rings);
+  if (wrong) return wrong;
+  Step none = {.hidden = b->hidden};
+  Run run = {.m = m, .s = &none, .R = b->rows, .block = b, .rings = rings, .scores = scores};
+  place(&run, m, pool_threads(pool), scratch);
+  run.span = (size_t)(span + 15) / 8 * 8;
+  pool_run(pool, step_body, &run);
+  return OK;
+}
+
+static void append_body(void *arg, Worker *worker) {
+  Run *run = arg;
+  const Model *m = run->m;
+  const Block *b = run->block;
+  int kv = m->kv_heads * m->head_dim, stride = 2 * kv * m->layers;
+  size_t W = (size_t)m->width;
+  const Matrix *in[2];
+  for (int r; (r = claim(worker, 1)) < run->R;) {
+    round_row(run, r, b->in + (size_t)r * m->features, m->features);
+    set_angles(run, r, b->length + r);
+  }
+  barrier(worker);
+  project(run, worker, (const Matrix *[]){&m->head}, 1, (float *[]){run->x}, (int[]){m->width});
+  for (int r; (r = claim(worker, 1)) < run->R;) {
+    rms_norm(run->x + r * W, b->norm, run->n + r * W, m->width, m->eps);
+    round_row(run, r, run->n + r * W, m->width);
+  }
+  barrier(worker);
+  for (int i = 0; i < m->layers; i++) {
+    in[0] = &m->layer[i].in[1];
+    in[1] = &m->layer[i].in[2];
+    float *out = run->kv + (size_t)i * 2 * kv;
+    project(run, worker, in, 2, (float *[]){out, out + kv}, (int[]){stride, stride});
+  }
+  for (int i; (i = claim(worker, 1)) < m->layers;) {
+    const Ring *ring = &run->rings[i];
+    for (int r = 0; r < run->R; r++) {
+      float *k = run->kv + (size_t)r * stride + (size_t)i * 2 * kv;
+      size_t at = (size_t)((b->length + r) % ring->ring) * kv;
+      for (int h = 0; h < m->kv_heads; h++) {
+        rms_norm(k + h * m->head_dim, m->layer[i].k_norm, k + h * m->head_dim, m->head_dim, m->eps);
+        rotate(run, r, k + h * m->head_dim);
+      }
+      memcpy(ring->k + at, k, 4 * (size_t)kv);
+      memcpy(ring->v + at, k + kv, 4 * (size_t)kv);
+    }
+  }
+}
+
+// Adds the K and V of `rows` committed positions from b->length on to the rings, from the target's features.
+int tf_draft_append(Pool *pool, const Model *m, const Ring *rings, const Block *b, uint8_t *scratch) {
+  int wrong = check_block(m, b, rings);
+  if (wrong) return wrong;
+  Step none = {0};
+  Run run = {.m = m, .s = &none, .R = b->rows, .block = b, .rings = rings};
+  place(&run, m, pool_threads(pool), scratch);
+  pool_run(pool, append_body, &run);
   return OK;
 }
