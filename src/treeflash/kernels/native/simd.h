@@ -74,16 +74,40 @@ INLINE __m256 sigmoid8(__m256 x) {
   return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
 }
 
-// n is a multiple of 8. The order of additions depends on n alone.
+// n is a multiple of 8. The order of additions depends on n alone, and is the same in `dot` and `dots4`.
 INLINE float dot(const float *a, const float *b, int n) {
-  __m256 s[4];
-  for (int j = 0; j < 4; j++) s[j] = _mm256_setzero_ps();
+  __m256 even = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
   int i = 0;
-  for (; i + 32 <= n; i += 32)
-    for (int j = 0; j < 4; j++)
-      s[j] = _mm256_fmadd_ps(_mm256_loadu_ps(a + i + 8 * j), _mm256_loadu_ps(b + i + 8 * j), s[j]);
-  for (; i < n; i += 8) s[0] = _mm256_fmadd_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i), s[0]);
-  return sum8(_mm256_add_ps(_mm256_add_ps(s[0], s[1]), _mm256_add_ps(s[2], s[3])));
+  for (; i + 16 <= n; i += 16) {
+    even = _mm256_fmadd_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i), even);
+    odd = _mm256_fmadd_ps(_mm256_loadu_ps(a + i + 8), _mm256_loadu_ps(b + i + 8), odd);
+  }
+  if (i < n) even = _mm256_fmadd_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i), even);
+  return sum8(_mm256_add_ps(even, odd));
+}
+
+// The dot products of a with 4 rows, `stride` floats apart.
+INLINE __m128 dots4(const float *a, const float *rows, size_t stride, int n) {
+  __m256 even[4], odd[4];
+  __m128 half[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++) even[r] = odd[r] = _mm256_setzero_ps();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    __m256 x = _mm256_loadu_ps(a + i), y = _mm256_loadu_ps(a + i + 8);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+      even[r] = _mm256_fmadd_ps(x, _mm256_loadu_ps(rows + r * stride + i), even[r]);
+      odd[r] = _mm256_fmadd_ps(y, _mm256_loadu_ps(rows + r * stride + i + 8), odd[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++) {
+    if (i < n) even[r] = _mm256_fmadd_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(rows + r * stride + i), even[r]);
+    __m256 s = _mm256_add_ps(even[r], odd[r]);
+    half[r] = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  }
+  return _mm_hadd_ps(_mm_hadd_ps(half[0], half[1]), _mm_hadd_ps(half[2], half[3]));
 }
 
 // out may be x.

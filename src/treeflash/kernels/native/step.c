@@ -181,6 +181,14 @@ static void write_heads(Run *run, const Layer *layer, const LayerState *state, i
   }
 }
 
+// Scores of a query with `count` keys, `stride` floats apart.
+static void score(const float *q, const float *keys, int count, int D, size_t stride, float scale, float *out) {
+  int k = 0;
+  for (; k + 4 <= count; k += 4)
+    _mm_storeu_ps(out + k, _mm_mul_ps(_mm_set1_ps(scale), dots4(q, keys + k * stride, stride, D)));
+  for (; k < count; k++) out[k] = scale * dot(q, keys + k * stride, D);
+}
+
 static float softmax(float *s, int n) {  // turns scores to weights; returns 1 / their sum
   float top = s[0];
   for (int k = 1; k < n; k++) top = s[k] > top ? s[k] : top;
@@ -233,8 +241,7 @@ static void attend(Run *run, Worker *worker, const LayerState *state, int g, int
   for (int64_t k0 = 0; k0 < L; k0 += KEY_BLOCK) {
     int n = (int)(L - k0 < KEY_BLOCK ? L - k0 : KEY_BLOCK);
     const float *keys = read_rows(run, &state->k, g, k0, n, memory);
-    for (int i = 0; i < count; i++)
-      for (int k = 0; k < n; k++) scores[i * run->span + k0 + k] = scale * dot(q[i], keys + (size_t)k * D, D);
+    for (int i = 0; i < count; i++) score(q[i], keys, n, D, (size_t)D, scale, scores + i * run->span + k0);
   }
   for (int r = 0; r < R; r++) own[r] = read_rows(run, &state->k, g, L + r, 1, tail + (size_t)r * D);
   for (int i = 0; i < count; i++) {
@@ -281,8 +288,9 @@ static void attend_ring(Run *run, Worker *worker, const Ring *ring, int g, int f
           add_values(run->h + ((size_t)r * m->heads + h) * D, s, rows, n, D, stride);
           continue;
         }
-        for (int k = 0; k < n; k++)
-          s[k] = ring->window && L + r - (p + k) >= ring->window ? -INFINITY : scale * dot(q, rows + k * stride, D);
+        score(q, rows, n, D, stride, scale, s);
+        for (int k = 0; ring->window && k < n; k++)
+          if (L + r - (p + k) >= ring->window) s[k] = -INFINITY;
       }
       p += n;
     }
@@ -439,41 +447,37 @@ static void writes_of(const Columns *c, int at, const float *ks) {
   for (int i = 0; i < 8 * c->vectors; i++) u[i] = beta * (v[i] - decay * ks[i]);
 }
 
-// Row r and the rows below it, depth first. `state` is the one after r's parent, or, with `advance`, before it and
-// is advanced to `dst` first. The last of several siblings may overwrite it; `spare` is free memory.
-static void visit(const Columns *c, int r, const float *state, float *dst, int advance, float *spare) {
+// Row r and the rows below it, depth first, from the state after the row before r, in `dst`. If `from` is a row, it
+// is `state` advanced over that row first. The last of several siblings may overwrite it, but a tree's root
+// overwrites nothing; `spare` is free memory.
+static void visit(const Columns *c, int r, const float *state, float *dst, int from, float *spare) {
   const Run *run = c->run;
   const Model *m = run->m;
   int D = m->state_dim, at = run->P + r;
   float ks[32], qs[32], *out = run->h + (size_t)r * run->inner + c->head * D + c->column;
   const float *k = key_of(c, at), *q = k - m->key_heads * D;
-  sweep_of(c, state, dst, advance ? run->P + run->parent[r] : -1, k, ks, q, qs);
+  sweep_of(c, state, dst, from, k, ks, q, qs);
   writes_of(c, at, ks);
   float decay = run->decay[at * m->value_heads + c->head], seen = dot(q, k, D);
   for (int i = 0; i < 8 * c->vectors; i++) out[i] = decay * qs[i] + seen * c->u[32 * at + i];
-  float *next = run->sibling[r] < 0 ? dst : spare;
-  for (int kid = run->first[r], fresh = 1; kid >= 0; kid = run->sibling[kid], fresh = 0)
-    visit(c, kid, dst, next, fresh, next == dst ? spare : spare + (size_t)D * 8 * c->vectors);
+  float *next = run->sibling[r] < 0 && (run->s->chunk || run->parent[r] >= 0) ? dst : spare;
+  for (int kid = run->first[r]; kid >= 0; kid = run->sibling[kid])
+    visit(c, kid, dst, next, kid == run->first[r] ? at : -1, next == dst ? spare : spare + (size_t)D * 8 * c->vectors);
 }
 
 static void delta_columns(Run *run, Worker *worker, const LayerState *layer, int item) {
   const Model *m = run->m;
   int D = m->state_dim, columns = columns_of(D), per_head = D / columns, P = run->P;
-  float *memory = run->own + worker->id * run->own_size, *state = memory + 2 * MAX_ROWS * 32, ks[32];
+  float *memory = run->own + worker->id * run->own_size, ks[32];
+  float *state = layer->state + (size_t)item * D * columns;  // columns that are used together are stored together
   Columns c = {run, item / per_head, item % per_head * columns, columns / 8, memory};
-  float *stored = layer->state + (size_t)c.head * D * D + c.column;
-  for (int i = 0; i < D; i++) memcpy(state + i * columns, stored + (size_t)i * D, 4 * (size_t)columns);
   for (int at = 0; at < P; at++) {
     sweep_of(&c, state, state, at - 1, key_of(&c, at), ks, NULL, NULL);
     writes_of(&c, at, ks);
   }
-  if (P) sweep_of(&c, state, state, P - 1, NULL, NULL, NULL, NULL);
-  if (P && !run->s->chunk)
-    for (int i = 0; i < D; i++) memcpy(stored + (size_t)i * D, state + i * columns, 4 * (size_t)columns);
-  for (int r = run->root; r >= 0; r = run->sibling[r]) visit(&c, r, state, state, 0, state + (size_t)D * columns);
-  if (!run->s->chunk) return;
-  sweep_of(&c, state, state, P + run->R - 1, NULL, NULL, NULL, NULL);
-  for (int i = 0; i < D; i++) memcpy(stored + (size_t)i * D, state + i * columns, 4 * (size_t)columns);
+  // The last pending row's update is fused with what the first root reads.
+  for (int r = run->root; r >= 0; r = run->sibling[r]) visit(&c, r, state, state, r == run->root ? P - 1 : -1, memory + 2 * MAX_ROWS * 32);
+  if (run->s->chunk) sweep_of(&c, state, state, P + run->R - 1, NULL, NULL, NULL, NULL);
 }
 
 // Advances the window over pending rows (and a chunk's), and saves what a commit of this tree will need.
