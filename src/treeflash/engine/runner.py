@@ -149,7 +149,7 @@ class StepRunner:
         else:
             self._staged_tree.copy_(tree.packed)
             self._tree.copy_(self._staged_tree, non_blocking=True)
-        self._staged_limits.copy_(torch.tensor([tree.size, max_accepted]))
+        self._staged_limits.numpy()[:] = tree.size, max_accepted
         self._limits.copy_(self._staged_limits, non_blocking=True)
         return self._timed_forward(self.step_rows(tree.size))
 

@@ -164,8 +164,9 @@ class NativeDecoder:
         skipped = 0 if tapped is None else max(0, step.rows - tapped)
         features = torch.empty(len(step.slots), step.rows - skipped, len(taps) * self.spec.width)
         wanted = (ctypes.c_int32 * len(taps))(*taps)
+        counts = buffers.pending.count.numpy()
         for b, slot in enumerate(step.slots.tolist()):
-            length, pending = int(buffers.lengths[slot]), int(buffers.pending.count[slot])
+            length, pending = int(buffers.lengths[slot]), int(counts[slot])
             states = self._slot_states(buffers, slot)
             self._reserve_scores(length + step.rows)
             table, path = buffers.page_table[slot], buffers.pending.path[slot]
@@ -202,7 +203,7 @@ class NativeDecoder:
                     self._scores.data_ptr(),
                 )
                 assert not wrong, f"native step refused with code {wrong}: {call.rows} rows at {call.length}"
-            buffers.pending.count[slot] = 0  # every delta layer has advanced over its path
+            counts[slot] = 0  # every delta layer has advanced over its path
         return features
 
     def _reserve_scores(self, span: int) -> None:

@@ -75,6 +75,14 @@ class NativeDraft(DFlashDraft):
                 )
                 assert not wrong, f"native draft refused with code {wrong}: {len(part)} rows"
 
+    def commit(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
+        """See DFlashDraft.commit."""
+        for b, rows in enumerate(count.tolist()):
+            own = slots[b : b + 1]
+            if rows:
+                self._append(features[b : b + 1, :rows], buffers.lengths[own], own, buffers)
+        buffers.lengths.index_add_(0, slots, count)
+
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
         """See DFlashDraft.block."""
         x = (embeddings * self.spec.embedding_scale).contiguous()
