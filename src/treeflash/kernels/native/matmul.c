@@ -204,7 +204,7 @@ size_t act_bytes(int columns) {
 
 Act act_at(uint8_t *memory, int columns) {
   size_t blocks = (size_t)(columns + 31) / 32;
-  Act act = {.q8 = (int8_t *)memory, .q16 = (int16_t *)memory};
+  Act act = {.q8 = (int8_t *)memory, .low = (int8_t *)memory + 32 * blocks, .q16 = (int16_t *)memory};
   memory += up64(32 * blocks * 2);
   act.scale = (float *)memory;
   act.sum = (float *)(memory + up64(4 * blocks));
@@ -215,7 +215,7 @@ Act act_at(uint8_t *memory, int columns) {
 
 // Rounds a row to integers: each 32 columns have a scale of their own. A NaN makes the scale NaN.
 void quantise(const float *x, Act *act, int columns, int mode) {
-  const float limit = mode == INT8 ? 127.f : 32767.f;
+  const float limit = mode == INT8 ? 127.f : 32512.f;  // 127 * 256: the high byte stays within 8 bits
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   // The even, then the odd columns of each 4: so the even and odd bytes of weight codes come.
   const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
@@ -248,6 +248,14 @@ void quantise(const float *x, Act *act, int columns, int mode) {
     if (mode == INT8) {
       __m256i all = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
       _mm256_storeu_si256((__m256i *)(act->q8 + 32 * b), all);
+    } else if (HAS_VNNI) {
+      __m256i first = _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8), second = _mm256_srai_epi16(_mm256_slli_epi16(high, 8), 8);
+      __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8);
+      _mm256_storeu_si256((__m256i *)(act->low + 32 * b), bytes);
+      first = _mm256_srai_epi16(_mm256_sub_epi16(low, first), 8);
+      second = _mm256_srai_epi16(_mm256_sub_epi16(high, second), 8);
+      bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8);
+      _mm256_storeu_si256((__m256i *)(act->q8 + 32 * b), bytes);
     } else {
       _mm256_storeu_si256((__m256i *)(act->q16 + 32 * b), _mm256_shuffle_epi8(low, order));
       _mm256_storeu_si256((__m256i *)(act->q16 + 32 * b + 16), _mm256_shuffle_epi8(high, order));
@@ -288,78 +296,77 @@ INLINE __m256i broadcast4(const void *p) {
 }
 
 // Integer sums of groups g0 to g1 - 1 of block b for R rows: what one scale of the weights multiplies.
-INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, __m256i *sum) {
-  if (mode == INT16) {
-    __m256i odd[4];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sum[r] = odd[r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int g = g0; g < g1; g++) {
-      __m256i w = codes(kind, c, g), even_w, odd_w;
-      if (kind == Q8_0) {
-        even_w = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
-        odd_w = _mm256_srai_epi16(w, 8);
-      } else {
-        even_w = _mm256_and_si256(w, _mm256_set1_epi16(255));
-        odd_w = _mm256_srli_epi16(w, 8);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        const int16_t *a = act[r].q16 + 32 * b + 4 * g;
-        sum[r] = DOT_I16(sum[r], even_w, broadcast4(a));
-        if (HAS_VNNI) odd[r] = DOT_I16(odd[r], odd_w, broadcast4(a + 2));
-        else sum[r] = DOT_I16(sum[r], odd_w, broadcast4(a + 2));
-      }
-    }
-    if (HAS_VNNI)
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) sum[r] = _mm256_add_epi32(sum[r], odd[r]);
-    return;
-  }
 #if HAS_VNNI
+INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, __m256i *sum) {
+  __m256i low[4];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++)  // signed codes are used as code + 128
-    sum[r] = kind == Q8_0 ? _mm256_set1_epi32(-128 * act[r].whole[b]) : _mm256_setzero_si256();
+  for (int r = 0; r < R; r++) sum[r] = low[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
   for (int g = g0; g < g1; g++) {
     __m256i w = codes(kind, c, g);
-    if (kind == Q8_0) w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+    if (kind == Q8_0) w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));  // code + 128, unsigned
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sum[r] = DOT_U8_I8(sum[r], w, broadcast4(act[r].q8 + 32 * b + 4 * g));
+    for (int r = 0; r < R; r++) {
+      sum[r] = DOT_U8_I8(sum[r], w, broadcast4(act[r].q8 + 32 * b + 4 * g));
+      if (mode == INT16) low[r] = DOT_U8_I8(low[r], w, broadcast4(act[r].low + 32 * b + 4 * g));
+    }
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) {
+    if (mode == INT16) sum[r] = _mm256_add_epi32(_mm256_slli_epi32(sum[r], 8), low[r]);
+    if (kind == Q8_0) sum[r] = _mm256_sub_epi32(sum[r], _mm256_set1_epi32(128 * act[r].whole[b]));
+  }
+}
 #else
+INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, __m256i *sum) {
   const __m256i ones = _mm256_set1_epi16(1);
   // How many sums of two products fit into 16 bits: 8 x 2 x 15 x 127, 4 x 2 x 31 x 127, 2 x 2 x 63 x 127 < 32768.
   const int fit = kind == Q8_0 ? 1 : kind == Q4_K || kind == Q4_0 ? 8 : kind == Q6_K ? 2 : 4;
   __m256i part[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
   for (int g = g0; g < g1; g++) {
-    __m256i w = codes(kind, c, g), size = kind == Q8_0 ? _mm256_abs_epi8(w) : w;
+    __m256i w = codes(kind, c, g), even, odd;
+    if (mode == INT16 && kind == Q8_0) {
+      even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
+      odd = _mm256_srai_epi16(w, 8);
+    } else if (mode == INT16) {
+      even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+      odd = _mm256_srli_epi16(w, 8);
+    }
     int i = g - g0;
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      __m256i a = broadcast4(act[r].q8 + 32 * b + 4 * g);
-      __m256i x = _mm256_maddubs_epi16(size, kind == Q8_0 ? _mm256_sign_epi8(a, w) : a);
-      part[r] = i % fit ? _mm256_add_epi16(part[r], x) : x;
-      if (i % fit == fit - 1) {
-        __m256i y = _mm256_madd_epi16(part[r], ones);
-        sum[r] = i == fit - 1 ? y : _mm256_add_epi32(sum[r], y);
+      if (mode == INT16) {
+        const int16_t *a = act[r].q16 + 32 * b + 4 * g;
+        sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(even, broadcast4(a)));
+        sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(odd, broadcast4(a + 2)));
+        continue;
       }
+      __m256i a = broadcast4(act[r].q8 + 32 * b + 4 * g);
+      if (kind == Q8_0) a = _mm256_sign_epi8(a, w);
+      __m256i x = _mm256_maddubs_epi16(kind == Q8_0 ? _mm256_abs_epi8(w) : w, a);
+      part[r] = i % fit ? _mm256_add_epi16(part[r], x) : x;
+      if (i % fit == fit - 1) sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(part[r], ones));
     }
   }
+}
 #endif
+
+static __attribute__((noinline)) void store_part(const Matrix *m, int t, const float *tile, float *out) {
+  for (int n = 8 * t; n < m->rows; n++) out[n] = tile[n - 8 * t] + (m->bias ? m->bias[n] : 0);
 }
 
 INLINE void store_tile(const Matrix *m, int t, __m256 acc, float *out) {
-  float part[8];
-  int n = m->rows - 8 * t < 8 ? m->rows - 8 * t : 8;
-  if (n == 8) {
+  if (8 * t + 8 <= m->rows) {
     if (m->bias) acc = _mm256_add_ps(acc, _mm256_loadu_ps(m->bias + 8 * t));
     _mm256_storeu_ps(out + 8 * t, acc);
     return;
   }
-  _mm256_storeu_ps(part, acc);
-  for (int i = 0; i < n; i++) out[8 * t + i] = part[i] + (m->bias ? m->bias[8 * t + i] : 0);
+  float tile[8];
+  _mm256_storeu_ps(tile, acc);
+  store_part(m, t, tile, out);
 }
 
 // One tile of 8 outputs for R rows.

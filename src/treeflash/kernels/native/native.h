@@ -65,8 +65,9 @@ typedef struct {
 // A row of activations: integers with a scale per 32 columns, and the floats themselves.
 typedef struct {
   const float *x;
-  int8_t *q8;
-  int16_t *q16;
+  int8_t *q8;     // INT8, or with VNNI the high bytes of 16-bit integers
+  int8_t *low;    // their low bytes, signed: q = 256 q8 + low
+  int16_t *q16;   // 16-bit integers without VNNI
   float *scale;  // per 32 columns
   float *sum;    // per 32 columns: scale times the sum of the integers
   float *half;   // the same per 16 columns

@@ -19,31 +19,21 @@ INLINE __m256 signed_bytes_ps(const void *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 
-#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#if defined(__AVXVNNI__)
 #define HAS_VNNI 1
-#ifdef __AVXVNNI__
 #define DOT_U8_I8(sum, w, a) _mm256_dpbusd_avx_epi32(sum, w, a)
-#define DOT_I16(sum, w, a) _mm256_dpwssd_avx_epi32(sum, w, a)
-#else
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define HAS_VNNI 1
 #define DOT_U8_I8(sum, w, a) _mm256_dpbusd_epi32(sum, w, a)
-#define DOT_I16(sum, w, a) _mm256_dpwssd_epi32(sum, w, a)
-#endif
 #elif defined(EMULATE_VNNI)  // for tests on CPUs without it: the same integers
 #define HAS_VNNI 1
-INLINE __m256i DOT_I16(__m256i sum, __m256i w, __m256i a) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(w, a));
-}
 INLINE __m256i DOT_U8_I8(__m256i sum, __m256i w, __m256i a) {
-  const __m256i low = _mm256_set1_epi16(255);
-  __m256i a_even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), a_odd = _mm256_srai_epi16(a, 8);
-  sum = DOT_I16(sum, _mm256_and_si256(w, low), a_even);
-  return DOT_I16(sum, _mm256_srli_epi16(w, 8), a_odd);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd = _mm256_srai_epi16(a, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
 }
 #else
 #define HAS_VNNI 0
-INLINE __m256i DOT_I16(__m256i sum, __m256i w, __m256i a) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(w, a));
-}
 #endif
 
 INLINE float sum8(__m256 s) {
