@@ -479,13 +479,13 @@ typedef struct { const Matrix *m; int mode, rows; const float *x; float *out; ui
 static void product(void *arg, Worker *worker) {
   Product *p = arg;
   size_t size = act_bytes(p->m->columns);
-  for (int r; (r = claim(worker, 1)) < p->rows;) {
+  for (int r; (r = claim(worker, 1, p->rows)) < p->rows;) {
     p->act[r] = act_at(p->memory + (size_t)r * size, p->m->columns);
     quantise(p->x + (size_t)r * p->m->columns, &p->act[r], p->m->columns, p->mode);
   }
   barrier(worker);
   int tiles = tiles_of(p->m), part = tiles / (8 * pool_threads(worker->pool)) + 1;
-  for (int t; (t = claim(worker, part)) < tiles;)
+  for (int t; (t = claim(worker, part, tiles)) < tiles;)
     multiply(p->m, p->mode, t, t + part < tiles ? t + part : tiles, p->act, p->rows, p->out, (size_t)p->m->rows);
 }
 

@@ -81,10 +81,13 @@ void quantise(const float *x, Act *act, int columns, int mode);
 void multiply(const Matrix *m, int mode, int t0, int t1, const Act *act, int rows, float *out, size_t stride);
 static inline int tiles_of(const Matrix *m) { return (m->rows + 7) / 8; }
 
-// Threads: `pool_run` calls body(arg, worker) in each thread at the same time.
-typedef struct { Pool *pool; int id; unsigned phase; } Worker;
+// Threads: `pool_run` calls body(arg, worker) here and in the threads that are free. A thread may come late and find
+// phases over, so what it reads outside of items must not change during the job.
+typedef struct { Pool *pool; int id; unsigned phase; int held; } Worker;
 typedef void Body(void *arg, Worker *worker);
 void pool_run(Pool *pool, Body *body, void *arg);
 int pool_threads(const Pool *pool);
-void barrier(Worker *worker);              // ends a phase
-int claim(Worker *worker, int count);      // the first of `count` items of this phase that nobody has yet
+// The first of up to `count` of a phase's `total` items that nobody has yet; `total`: none is left. Items that the
+// thread had before are done.
+int claim(Worker *worker, int count, int total);
+void barrier(Worker *worker);  // waits for the phase's items and begins the next phase

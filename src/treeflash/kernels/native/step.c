@@ -104,7 +104,7 @@ static void project(Run *run, Worker *worker, const Matrix *const *m, int count,
   int total = 0;
   for (int i = 0; i < count; i++) total += tiles_of(m[i]);
   int part = run->threads == 1 ? total : total / (6 * run->threads) + 1;
-  for (int a; (a = claim(worker, part)) < total;) {
+  for (int a; (a = claim(worker, part, total)) < total;) {
     int b = min(a + part, total);
     for (int i = 0, at = 0; i < count; at += tiles_of(m[i++])) {
       int low = max(a - at, 0), high = min(b - at, tiles_of(m[i]));
@@ -314,17 +314,18 @@ static void attend_ring(Run *run, Worker *worker, const Ring *ring, int g, int f
 
 static void attention(Run *run, Worker *worker, const Layer *layer, const LayerState *state) {
   const Model *m = run->m;
-  for (int r; (r = claim(worker, 1)) < run->R;) write_heads(run, layer, state, r);
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) write_heads(run, layer, state, r);
   barrier(worker);
   int items = run->R * (m->heads / m->kv_heads);  // of each KV head
   int size = max(1, min(BATCH, items * m->kv_heads / run->threads)), batches = (items + size - 1) / size;
-  for (int b; (b = claim(worker, 1)) < batches * m->kv_heads;) {
+  int total = batches * m->kv_heads;
+  for (int b; (b = claim(worker, 1, total)) < total;) {
     int from = b % batches * size;
     if (run->block) attend_ring(run, worker, &run->rings[layer - m->layer], b / batches, from, min(from + size, items));
     else attend(run, worker, state, b / batches, from, min(from + size, items));
   }
   barrier(worker);
-  for (int r; (r = claim(worker, 1)) < run->R;)
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;)
     round_row(run, r, run->h + (size_t)r * m->heads * m->head_dim, m->heads * m->head_dim);
   barrier(worker);
 }
@@ -496,13 +497,14 @@ static void save_rows(const Run *run, const LayerState *state) {
 static void delta(Run *run, Worker *worker, const Layer *layer, const LayerState *state) {
   const Model *m = run->m;
   int D = m->state_dim, heads = 2 * m->key_heads + m->value_heads;
-  for (int h; (h = claim(worker, 1)) <= heads;)
+  for (int h; (h = claim(worker, 1, heads + 1)) < heads + 1;)
     if (h == 0) delta_gates(run, layer, state);
     else conv_head(run, layer, state, h - 1);
   barrier(worker);
-  for (int i; (i = claim(worker, 1)) < m->value_heads * (D / columns_of(D));) delta_columns(run, worker, state, i);
+  int blocks = m->value_heads * (D / columns_of(D));
+  for (int i; (i = claim(worker, 1, blocks)) < blocks;) delta_columns(run, worker, state, i);
   barrier(worker);
-  for (int r; (r = claim(worker, 1)) <= run->R;) {
+  for (int r; (r = claim(worker, 1, run->R + 1)) < run->R + 1;) {
     if (r == run->R) {
       save_rows(run, state);
       continue;
@@ -544,19 +546,19 @@ static void leave_layer(Run *run, int r, int layer) {
 static void feed_forward(Run *run, Worker *worker, const Layer *layer, int index) {
   const Model *m = run->m;
   size_t W = (size_t)m->width, F = (size_t)m->ffn;
-  for (int r; (r = claim(worker, 1)) < run->R;) {
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     add_to(run->x + r * W, run->out + r * W, m->width);
     enter(run, r, layer->ffn_norm);
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&layer->gate, &layer->up}, 2, (float *[]){run->mid, run->up}, (int[]){m->ffn, m->ffn});
-  for (int r; (r = claim(worker, 1)) < run->R;) {
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     silu_mul(run->mid + r * F, run->up + r * F, m->ffn);
     round_row(run, r, run->mid + r * F, m->ffn);
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&layer->down}, 1, (float *[]){run->out}, (int[]){m->width});
-  for (int r; (r = claim(worker, 1)) < run->R;) leave_layer(run, r, index);
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) leave_layer(run, r, index);
   barrier(worker);
 }
 
@@ -575,7 +577,7 @@ static void step_body(void *arg, Worker *worker) {
   Run *run = arg;
   const Model *m = run->m;
   const Step *s = run->s;
-  for (int r; (r = claim(worker, 1)) < run->R;) {
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     float *x = run->x + (size_t)r * m->width;
     if (run->block) memcpy(x, run->block->in + (size_t)r * m->width, 4 * (size_t)m->width);
     else tf_embed(&m->embedding, s->tokens + r, 1, x);
@@ -680,13 +682,13 @@ static void append_body(void *arg, Worker *worker) {
   int kv = m->kv_heads * m->head_dim, stride = 2 * kv * m->layers;
   size_t W = (size_t)m->width;
   const Matrix *in[2];
-  for (int r; (r = claim(worker, 1)) < run->R;) {
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     round_row(run, r, b->in + (size_t)r * m->features, m->features);
     set_angles(run, r, b->length + r);
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&m->head}, 1, (float *[]){run->x}, (int[]){m->width});
-  for (int r; (r = claim(worker, 1)) < run->R;) {
+  for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     rms_norm(run->x + r * W, b->norm, run->n + r * W, m->width, m->eps);
     round_row(run, r, run->n + r * W, m->width);
   }
@@ -697,7 +699,7 @@ static void append_body(void *arg, Worker *worker) {
     float *out = run->kv + (size_t)i * 2 * kv;
     project(run, worker, in, 2, (float *[]){out, out + kv}, (int[]){stride, stride});
   }
-  for (int i; (i = claim(worker, 1)) < m->layers;) {
+  for (int i; (i = claim(worker, 1, m->layers)) < m->layers;) {
     const Ring *ring = &run->rings[i];
     for (int r = 0; r < run->R; r++) {
       float *k = run->kv + (size_t)r * stride + (size_t)i * 2 * kv;
