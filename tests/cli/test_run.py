@@ -306,14 +306,15 @@ def test_native_code_and_threads(treeflash, model):
     one = treeflash("run", model, "hello", "-n", 8, "--threads", 1, "--cpu-backend", "native")
     two = treeflash("run", model, "hello", "-n", 8, "--threads", 2)
     assert one.exit_code == two.exit_code == 0 and one.stdout == two.stdout != ""
-    lossy = treeflash("run", model, "hello", "-n", 2, "--kv", "q4_0")
-    assert "The native CPU code is not used, the KV cache is in q4_0" in lossy.stderr
     refused = treeflash("run", model, "hello", "--kv", "q4_0", "--cpu-backend", "native")
     assert refused.exit_code == 2 and "--cpu-backend is native, but the KV cache is in q4_0" in refused.stderr
 
 
-def test_without_native_code(treeflash, model, monkeypatch):
+def test_without_native_code(treeflash, monkeypatch):
+    """The pair in the package is large enough for a word about it; a tiny model is not."""
     monkeypatch.setattr(native_library, "find_library", lambda: (None, "there is none"))
-    result = treeflash("run", model, "hello", "-n", 2)
+    result = treeflash("run", "-p", "hello", "-n", 2)
     assert result.exit_code == 0
     assert "The native CPU code is not used, there is none: PyTorch computes, more slowly" in result.stderr
+    asked = treeflash("run", "-p", "hello", "-n", 2, "--cpu-backend", "torch")
+    assert asked.exit_code == 0 and "native" not in asked.stderr

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.kernels.native_library import needs_native, opened
+from treeflash.config import EngineConfig
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import FORMATS
+from treeflash.memory.planner import plan_memory
 from treeflash.models.decoder import Decoder, Target
 from treeflash.models.native import NativeDecoder, native_gap, packed_model_bytes
 from treeflash.models.spec import ModelSpec
@@ -183,6 +185,17 @@ def test_what_native_code_does_not_run(tiny_model: Callable[..., Path]) -> None:
     assert "q8_0" in gap((f32, q8_0))
     assert "window" in gap(window=64)
     assert "experts" in gap(family="qwen35moe")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_counts_what_is_packed(tiny_model: Callable[..., Path], tied: bool) -> None:
+    path = tiny_model(width=256, mix="q4_k_m", tied=tied)
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        plan = plan_memory(file, spec, EngineConfig(device="cpu", max_ctx=256), torch.device("cpu"))
+    target = loaded(path, threads=1)
+    assert isinstance(target, NativeDecoder) and plan.estimate.native and not plan.backend_note()
+    assert plan.weights == target.packed_bytes
 
 
 def test_packed_weights_take_what_the_file_takes() -> None:

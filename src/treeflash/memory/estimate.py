@@ -22,7 +22,7 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE, DFlashDraft, open_draft
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.measure import META, MeasuringLoader, held_bytes
-from treeflash.models.native import packed_model_bytes
+from treeflash.models.native import packed_model_bytes, packed_tensors_bytes
 from treeflash.models.native_draft import draft_gap, packed_draft_bytes
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES, DeltaBuffers, padded_rows
@@ -121,7 +121,12 @@ def estimate_memory(
     embedding = held_bytes(target.embed)
     parts = {"weights": held_bytes(target) - embedding, EMBEDDING: embedding}
     if native:
-        parts = {"weights": packed_model_bytes(file, spec), EMBEDDING: 0}
+        embedding = (
+            0
+            if spec.tied_head
+            else packed_tensors_bytes({"token_embd.weight": file.tensors["token_embd.weight"]})
+        )
+        parts = {"weights": packed_model_bytes(file, spec) - embedding, EMBEDDING: embedding}
     draft_spec: DraftSpec | None = None
     if config.speculation is not None and config.draft is not None:
         quant = draft_quant(config.draft, device_type, native=native)

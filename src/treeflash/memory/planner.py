@@ -40,6 +40,7 @@ OPT_IN_FORMATS: tuple[str, str] = ("tq3_0", "tq3_0")  # only on request
 DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
 _PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
 _MIN_CTX = 256
+_SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
 _SPARE = 0.1  # share kept free of a CPU's memory, and of a GPU's with 16-bit formats
 
 
@@ -113,9 +114,11 @@ class MemoryPlan:
         return found
 
     def backend_note(self) -> str:
-        """Return why native code does not run the model on a CPU; nothing if it does, or need not."""
+        """Return why native code does not run the model on a CPU; nothing if it does, or hardly matters."""
         gap = self.estimate.native_gap
-        return f"The native CPU code is not used, {gap}: PyTorch computes, more slowly" if gap else ""
+        if not gap or self.weights < _SMALL:
+            return ""
+        return f"The native CPU code is not used, {gap}: PyTorch computes, more slowly"
 
     def line(self) -> str:
         """Return formats, context and total in one line, printed at start-up."""

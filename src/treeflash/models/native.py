@@ -107,6 +107,7 @@ class NativeDecoder:
         if not spec.tied_head:
             self._embedding = loader.packed_matrix("token_embd.weight", spec.vocab_size, spec.width)
         self._layers = (Layer * len(spec.layers))(*(self._layer(loader, i) for i in range(len(spec.layers))))
+        self._frequencies = rope_frequencies(spec, loader)
         self._model = self._described(loader, mode)
         self._scratch = torch.empty(
             self.library.c.tf_step_scratch(self._model, self.library.threads), dtype=torch.uint8
@@ -123,6 +124,12 @@ class NativeDecoder:
         decoder = cls(spec, loader)
         check_all_read(file, spec, loader.unread())
         return decoder
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of all weights."""
+        held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]
+        return sum(each.nbytes for each in held) - self._frequencies.nbytes
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., width] of tokens [...]."""
@@ -298,7 +305,7 @@ class NativeDecoder:
             mode=mode,
             layers=len(spec.layers),
             eps=spec.eps,
-            frequencies=self._keep(rope_frequencies(spec, loader)),
+            frequencies=self._keep(self._frequencies),
             norm=self._keep(loader.vector("output_norm.weight", spec.width)),
             embedding=self._embedding.struct,
             head=self._head.struct,

@@ -82,6 +82,7 @@ class PackedMatrix:
         )
         self.data, self.bias = torch.empty(size, dtype=torch.uint8), bias
         self.rows, self.columns = rows, columns
+        self.nbytes = size + (0 if bias is None else bias.nbytes)
         c.tf_pack(kind, source.data_ptr(), rows, columns, self.data.data_ptr())
         self.struct = Matrix(
             kind, rows, columns, self.data.data_ptr(), None if bias is None else bias.data_ptr()
