@@ -3,11 +3,11 @@
     python benchmarks/cpu_native.py --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
         [--backends native,torch] [--prompts 5] [--n-gen 64] [--rounds 3] [--data DATA] [--out FILE]
 
-FOLDER: see llama_cpp.py. Without --model the embedded pair is measured. DATA holds humaneval/test.jsonl.gz;
-without it a few prompts of our own are used. Every round decodes each prompt in every way; llama.cpp is timed
-with its choice of the likeliest token. A step during which the system took the CPU from the process
-(involuntary context switches) is dropped and counted, and medians and least times of the rest are reported.
-Time with two threads means little on a busy machine: the line has the load.
+FOLDER: see llama_library.py. Without --model the embedded pair is measured. DATA holds
+humaneval/test.jsonl.gz; without it a few prompts of our own are used. Every round decodes each prompt in
+every way; llama.cpp is timed with its choice of the likeliest token. A step during which the system took the
+CPU from the process (involuntary context switches) is dropped and counted; medians and least times are of
+the rest, tok_s is of all. Time with two threads means little on a busy machine: the line has the load.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama_library import LlamaCpp
 
 import treeflash
-from benchmarks.llama_cpp import LlamaCpp
 from treeflash.bench.machine import head
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Request, Tokens

@@ -377,7 +377,7 @@ INLINE void quantised_tile(int kind, int mode, int R, const Matrix *m, const Lay
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_ps();
   for (int b = 0; b < l->blocks; b++, c += CODE_BYTES[kind], s += 16) {
-    for (int line = 0; line < CODE_BYTES[kind]; line += 64) _mm_prefetch((const char *)c + 1024 + line, _MM_HINT_T0);
+    for (int line = 0; line < CODE_BYTES[kind]; line += 64) _mm_prefetch((const char *)c + 4096 + line, _MM_HINT_T0);
     __m256 scale[2], minimum[2];
     if (!has_super(kind)) {
       scale[0] = halves_ps(s);
