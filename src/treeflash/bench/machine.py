@@ -31,15 +31,14 @@ def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
 
 def of_session(session: Session) -> dict[str, Any]:
     """Return a local session's header fields, with the weight bytes read per token and the bandwidth."""
-    import torch
 
     target = session.engine.target
     # Only one row of the embedding is read per token; a tied head is counted separately.
     weights = session.plan.estimate.parts["weights"]
     return {
-        "device": device_name(target.device),
+        "device": device_name(target.device, target.threads),
         "torch": version("torch"),
-        "threads": torch.get_num_threads(),
+        "threads": target.threads,
         "weights_bytes": weights,
         "read_bandwidth": read_bandwidth(target.device, weights),
         "max_ctx": session.max_ctx,

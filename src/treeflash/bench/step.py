@@ -92,7 +92,7 @@ def measure_steps(
         probe.close()
     return {
         "what": "step",
-        "device": device_name(engine.target.device),
+        "device": device_name(engine.target.device, engine.target.threads),
         "torch": torch.__version__,
         "graphs": engine.runner.captured,
         "context": context,

@@ -44,6 +44,11 @@ class Target(Protocol):
     layouts: set[Layout]
 
     @property
+    def threads(self) -> int:
+        """Return how many threads of a CPU compute."""
+        ...
+
+    @property
     def embed(self) -> Callable[[Tensor], Tensor]: ...
 
     def forward(
@@ -150,6 +155,10 @@ class Decoder:
         decoder = cls(spec, loader, device)
         check_all_read(file, spec, loader.unread())
         return decoder
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None

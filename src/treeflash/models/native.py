@@ -126,6 +126,10 @@ class NativeDecoder:
         return decoder
 
     @property
+    def threads(self) -> int:
+        return self.library.threads
+
+    @property
     def packed_bytes(self) -> int:
         """Return the bytes of all weights."""
         held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]

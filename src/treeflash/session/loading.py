@@ -39,6 +39,7 @@ from treeflash.state.sequences import CacheConfig
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
+_TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
 # Our name of a sampling parameter, and the file's below general.sampling.
 _FILE_SAMPLING = {
     "temperature": "temp",
@@ -75,7 +76,7 @@ def load_session(
         target = _target(file, config, plan, device, progress)
         prefix_cache = _prefix_cache(config, file, plan, device)
     prepare(target.layouts, device)
-    cost_file = _cost_file(config, path, plan, device)
+    cost_file = _cost_file(config, path, plan, target)
     costs = cost_file.load()
     _empty_cache(device)
     drafter = _drafter(config, target, plan, costs)
@@ -111,7 +112,11 @@ def _target(
     progress: LoadProgress | None,
 ) -> Target:
     if plan.estimate.native:
-        return NativeDecoder.load(file, Library(config.threads or torch.get_num_threads()), progress=progress)
+        # What is left to torch is small, and threads of both would wait for each other's cores.
+        torch.set_num_threads(1)
+        return NativeDecoder.load(file, Library(config.threads or _TORCH_THREADS), progress=progress)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads or _TORCH_THREADS)
     return Decoder.load(
         file,
         device=device,
@@ -144,9 +149,9 @@ def _empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _cost_file(config: EngineConfig, path: Path, plan: MemoryPlan, device: torch.device) -> CostFile:
+def _cost_file(config: EngineConfig, path: Path, plan: MemoryPlan, target: Target) -> CostFile:
     formats = "/".join(format.name for format in plan.kv)
-    computing = f"{device_name(device)}{', native' if plan.estimate.native else ''}"
+    computing = f"{device_name(target.device, target.threads)}{', native' if plan.estimate.native else ''}"
     return CostFile(config.costs, f"{computing} / {path.name} / {config.draft} / {formats}")
 
 
