@@ -43,7 +43,7 @@ size_t tf_packed_bytes(int kind, int rows, int columns) {
 }
 
 // Reads one block of 32 columns of a file's row: codes, integer scales (or minima) and float16 scales.
-static void read_block(int kind, const uint8_t *row, int block, uint8_t q[32], uint8_t scales[2], uint16_t d[2]) {
+INLINE void read_block(int kind, const uint8_t *row, int block, uint8_t q[32], uint8_t scales[2], uint16_t d[2]) {
   int per = FILE_COLUMNS[kind] / 32, s = block % per;
   const uint8_t *p = row + (size_t)(block / per) * FILE_BYTES[kind];
   if (kind == Q8_0) {
@@ -93,12 +93,7 @@ static void pack_floats(int kind, const uint8_t *source, int rows, int columns, 
       memcpy(out + (((size_t)(n / 8) * columns + k) * 8 + n % 8) * size, source + ((size_t)n * columns + k) * size, size);
 }
 
-// Packs rows as they are in a GGUF file to `out`, `tf_packed_bytes` long.
-void tf_pack(int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
-  if (is_float(kind)) {
-    pack_floats(kind, source, rows, columns, out);
-    return;
-  }
+INLINE void pack_quantised(int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
   Layout l = layout_of(kind, rows, columns);
   size_t row_bytes = (size_t)columns / FILE_COLUMNS[kind] * FILE_BYTES[kind];
   memset(out, 0, l.bytes);
@@ -110,16 +105,18 @@ void tf_pack(int kind, const uint8_t *source, int rows, int columns, uint8_t *ou
       size_t at = (size_t)(n / 8) * l.blocks + b;
       int r = n % 8;
       uint8_t *c = out + at * CODE_BYTES[kind], *s = out + l.scales + at * 16;
-      for (int k = 0; k < 32; k++) {
-        int g = k / 4, byte = 4 * r + k % 4;
-        if (kind == Q8_0) {
-          c[32 * g + byte] = q[k];
-          continue;
-        }
-        c[32 * (g & 3) + byte] |= (uint8_t)((q[k] & 15) << (g < 4 ? 0 : 4));
-        if (kind == Q5_K || kind == Q5_0) c[128 + byte] |= (uint8_t)((q[k] >> 4) << g);
-        if (kind == Q6_K) c[128 + 32 * (g / 4) + byte] |= (uint8_t)((q[k] >> 4) << (2 * (g % 4)));
+      uint32_t w[8], high[2] = {0, 0};  // a group's 4 columns in a word
+      memcpy(w, q, 32);
+      for (int g = 0; g < 8; g++) {
+        if (kind == Q8_0) memcpy(c + 32 * g + 4 * r, &w[g], 4);
+        if (kind == Q5_K || kind == Q5_0) high[0] |= (w[g] >> 4 & 0x01010101) << g;
+        if (kind == Q6_K) high[g / 4] |= (w[g] >> 4 & 0x03030303) << (2 * (g % 4));
       }
+      for (int g = 0; g < 4 && kind != Q8_0; g++) {
+        uint32_t both = (w[g] & 0x0f0f0f0f) | (w[g + 4] & 0x0f0f0f0f) << 4;
+        memcpy(c + 32 * g + 4 * r, &both, 4);
+      }
+      for (int h = 0; h < (CODE_BYTES[kind] - 128) / 32 && kind != Q8_0; h++) memcpy(c + 128 + 32 * h + 4 * r, &high[h], 4);
       if (!has_super(kind)) {
         memcpy(s + 2 * r, d, 2);
       } else {
@@ -130,6 +127,19 @@ void tf_pack(int kind, const uint8_t *source, int rows, int columns, uint8_t *ou
         memcpy(super + 16 + 2 * r, d + 1, 2);
       }
     }
+}
+
+// Packs rows as they are in a GGUF file to `out`, `tf_packed_bytes` long.
+void tf_pack(int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
+  switch (kind) {  // a copy of the code for each type
+    case Q8_0: pack_quantised(Q8_0, source, rows, columns, out); break;
+    case Q4_K: pack_quantised(Q4_K, source, rows, columns, out); break;
+    case Q5_K: pack_quantised(Q5_K, source, rows, columns, out); break;
+    case Q6_K: pack_quantised(Q6_K, source, rows, columns, out); break;
+    case Q5_0: pack_quantised(Q5_0, source, rows, columns, out); break;
+    case Q4_0: pack_quantised(Q4_0, source, rows, columns, out); break;
+    default: pack_floats(kind, source, rows, columns, out);
+  }
 }
 
 static float half_float(const uint8_t *p) {
