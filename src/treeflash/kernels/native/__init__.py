@@ -4,8 +4,8 @@ The sources say how results stay independent of the rows and threads around them
 are the specification.
 """
 
-import ctypes
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,27 +66,19 @@ def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
     return found.tf_packed_bytes(KINDS.index(type.name), rows, columns) if has_kind(type) else 0
 
 
+@dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """A weight [rows, columns] in the layout of the native matmul, with a bias or without."""
 
-    def __init__(
-        self, c: ctypes.CDLL, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None
-    ):
-        """source: the bytes of all rows as they are in a GGUF file."""
-        kind, (rows, columns) = KINDS.index(type.name), shape
-        size = c.tf_packed_bytes(kind, rows, columns)
-        assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
-        assert (
-            source.is_contiguous()
-            and source.nbytes == rows * columns // type.block_elements * type.block_bytes
-        )
-        self.data, self.bias = torch.empty(size, dtype=torch.uint8), bias
-        self.rows, self.columns = rows, columns
-        self.nbytes = size + (0 if bias is None else bias.nbytes)
-        c.tf_pack(kind, source.data_ptr(), rows, columns, self.data.data_ptr())
-        self.struct = Matrix(
-            kind, rows, columns, self.data.data_ptr(), None if bias is None else bias.data_ptr()
-        )
+    rows: int
+    columns: int
+    data: Tensor
+    bias: Tensor | None
+    struct: Matrix  # points to data and bias
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class Library:
@@ -109,7 +101,17 @@ class Library:
     def pack(
         self, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
     ) -> PackedMatrix:
-        return PackedMatrix(self.c, source, type, shape, bias)
+        """Pack a matrix; source: the bytes of all rows as they are in a GGUF file."""
+        kind, (rows, columns) = KINDS.index(type.name), shape
+        size = self.c.tf_packed_bytes(kind, rows, columns)
+        assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
+        given = rows * columns // type.block_elements * type.block_bytes
+        assert source.is_contiguous() and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
+        assert bias is None or len(bias) == rows
+        data = torch.empty(size, dtype=torch.uint8)
+        self.c.tf_pack(self.pool, kind, source.data_ptr(), rows, columns, data.data_ptr())
+        struct = Matrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
+        return PackedMatrix(rows, columns, data, bias, struct)
 
     def matmul(self, matrix: PackedMatrix, x: Tensor, *, mode: int = INT16) -> Tensor:
         """Return x [..., K] float32 times the matrix [N, K], transposed: [..., N]."""

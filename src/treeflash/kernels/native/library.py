@@ -99,7 +99,7 @@ _FUNCTIONS = {
     "tf_pool_free": (None, [c_void_p]),
     "tf_pool_threads": (c_int, [c_void_p]),
     "tf_packed_bytes": (c_size_t, [c_int, c_int, c_int]),
-    "tf_pack": (None, [c_int, c_void_p, c_int, c_int, c_void_p]),
+    "tf_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
     "tf_embed": (None, [POINTER(Matrix), c_void_p, c_int, c_void_p]),
     "tf_matmul_scratch": (c_size_t, [c_int]),
     "tf_matmul": (None, [c_void_p, POINTER(Matrix), c_int, c_void_p, c_int, c_void_p, c_void_p]),

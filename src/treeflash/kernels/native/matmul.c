@@ -85,19 +85,22 @@ INLINE void read_block(int kind, const uint8_t *row, int block, uint8_t q[32], u
   }
 }
 
-static void pack_floats(int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
-  size_t size = (size_t)FILE_BYTES[kind];
-  memset(out, 0, layout_of(kind, rows, columns).bytes);
-  for (int n = 0; n < rows; n++)
-    for (int k = 0; k < columns; k++)
-      memcpy(out + (((size_t)(n / 8) * columns + k) * 8 + n % 8) * size, source + ((size_t)n * columns + k) * size, size);
+// A matrix as it is in a GGUF file, to be packed to `out`.
+typedef struct { int kind, rows, columns; const uint8_t *source; uint8_t *out; } Packing;
+
+static void pack_floats(const Packing *p, int from, int to) {
+  size_t size = (size_t)FILE_BYTES[p->kind], columns = (size_t)p->columns;
+  for (size_t n = (size_t)from; n < (size_t)to; n++)
+    for (size_t k = 0; k < columns; k++)
+      memcpy(p->out + ((n / 8 * columns + k) * 8 + n % 8) * size, p->source + (n * columns + k) * size, size);
 }
 
-INLINE void pack_quantised(int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
-  Layout l = layout_of(kind, rows, columns);
-  size_t row_bytes = (size_t)columns / FILE_COLUMNS[kind] * FILE_BYTES[kind];
-  memset(out, 0, l.bytes);
-  for (int n = 0; n < rows; n++)
+INLINE void pack_quantised(int kind, const Packing *p, int from, int to) {
+  const uint8_t *source = p->source;
+  uint8_t *out = p->out;
+  Layout l = layout_of(kind, p->rows, p->columns);
+  size_t row_bytes = (size_t)p->columns / FILE_COLUMNS[kind] * FILE_BYTES[kind];
+  for (int n = from; n < to; n++)
     for (int b = 0; b < l.blocks; b++) {
       uint8_t q[32], scales[2] = {0, 0};
       uint16_t d[2] = {0, 0};
@@ -129,17 +132,29 @@ INLINE void pack_quantised(int kind, const uint8_t *source, int rows, int column
     }
 }
 
-// Packs rows as they are in a GGUF file to `out`, `tf_packed_bytes` long.
-void tf_pack(int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
-  switch (kind) {  // a copy of the code for each type
-    case Q8_0: pack_quantised(Q8_0, source, rows, columns, out); break;
-    case Q4_K: pack_quantised(Q4_K, source, rows, columns, out); break;
-    case Q5_K: pack_quantised(Q5_K, source, rows, columns, out); break;
-    case Q6_K: pack_quantised(Q6_K, source, rows, columns, out); break;
-    case Q5_0: pack_quantised(Q5_0, source, rows, columns, out); break;
-    case Q4_0: pack_quantised(Q4_0, source, rows, columns, out); break;
-    default: pack_floats(kind, source, rows, columns, out);
+static void pack_rows(const Packing *p, int from, int to) {
+  switch (p->kind) {  // a copy of the code for each type
+    case Q8_0: pack_quantised(Q8_0, p, from, to); break;
+    case Q4_K: pack_quantised(Q4_K, p, from, to); break;
+    case Q5_K: pack_quantised(Q5_K, p, from, to); break;
+    case Q6_K: pack_quantised(Q6_K, p, from, to); break;
+    case Q5_0: pack_quantised(Q5_0, p, from, to); break;
+    case Q4_0: pack_quantised(Q4_0, p, from, to); break;
+    default: pack_floats(p, from, to);
   }
+}
+
+static void packing(void *arg, Worker *worker) {
+  const Packing *p = arg;
+  int tiles = (p->rows + 7) / 8;
+  for (int t; (t = claim(worker, 1, tiles)) < tiles;) pack_rows(p, 8 * t, 8 * t + 8 < p->rows ? 8 * t + 8 : p->rows);
+}
+
+// Packs rows as they are in a GGUF file to `out`, `tf_packed_bytes` long.
+void tf_pack(Pool *pool, int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
+  Packing p = {kind, rows, columns, source, out};
+  memset(out, 0, layout_of(kind, rows, columns).bytes);
+  pool_run(pool, packing, &p);
 }
 
 static float half_float(const uint8_t *p) {
