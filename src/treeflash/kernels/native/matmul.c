@@ -367,12 +367,14 @@ INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g
         const int16_t *a = act[r].q16 + 32 * b + 4 * g;
         sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(even, broadcast4(a)));
         sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(odd, broadcast4(a + 2)));
+        IN_ORDER(sum[r]);
         continue;
       }
       __m256i a = broadcast4(act[r].q8 + 32 * b + 4 * g);
       if (kind == Q8_0) a = _mm256_sign_epi8(a, w);
       __m256i x = _mm256_maddubs_epi16(kind == Q8_0 ? _mm256_abs_epi8(w) : w, a);
       part[r] = i % fit ? _mm256_add_epi16(part[r], x) : x;
+      IN_ORDER(part[r]);
       if (i % fit == fit - 1) sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(part[r], ones));
     }
   }
