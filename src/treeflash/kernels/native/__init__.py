@@ -96,7 +96,8 @@ class Library:
             raise MemoryError("no memory for threads")
         self.threads = found.tf_pool_threads(self.pool)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        weakref.finalize(self, found.tf_pool_free, self.pool)
+        # Not at exit: a thread may still be in a step then.
+        weakref.finalize(self, found.tf_pool_free, self.pool).atexit = False
 
     def pack(
         self, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
