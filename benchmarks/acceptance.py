@@ -53,7 +53,7 @@ def main() -> None:
     facts = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     facts |= {"model": options.model.stem, "draft": options.draft.name if options.draft else None}
     command = shlex.join(["python", *sys.argv])
-    head = machine.head(facts, command) | machine.of_session(session, options.model)
+    head = machine.head(facts, command) | machine.of_session(session)
     thinking = False if session.template.supports_thinking else None
     settings = Settings(n_gen=options.n_gen, seed=options.seed, thinking=thinking)
     budgets = [options.budget] if options.no_plain else [PLAIN, options.budget]

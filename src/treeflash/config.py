@@ -34,6 +34,9 @@ class EngineConfig:
     # Tokens. Chunks end at multiples of it, so that they depend on the prompt alone. None: by device memory.
     prefill_chunk: int | None = None
     weights: Literal["auto", "expanded", "packed"] = "auto"
+    # What computes on a CPU: the native library or PyTorch; auto: native code where it runs the model.
+    cpu_backend: Literal["auto", "native", "torch"] = "auto"
+    threads: int | None = None  # of a CPU; None: one for each core, with PyTorch for each idle one
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
     kv_k: str = "auto"  # K cache
     kv_v: str = "auto"  # V cache
@@ -46,7 +49,6 @@ class EngineConfig:
     prefix_cache: int | None = None
     prefix_cache_dir: Path | None = None  # keeps snapshots on disk between runs; None: no disk cache
     prefix_cache_dir_size: int = 32 << 30  # most bytes
-    threads: int | None = None  # on a CPU; None: as many as there are idle CPUs at start
 
     @property
     def max_rows(self) -> int:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.native_library import needs_native
 from treeflash.cli import view
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.loading import LoadingBar
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub import catalog
+from treeflash.kernels.native import library as native_library
 from treeflash.memory import device as memory
 from treeflash.models.spec import ModelSpec
 
@@ -173,13 +175,14 @@ def test_weights_that_do_not_fit_expanded(treeflash, monkeypatch, tiny_model):
         expanded = on_cpu(file, ModelSpec.from_gguf(file)).weights
     free = int(1.1 * expanded)
     monkeypatch.setattr(memory, "available_memory", lambda device: free)
-    result = treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64)
+    torch = ("--max-ctx", 64, "--cpu-backend", "torch")
+    result = treeflash("run", model, "hello", "-n", 4, *torch)
     assert result.exit_code == 0, result.stderr
     warning, hint, *_ = result.stderr.splitlines()
     assert warning.startswith(f"warning: the weights need {view.amount(expanded)} expanded")
     assert f"{view.amount(free)} are free on this CPU" in warning and "very slowly" in warning
     assert hint.startswith("hint: close other programs, take a model with fewer parameters")
-    assert treeflash("run", model, "hello", "-n", 4, "--max-ctx", 64, "-q").stderr == ""
+    assert treeflash("run", model, "hello", "-n", 4, *torch, "-q").stderr == ""
 
 
 def test_approximate_keys_and_values_are_told_of(treeflash, model):
@@ -336,3 +339,22 @@ def test_unexpected_errors(treeflash, monkeypatch, model, problem, code, message
         assert "treeflash doctor" in result.stderr
         shown = treeflash("--debug", "run", model, "hi")
         assert isinstance(shown.exception, RuntimeError)
+
+
+@needs_native
+def test_native_code_and_threads(treeflash, model):
+    one = treeflash("run", model, "hello", "-n", 8, "--threads", 1, "--cpu-backend", "native")
+    two = treeflash("run", model, "hello", "-n", 8, "--threads", 2)
+    assert one.exit_code == two.exit_code == 0 and one.stdout == two.stdout != ""
+    refused = treeflash("run", model, "hello", "--kv", "q4_0", "--cpu-backend", "native")
+    assert refused.exit_code == 2 and "--cpu-backend is native, but the KV cache is in q4_0" in refused.stderr
+
+
+def test_without_native_code(treeflash, monkeypatch):
+    """The pair in the package is large enough for a word about it; a tiny model is not."""
+    monkeypatch.setattr(native_library, "find_library", lambda: (None, "there is none"))
+    result = treeflash("run", "-p", "hello", "-n", 2)
+    assert result.exit_code == 0
+    assert "The native CPU code is not used, there is none: PyTorch computes, more slowly" in result.stderr
+    asked = treeflash("run", "-p", "hello", "-n", 2, "--cpu-backend", "torch")
+    assert asked.exit_code == 0 and "native" not in asked.stderr

@@ -126,8 +126,10 @@ def test_the_plan_expands_what_fits_and_refuses_what_does_not(
         floats = 4 * sum(info.elements for info in file.tensors.values())
         packed = sum(info.nbytes for info in file.tensors.values())
 
+        config = EngineConfig(cpu_backend="torch")
+
         def plan(free: int):
-            return MemoryPlanner.create(file, spec, EngineConfig(), cpu, MemoryBudget(free, 0)).plan()
+            return MemoryPlanner.create(file, spec, config, cpu, MemoryBudget(free, 0)).plan()
 
         assert plan(1 << 40).expanded
         assert plan(1 << 40).max_ctx == min(spec.context_length, 32768)

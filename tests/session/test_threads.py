@@ -43,46 +43,46 @@ def test_threads_for(idle: float, most: int, count: int) -> None:
 @pytest.mark.parametrize("wanted", [0, 1000])
 def test_a_number_out_of_range(wanted: int) -> None:
     with pytest.raises(UsageError, match=rf"`threads` is {wanted}, needed 1 to \d+") as raised:
-        threads.use_threads(wanted)
+        threads.checked_threads(wanted)
     assert raised.value.param == "threads"
 
 
-LOAD = """
-import sys, torch
-torch.set_num_threads(2)  # as torch has by itself on two CPUs
-from treeflash.session import threads
-threads.idle_cpus = lambda: 0.3
-threads.use_threads(None)
-print(torch.get_num_threads())
-"""
+@pytest.mark.parametrize(("given", "count"), [(None, 1), ("2", 2)])
+def test_busy_cpus_reduce_the_threads_unless_the_user_set_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: str | None, count: int
+) -> None:
+    monkeypatch.setattr(threads, "idle_cpus", lambda: 0.3)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    threads.torch_threads.cache_clear()
+    try:
+        assert threads.torch_threads(2) == count
+    finally:
+        threads.torch_threads.cache_clear()
+    assert ("using 1 instead of 2 threads" in caplog.text) == (given is None)
 
 
-@pytest.mark.parametrize(("given", "count"), [(None, "1"), ("2", "2")])
-def test_busy_cpus_reduce_the_threads_unless_the_user_set_them(given: str | None, count: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment |= {"OMP_NUM_THREADS": given} if given else {}
-    result = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True)
-    assert result.stdout.strip() == count
-    assert ("using 1 instead of 2 threads" in result.stderr) == (given is None)
-
-
-def seconds(environment: dict[str, str]) -> float:
-    command = [sys.executable, "-m", "treeflash.cli.main", "run", "--prompt", "Add two numbers.", "-n", "8"]
+def seconds(environment: dict[str, str], backend: str) -> float:
+    prompt = ["--prompt", "Add two numbers.", "-n", "8", "--cpu-backend", backend]
+    command = [sys.executable, "-m", "treeflash.cli.main", "run", *prompt]
     start = time.monotonic()
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True)
     return time.monotonic() - start
 
 
-def test_two_busy_processes_beside_it() -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_two_busy_processes_beside_it(backend: str) -> None:
     """At most twice the time of one thread; threads that spin took five to eight times as long."""
     free = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     burn = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(burn) for _ in range(2)]
     try:
         time.sleep(0.2)
-        times = [(seconds(free), seconds(free | {"OMP_NUM_THREADS": "1"})) for _ in range(2)]
+        one = free | {"OMP_NUM_THREADS": "1"}
+        times = [(seconds(free, backend), seconds(one, backend)) for _ in range(2)]
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    assert min(chosen for chosen, _ in times) <= 2 * min(one for _, one in times), times
+    assert min(chosen for chosen, _ in times) <= 2 * min(single for _, single in times), times

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import treeflash
-from treeflash.gguf.reader import GGUFFile
 from treeflash.memory.device import device_name
 from treeflash.session.session import Session
 
@@ -30,18 +29,16 @@ def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
     }
 
 
-def of_session(session: Session, path: Path) -> dict[str, Any]:
+def of_session(session: Session) -> dict[str, Any]:
     """Return a local session's header fields, with the weight bytes read per token and the bandwidth."""
-    import torch
 
     target = session.engine.target
-    with GGUFFile.open(path) as file:
-        # Only one row of the embedding is read per token; a tied head is counted separately.
-        weights = session.plan.weights - file.tensors["token_embd.weight"].nbytes
+    # Only one row of the embedding is read per token; a tied head is counted separately.
+    weights = session.plan.estimate.parts["weights"]
     return {
-        "device": device_name(target.device),
+        "device": device_name(target.device, target.threads),
         "torch": version("torch"),
-        "threads": torch.get_num_threads(),
+        "threads": target.threads,
         "weights_bytes": weights,
         "read_bandwidth": read_bandwidth(target.device, weights),
         "max_ctx": session.max_ctx,

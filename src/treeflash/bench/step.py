@@ -77,7 +77,7 @@ def measure_steps(
         sizes = engine.runner.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
     probe = StepProbe(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
     bandwidth = bandwidth or read_bandwidth(engine.target.device)
-    moved = plan.weights - engine.target.embed.data.nbytes + 2 * plan.recurrent + plan.kv_per_token * context
+    moved = plan.estimate.parts["weights"] + 2 * plan.recurrent + plan.kv_per_token * context
     rows = []
     try:
         for size in sizes:
@@ -92,7 +92,7 @@ def measure_steps(
         probe.close()
     return {
         "what": "step",
-        "device": device_name(engine.target.device),
+        "device": device_name(engine.target.device, engine.target.threads),
         "torch": torch.__version__,
         "graphs": engine.runner.captured,
         "context": context,

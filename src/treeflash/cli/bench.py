@@ -16,6 +16,7 @@ from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import held
 from treeflash.cli.loading import LoadingBar, choose
 from treeflash.cli.options import (
+    HARDWARE,
     EngineOptions,
     KVCacheOptions,
     Model,
@@ -145,7 +146,7 @@ def bench(
     measured: MeasureOptions,
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
     cache: KVCacheOptions,
-    engine: Annotated[EngineOptions, Only(("max_ctx", "vram_limit", "device", "offline"))],
+    engine: Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))],
     remote: RemoteOptions,
     output: OutputOptions,
 ) -> None:

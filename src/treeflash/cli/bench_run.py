@@ -215,7 +215,7 @@ def measure_local(
                 adaptive=not (sweeping or run.head["settings"]["fixed"]),
             )
         session = load_session(target.path, replace(config, speculation=speculation), screen)
-        run.head |= machine.of_session(session, target.path)
+        run.head |= machine.of_session(session)
         if not session.template.supports_thinking:
             run.settings = replace(run.settings, thinking=None)
         plan = [(loaded[suite], grid.variants(suite, trees[suite], plain=True)) for suite in suites]

@@ -42,7 +42,7 @@ def doctor(
     screen = view.Screen(quiet=as_json)
     found = []
     with screen.waiting("Checking"):
-        for part in (system, pytorch, resources, models, kernels):
+        for part in (system, pytorch, native_code, resources, models, kernels):
             found += part()
     broken = [check.name for check in found if check.status == "fail"]
     if as_json:
@@ -79,6 +79,20 @@ def pytorch() -> Iterator[Check]:
     else:
         yield Check("triton", "note", "not installed: kernels run in plain PyTorch, which is slower on a GPU")
     yield from _graphics(torch)
+
+
+def native_code() -> Iterator[Check]:
+    """Yield whether models run in native code on this CPU."""
+    try:
+        from treeflash.kernels.native.library import find_library
+    except (ImportError, OSError):
+        return
+    library, detail = find_library()
+    if library is None:
+        hint = "install a C compiler, then the package again" if "compiler" in detail else ""
+        yield Check("native CPU code", "note", f"none, {detail}: PyTorch computes on a CPU, slowly", hint)
+    else:
+        yield Check("native CPU code", "ok", f"for {detail}")
 
 
 def _graphics(torch: Any) -> Iterator[Check]:

@@ -24,7 +24,7 @@ class Footprint:
 
 
 def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
-    """Return the footprint with weights expanded to 32 bits, except the rows of the embedding."""
+    """Return the footprint where PyTorch computes: 32 bits a weight, except the rows of the embedding."""
     embedding = file.tensors["token_embd.weight"]
     expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows

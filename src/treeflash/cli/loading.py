@@ -137,6 +137,8 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
         screen.notice(f"Approximate: {', '.join(approximate)}. docs/long-context.md has the cost.")
     if approximate or session.engine.target.device.type == "cuda":
         screen.note(plan.line())
+    if note := plan.backend_note():
+        screen.notice(with_flags(note))
 
 
 def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:

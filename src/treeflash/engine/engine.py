@@ -20,7 +20,7 @@ from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import kv_formats, total_memory
 from treeflash.memory.estimate import chunk_size
-from treeflash.models.decoder import Decoder, check_taps
+from treeflash.models.decoder import Target, check_taps
 from treeflash.models.step import Step
 from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends, snapshot_positions
 from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
@@ -35,7 +35,7 @@ __all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens
 class Engine:
     def __init__(
         self,
-        target: Decoder,
+        target: Target,
         *,
         max_ctx: int,
         prefill_chunk: int | None = None,

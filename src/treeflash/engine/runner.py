@@ -20,7 +20,7 @@ from torch import Tensor
 from treeflash.engine.sampler import Sampler
 from treeflash.kernels.slot_mapping import padded_tree
 from treeflash.kernels.tree import MAX_ROWS, Acceptance, accept_path
-from treeflash.models.decoder import Decoder
+from treeflash.models.decoder import Target
 from treeflash.models.step import SIZES, Step, padded_rows
 from treeflash.spec.drafter import Drafter
 from treeflash.spec.tree import Tree
@@ -108,7 +108,7 @@ class StepRunner:
     sizes: Sequence[int] = ()  # rows of a padded step; none: steps have exactly the tree's rows
     captured = False
 
-    def __init__(self, target: Decoder, states: SequenceStates, drafter: Drafter):
+    def __init__(self, target: Target, states: SequenceStates, drafter: Drafter):
         device = target.device
         self._target, self._states, self._drafter = target, states, drafter
         self.sampler = Sampler(MAX_ROWS, target.spec.vocab_size, device)
@@ -149,7 +149,7 @@ class StepRunner:
         else:
             self._staged_tree.copy_(tree.packed)
             self._tree.copy_(self._staged_tree, non_blocking=True)
-        self._staged_limits.copy_(torch.tensor([tree.size, max_accepted]))
+        self._staged_limits.numpy()[:] = tree.size, max_accepted
         self._limits.copy_(self._staged_limits, non_blocking=True)
         return self._timed_forward(self.step_rows(tree.size))
 
@@ -233,7 +233,7 @@ class EagerRunner(StepRunner):
 
     asynchronous = False
 
-    def __init__(self, target: Decoder, states: SequenceStates, drafter: Drafter, *, max_rows: int):
+    def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
         super().__init__(target, states, drafter)
         drafter.bind(self.sampler.rank)
 
@@ -246,7 +246,7 @@ class GraphRunner(StepRunner):
 
     asynchronous = True
 
-    def __init__(self, target: Decoder, states: SequenceStates, drafter: Drafter, *, max_rows: int):
+    def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
         super().__init__(target, states, drafter)
         self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
         self._draft_functions = drafter.bind(self.sampler.rank)

@@ -38,10 +38,11 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, threads: int | None = None) -> str:
+    """Return a device's name; of a CPU with the threads in use, None: torch's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {threads or torch.get_num_threads()} threads"
 
 
 def available_memory(device: torch.device) -> int:

@@ -23,6 +23,8 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE, DFlashDraft, open_draft
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.measure import META, MeasuringLoader, held_bytes
+from treeflash.models.native import packed_model_bytes, packed_tensors_bytes
+from treeflash.models.native_draft import draft_gap, packed_draft_bytes
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES, DeltaBuffers, padded_rows
 from treeflash.state.draft_ring import draft_buffers
@@ -58,6 +60,8 @@ class MemoryEstimate:
     rows: int  # of a step; they need KV slots after the context
     expanded: bool  # weights are used as stored in memory; else each use dequantises them
     widened: Mapping[str, int]  # extra bytes of the quant types that a GPU stores as float16
+    native: bool = False  # the native CPU library runs the model
+    native_gap: str = ""  # why it does not, although it is asked for
 
     def without_kv(self, *, host_embedding: bool = False) -> int:
         return sum(self.parts.values()) - (self.parts[EMBEDDING] if host_embedding else 0)
@@ -89,10 +93,10 @@ def ring_dtype(device_type: str) -> torch.dtype:
     return torch.float16 if device_type == "cuda" else torch.float32
 
 
-def draft_quant(draft: DraftConfig, device_type: str) -> QuantType | None:
+def draft_quant(draft: DraftConfig, device_type: str, *, native: bool = False) -> QuantType | None:
     """Return the type a draft is quantised to while loading."""
     if draft.quant == "auto":
-        return QuantType.Q8_0 if device_type == "cuda" else None
+        return QuantType.Q8_0 if device_type == "cuda" or native else None
     return _DRAFT_QUANTS[draft.quant]
 
 
@@ -105,19 +109,28 @@ def estimate_memory(
     context: int,
     memory: int,
     expand: bool = True,
+    native: bool = False,
 ) -> MemoryEstimate:
     """Estimate a model and its draft on a device with `memory` bytes, which decide the chunk size.
 
-    `expand`: a CPU dequantises the weights at load; a GPU always stores them in tiles.
+    `expand`: a CPU dequantises the weights at load; a GPU always stores them in tiles. `native`: the native
+    library has them packed.
     """
     on_gpu = device_type == "cuda"
     loader = MeasuringLoader(file, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand)
     target = Decoder(spec, loader, _CPU)
     embedding = held_bytes(target.embed)
     parts = {"weights": held_bytes(target) - embedding, EMBEDDING: embedding}
+    if native:
+        embedding = (
+            0
+            if spec.tied_head
+            else packed_tensors_bytes({"token_embd.weight": file.tensors["token_embd.weight"]})
+        )
+        parts = {"weights": packed_model_bytes(file, spec) - embedding, EMBEDDING: embedding}
     draft_spec: DraftSpec | None = None
     if config.speculation is not None and config.draft is not None:
-        quant = draft_quant(config.draft, device_type)
+        quant = draft_quant(config.draft, device_type, native=native)
         with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as (
             draft_spec,
             source,
@@ -126,6 +139,8 @@ def estimate_memory(
                 source, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand
             )
             draft = held_bytes(DFlashDraft(draft_spec, draft_loader, _CPU))
+            if native and draft_gap(source, draft_spec) is None:
+                draft = packed_draft_bytes(source)
         rings = draft_buffers(
             draft_spec,
             max_ctx=context,
@@ -151,7 +166,7 @@ def estimate_memory(
         chunk: prefill_bytes(spec, chunk, taps) if on_gpu else 0
         for chunk in _chunk_sizes(config, device_type, memory)
     }
-    return MemoryEstimate(spec, parts, prefill, rows, on_gpu or expand, widened)
+    return MemoryEstimate(spec, parts, prefill, rows, on_gpu or native or expand, widened, native)
 
 
 def _chunk_sizes(config: EngineConfig, device_type: DeviceType, memory: int) -> list[int]:

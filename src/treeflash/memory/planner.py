@@ -7,6 +7,7 @@ Unless a context was requested, it is shortened before formats below 8 bits are 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from treeflash.memory.estimate import (
     estimate_memory,
     kv_bytes_per_token,
 )
+from treeflash.models.native import native_gap
 from treeflash.models.spec import ModelSpec
 
 # K and V formats that "auto" chooses from on a GPU, best first.
@@ -38,6 +40,7 @@ OPT_IN_FORMATS: tuple[str, str] = ("tq3_0", "tq3_0")  # only on request
 DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
 _PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
 _MIN_CTX = 256
+_SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
 _SPARE = 0.1  # share kept free of a CPU's memory, and of a GPU's with 16-bit formats
 
 
@@ -110,6 +113,13 @@ class MemoryPlan:
             )
         return found
 
+    def backend_note(self) -> str:
+        """Return why native code does not run the model on a CPU; nothing if it does, or hardly matters."""
+        gap = self.estimate.native_gap
+        if not gap or self.weights < _SMALL:
+            return ""
+        return f"The native CPU code is not used, {gap}: PyTorch computes, more slowly"
+
     def line(self) -> str:
         """Return formats, context and total in one line, printed at start-up."""
         embedding = f", token embedding in host memory ({gib(self.estimate.parts[EMBEDDING])})"
@@ -156,12 +166,19 @@ class MemoryPlanner:
             )
         device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
-        options = {"context": context, "memory": budget.limit}
+        estimated = partial(
+            estimate_memory, file, spec, config, device_type, context=context, memory=budget.limit
+        )
+        candidates = _candidates(spec, config, device)
+        gap = _native_gap(file, spec, config, candidates[0]) if device_type == "cpu" else ""
+        if gap is None:
+            return cls(file, spec, config, device, budget, estimated(native=True), candidates)
         expand = config.weights != "packed"
-        estimate = estimate_memory(file, spec, config, device_type, expand=expand, **options)
+        estimate = estimated(expand=expand)
         if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
-            estimate = estimate_memory(file, spec, config, device_type, expand=False, **options)
-        return cls(file, spec, config, device, budget, estimate, _candidates(spec, config, device))
+            estimate = estimated(expand=False)
+        estimate = replace(estimate, native_gap=gap)
+        return cls(file, spec, config, device, budget, estimate, candidates)
 
     @property
     def context(self) -> int:
@@ -315,6 +332,20 @@ class MemoryPlanner:
         excess = self._total(smallest, context, self._load_options()[-1]) - self._limit(smallest)
         left = self.estimate.parts["weights"] - excess
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
+
+
+def _native_gap(file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFormats) -> str | None:
+    """Return None if the native library is to run the model, else why not; "": it was not asked for."""
+    if config.cpu_backend == "torch" or config.weights == "expanded":
+        return ""
+    context = config.max_ctx or DEFAULT_CTX["cpu"]
+    window = None if config.window is not None and config.window >= context else config.window
+    gap = native_gap(file, spec, kv, window)
+    if gap is not None and config.cpu_backend == "native":
+        raise UsageError(
+            f"`cpu_backend` is native, but {gap}", "use `cpu_backend` auto or torch", param="cpu_backend"
+        )
+    return gap
 
 
 def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> list[KVFormats]:

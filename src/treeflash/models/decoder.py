@@ -1,7 +1,8 @@
 """The target model, built from a GGUF file's metadata. Owns the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.delta_rule import tree_order
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
-from treeflash.kernels.quant_matmul import PackedRows, PartialSums
+from treeflash.kernels.quant_matmul import Layout, PackedRows, PartialSums
 from treeflash.kernels.slot_mapping import SlotMapping, slot_mapping
 from treeflash.models.layers import (
     Attention,
@@ -34,6 +35,33 @@ from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 class Output:
     hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
     features: Tensor  # [B, n, taps * width]: the residual stream after the tapped layers, of the last rows
+
+
+class Target(Protocol):
+    """A loaded target model: `Decoder` in torch, or `NativeDecoder` on a CPU."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    layouts: set[Layout]
+
+    @property
+    def threads(self) -> int:
+        """Return how many threads of a CPU compute."""
+        ...
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor]: ...
+
+    def forward(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
+    ) -> Output: ...
+
+    def verify(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def draft_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Block:
@@ -96,10 +124,7 @@ class Decoder:
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
         self._head_takes_packed = PackedInput(self._head)
-        pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
-        self._frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
-        if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
-            self._frequencies = self._frequencies / loader.vector("rope_freqs.weight", len(pairs))
+        self._frequencies = rope_frequencies(spec, loader, device)
 
     @classmethod
     def load(
@@ -122,7 +147,7 @@ class Decoder:
         measured = MeasuringLoader(file, tiles=True, dtype=torch.float32)
         cls(spec, measured, torch.device("cpu"))
         # Before weights are read, which may take minutes.
-        _check_all_read(file, spec, measured.unread())
+        check_all_read(file, spec, measured.unread())
         space = measured.tile_bytes if device.type == "cuda" else None
         loader = WeightLoader(
             file,
@@ -134,6 +159,10 @@ class Decoder:
             progress=progress,
         )
         return cls(spec, loader, device)
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
@@ -156,6 +185,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocabulary] of hidden [..., width]."""
         return self._head(hidden, exact=True)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return the same for a draft, whose numbers never reach the text."""
+        return self.logits(hidden)
 
     def _forward(
         self, step: Step, buffers: Buffers, taps: Sequence[int], tapped: int | None, *, pack: bool
@@ -210,7 +243,16 @@ class Decoder:
         )
 
 
-def _check_all_read(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
+def rope_frequencies(spec: ModelSpec, loader: WeightLoader, device: torch.device | str = "cpu") -> Tensor:
+    """Return the angles [rope_dim / 2] by which a position turns the pairs of a head."""
+    pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
+    frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
+    if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
+        frequencies = frequencies / loader.vector("rope_freqs.weight", len(pairs))
+    return frequencies
+
+
+def check_all_read(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
     """Raise if a tensor is not used: the model would compute something else. MTP blocks may be unused."""
     prediction = {f"blk.{len(spec.layers) + i}" for i in range(spec.mtp_layers)}
     for name in unread:

@@ -188,8 +188,12 @@ class DFlashDraft:
             for piece in features.split(PIECE, 1):
                 self.append(piece, slots, buffers)
             return
-        if not features.shape[1]:
-            return
+        if features.shape[1]:
+            self._append(features, first, slots, buffers)
+            buffers.lengths[slots] = first + features.shape[1]
+
+    def _append(self, features: Tensor, first: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
+        """Write the K and V of features [B, n, taps * width] at positions from `first` [B] on."""
         positions = first[:, None] + torch.arange(features.shape[1], device=self.device)
         x = rms_norm(self._fuse(features), self._fuse_norm, self.spec.eps)
         angles = rope_angles(positions, self._frequencies)
@@ -200,7 +204,6 @@ class DFlashDraft:
             ring = keys.shape[1]
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
                 pool[indices[ring]] = rows[:, -ring:].to(pool.dtype)
-        buffers.lengths[slots] = positions[:, -1] + 1
 
     def commit(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
         """Append the first `count` [B] positions only, without host/device synchronisation."""

@@ -7,26 +7,29 @@ from typing import Any
 
 import torch
 
-from treeflash.config import EngineConfig
+from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.engine import Engine
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
+from treeflash.kernels.native import Library
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import available_memory, device_name, limit_allocator, pick_device
 from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype
 from treeflash.memory.planner import MemoryPlan, plan_memory
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
+from treeflash.models.decoder import Decoder, Target
+from treeflash.models.dflash import DFlashDraft, open_draft
+from treeflash.models.native import NativeDecoder, NativeLoader
+from treeflash.models.native_draft import NativeDraft, draft_gap
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import SIZES
 from treeflash.models.weights import Progress as LoadProgress
 from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles, identity
 from treeflash.session.session import Session
-from treeflash.session.threads import use_threads
+from treeflash.session.threads import checked_threads, torch_threads
 from treeflash.spec.cost_file import CostFile
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.drafter import Drafter, NoDrafter
@@ -37,6 +40,7 @@ from treeflash.state.sequences import CacheConfig
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
+_TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
 # Our name of a sampling parameter, and the file's below general.sampling.
 _FILE_SAMPLING = {
     "temperature": "temp",
@@ -58,8 +62,6 @@ def load_session(
     """Load a model and its draft; `progress` of reading weights, `warming` of capturing CUDA graphs."""
     config = config or EngineConfig()
     device = pick_device(config.device)
-    if device.type == "cpu":
-        use_threads(config.threads)
     if config.speculation is not None and not 1 <= config.speculation.budget < MAX_ROWS:
         raise UsageError(
             f"`budget` is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
@@ -72,17 +74,10 @@ def load_session(
             limit_allocator(plan.budget, device)
         card = _card_of(file, spec)
         file_sampling = sampling_of(file.metadata)
-        target = Decoder.load(
-            file,
-            device=device,
-            dtype=compute_dtype(device.type),
-            expand=plan.expanded,
-            host_embedding=plan.host_embedding,
-            progress=progress,
-        )
+        target = _target(file, config, plan, device, progress)
         prefix_cache = _prefix_cache(config, file, plan, device)
     prepare(target.layouts, device)
-    cost_file = _cost_file(config, path, plan, device)
+    cost_file = _cost_file(config, path, plan, target)
     costs = cost_file.load()
     _empty_cache(device)
     drafter = _drafter(config, target, plan, costs)
@@ -110,6 +105,30 @@ def load_session(
     )
 
 
+def _target(
+    file: GGUFFile,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    device: torch.device,
+    progress: LoadProgress | None,
+) -> Target:
+    if plan.estimate.native:
+        # What is left to torch is small, and threads of both would wait for each other's cores.
+        torch.set_num_threads(1)
+        library = Library(checked_threads(config.threads) or _TORCH_THREADS)
+        return NativeDecoder.load(file, library, progress=progress)
+    if device.type == "cpu":
+        torch.set_num_threads(checked_threads(config.threads) or torch_threads(_TORCH_THREADS))
+    return Decoder.load(
+        file,
+        device=device,
+        dtype=compute_dtype(device.type),
+        expand=plan.expanded,
+        host_embedding=plan.host_embedding,
+        progress=progress,
+    )
+
+
 def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
     source = str(file.path)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
@@ -132,25 +151,18 @@ def _empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _cost_file(config: EngineConfig, path: Path, plan: MemoryPlan, device: torch.device) -> CostFile:
+def _cost_file(config: EngineConfig, path: Path, plan: MemoryPlan, target: Target) -> CostFile:
     formats = "/".join(format.name for format in plan.kv)
-    return CostFile(config.costs, f"{device_name(device)} / {path.name} / {config.draft} / {formats}")
+    computing = f"{device_name(target.device, target.threads)}{', native' if plan.estimate.native else ''}"
+    return CostFile(config.costs, f"{computing} / {path.name} / {config.draft} / {formats}")
 
 
-def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: StepCosts) -> Drafter:
+def _drafter(config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts) -> Drafter:
     if config.speculation is None:
         return NoDrafter()
     kind, model = target.device.type, None
     if config.draft is not None:
-        draft = DFlashDraft.load(
-            config.draft.path,
-            target.spec,
-            device=target.device,
-            dtype=compute_dtype(kind),
-            expand=plan.expanded,
-            quant=draft_quant(config.draft, kind),
-            causal=config.draft.causal,
-        )
+        draft = _draft(config.draft, target, plan)
         buffers = draft_buffers(
             draft.spec,
             max_ctx=plan.max_ctx,
@@ -165,6 +177,32 @@ def _drafter(config: EngineConfig, target: Decoder, plan: MemoryPlan, costs: Ste
     return Speculator(model, config.speculation, costs, device=target.device, sizes=sizes)
 
 
+def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft:
+    """Load the draft: into the native library where the target is, if it can run it."""
+    kind, native = target.device.type, isinstance(target, NativeDecoder)
+    quant = draft_quant(config, kind, native=native)
+    if isinstance(target, NativeDecoder):
+        with open_draft(config.path, target.spec, quant=quant, causal=config.causal) as (spec, source):
+            if draft_gap(source, spec) is None:
+                return NativeDraft(spec, NativeLoader(source, target.library))
+    return DFlashDraft.load(
+        config.path,
+        target.spec,
+        device=target.device,
+        dtype=compute_dtype(kind),
+        expand=plan.expanded,
+        quant=quant,
+        causal=config.causal,
+    )
+
+
+def _computing(plan: MemoryPlan, device: torch.device) -> str:
+    """Return what decides the bits of a saved state, beside the files and settings."""
+    if device.type == "cuda":
+        return device_name(device)
+    return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
+
+
 def _prefix_cache(
     config: EngineConfig, file: GGUFFile, plan: MemoryPlan, device: torch.device
 ) -> PrefixCacheConfig:
@@ -176,7 +214,7 @@ def _prefix_cache(
     draft = config.draft if config.speculation else None
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
-        computing=device_name(device) if device.type == "cuda" else f"CPU {compute_dtype(device.type)}",
+        computing=_computing(plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,
         chunk=plan.prefill_chunk,

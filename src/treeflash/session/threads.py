@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from treeflash.config import omp_threads
 from treeflash.errors import UsageError
 
@@ -18,36 +16,32 @@ SAMPLE_S = 0.1
 _STAT = Path("/proc/stat")
 
 
-def use_threads(wanted: int | None) -> None:
-    """Set the threads of torch; None: as many as there are idle CPUs now, at most torch's own number.
-
-    Threads that wait for one without a CPU make a step tens of times slower. The number is chosen once: the
-    last bits of float32 products depend on it.
-    """
-    if wanted is None:
-        if omp_threads() is None:
-            _use_idle()
-        return
+def checked_threads(wanted: int | None) -> int | None:
+    """Return the setting; raise for more threads than there are CPUs."""
     cpus = len(_own_cpus())
-    if not 1 <= wanted <= cpus:
+    if wanted is not None and not 1 <= wanted <= cpus:
         raise UsageError(
             f"`threads` is {wanted}, needed 1 to {cpus}, the CPUs of this process", param="threads"
         )
-    torch.set_num_threads(wanted)
+    return wanted
 
 
 @cache
-def _use_idle() -> None:
-    most = torch.get_num_threads()
-    idle = idle_cpus() if most > 1 else None
+def torch_threads(most: int) -> int:
+    """Return how many threads torch should use: as many as there are idle CPUs now, at most `most`.
+
+    Threads that wait for one without a CPU make a step tens of times slower. The number is chosen once: the
+    last bits of float32 products depend on it. The user's OMP_NUM_THREADS is not changed.
+    """
+    idle = idle_cpus() if most > 1 and omp_threads() is None else None
     if idle is None or (count := threads_for(idle, most)) == most:
-        return
-    torch.set_num_threads(count)
+        return most
     cpus = len(_own_cpus())
     log.warning(
         "other programs keep %.1f of %d CPUs busy: using %d instead of %d threads; `threads` sets the number",
         *(cpus - idle, cpus, count, most),
     )
+    return count
 
 
 def threads_for(idle: float, most: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treeflash.kernels.tree import MAX_ROWS
-from treeflash.models.decoder import Decoder
+from treeflash.models.decoder import Target
 from treeflash.models.dflash import DFlashDraft, DraftBuffers
 from treeflash.spec.drafter import Rank
 from treeflash.spec.policy import LEADING, Calibration
@@ -44,7 +44,7 @@ class DraftModel(Protocol):
 class DFlashModel:
     """The DFlash draft with its KV ring and the target's embedding and head."""
 
-    def __init__(self, draft: DFlashDraft, target: Decoder, buffers: DraftBuffers):
+    def __init__(self, draft: DFlashDraft, target: Target, buffers: DraftBuffers):
         self._spec = draft.spec
         self._draft, self._target, self._buffers = draft, target, buffers
         self._slots = torch.zeros(1, dtype=torch.int64, device=draft.device)
@@ -105,7 +105,7 @@ class DFlashModel:
         """Return candidates for the block's positions after the anchor [1]."""
         rows = torch.cat([self._target.embed(anchor[None]), self._masks], 1)
         hidden = self._draft.block(rows, self._slots, self._buffers)[0, 1:]
-        logits = self._draft.shape_logits(self._target.logits(hidden))
+        logits = self._draft.shape_logits(self._target.draft_logits(hidden))
         positions = self._buffers.lengths[0] + torch.arange(1, len(hidden) + 1, device=self._draft.device)
         return Proposal.of(*rank(logits, positions, anchor, count))
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from treeflash.kernels.tree import MAX_ROWS, Correction, best_tree, pack_tree
 
+_ROOT = pack_tree([0], [-1])  # a root and its padding
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -25,7 +27,9 @@ class Tree:
 
     @classmethod
     def root(cls, token: int) -> Self:
-        return cls.of([token], [-1])
+        packed = _ROOT.clone()
+        packed[0] = token
+        return cls(packed, 1)
 
     @classmethod
     def chain(cls, tokens: list[int]) -> Self:

@@ -108,7 +108,8 @@ def test_the_model_of_the_package(chat, tmp_path):
 
 
 def test_stopping_the_model(chat):
-    terminal = chat("-n", "3000", "--seed", "1", "-t", "2")
+    # Slow enough to be stopped: native code writes 3000 tokens of a tiny model in a moment.
+    terminal = chat("-n", "3000", "--seed", "1", "-t", "2", "--cpu-backend", "torch")
     terminal.type("Tell me a very long story\r")
     terminal.wait(lambda text: re.search(r"long story\n\n.{30}", text, re.S), "no text")
     assert "tok/s" not in terminal.text

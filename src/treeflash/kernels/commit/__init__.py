@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from treeflash.kernels.commit import reference
+from treeflash.kernels.commit import host, reference
 from treeflash.kernels.commit.reference import AcceptedPath
 
 __all__ = ["AcceptedPath", "commit_path", "move_rows"]
 
 
-def _of(x: Tensor):
-    """Return the implementation for x's device."""
-    if not x.is_cuda:
-        return reference
+def _of(slots: Tensor):
+    """Return the implementation for the slots' device and number."""
+    if not slots.is_cuda:
+        return host if len(slots) == 1 else reference
     from treeflash.kernels.commit import triton_kernels
 
     return triton_kernels
@@ -23,7 +23,7 @@ def commit_path(
     ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
 ) -> AcceptedPath:
     """See reference.commit_path."""
-    return _of(last).commit_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
+    return _of(slots).commit_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
 
 
 def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:

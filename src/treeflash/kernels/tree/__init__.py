@@ -7,6 +7,7 @@ themselves and have weight -inf; acceptance never reaches them.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,13 +139,14 @@ def accept_path(
             tokens, parents, ancestors, sampled, stops=stops, limit=limit, counts=counts
         )
         return Acceptance(flat)
-    picks = sampled.tolist()
-    path = reference.accept_path(
-        tokens.tolist(), parents.tolist(), picks, stops=stops.tolist(), limit=int(limit)
-    )
-    counts.index_add_(0, tokens[path], torch.ones(len(path), device=counts.device))
-    spare = [-1] * (MAX_ROWS - len(path))
-    decided = [picks[row] for row in path]
-    source = path + list(range(len(path), MAX_ROWS))
-    header = [len(path), decided[-1], path[-1], int(ancestors[path[-1]])]
-    return Acceptance(torch.tensor(header + path + spare + decided + spare + source))
+    picks, own = sampled.tolist(), tokens.tolist()
+    path = reference.accept_path(own, parents.tolist(), picks, stops=stops.tolist(), limit=int(limit))
+    times, size = counts.numpy(), len(path)
+    for row in path:
+        times[own[row]] += 1
+    flat = np.full(Acceptance.SIZE, -1)
+    rows, decided, source = flat[_HEADER:].reshape(3, MAX_ROWS)
+    rows[:size], decided[:size], source[:] = path, [picks[row] for row in path], np.arange(MAX_ROWS)
+    source[:size] = path
+    flat[:_HEADER] = size, decided[size - 1], path[-1], int(ancestors[path[-1]])
+    return Acceptance(torch.from_numpy(flat))

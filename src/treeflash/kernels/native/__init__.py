@@ -1,0 +1,141 @@
+"""The native CPU library: packed weights, their matmuls, and whole steps of a model, with threads of its own.
+
+The sources say how results stay independent of the rows and threads around them; the torch layers of `models`
+are the specification.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.native import library
+from treeflash.kernels.native.library import (
+    CACHE_FORMATS,
+    INT8,
+    INT16,
+    KINDS,
+    MAX_ROWS,
+    Block,
+    Cache,
+    Layer,
+    LayerState,
+    Matrix,
+    Model,
+    Ring,
+    Step,
+)
+
+__all__ = [
+    "CACHE_FORMATS",
+    "INT8",
+    "INT16",
+    "MAX_ROWS",
+    "Block",
+    "Cache",
+    "Layer",
+    "LayerState",
+    "Library",
+    "Matrix",
+    "Model",
+    "PackedMatrix",
+    "Ring",
+    "Step",
+    "has_kind",
+    "packed_bytes",
+    "unavailable",
+]
+
+
+def unavailable() -> str | None:
+    """Return why there is no native code for this machine; None: there is."""
+    found, reason = library.find_library()
+    return reason if found is None else None
+
+
+def has_kind(type: QuantType) -> bool:
+    return type.name in KINDS
+
+
+def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
+    """Return the bytes of a packed matrix; 0: native code does not take this type or shape."""
+    found, _ = library.find_library()
+    assert found is not None
+    return found.tf_packed_bytes(KINDS.index(type.name), rows, columns) if has_kind(type) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight [rows, columns] in the layout of the native matmul, with a bias or without."""
+
+    rows: int
+    columns: int
+    data: Tensor
+    bias: Tensor | None
+    struct: Matrix  # points to data and bias
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Library:
+    """The native library with a pool of threads."""
+
+    def __init__(self, threads: int, *, variant: str | None = None):
+        """`variant`: other than the best for this CPU, for tests."""
+        found, self.variant = library.find_library()
+        if variant is not None:
+            found, self.variant = library.open_library(library.library_path(variant)), variant
+        assert found is not None, self.variant
+        self.c = found
+        self.pool = found.tf_pool_new(threads)
+        if not self.pool:
+            raise MemoryError("no memory for threads")
+        self.threads = found.tf_pool_threads(self.pool)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        # Not at exit: a thread may still be in a step then.
+        weakref.finalize(self, found.tf_pool_free, self.pool).atexit = False
+
+    def pack(
+        self, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
+    ) -> PackedMatrix:
+        """Pack a matrix; source: the bytes of all rows as they are in a GGUF file."""
+        kind, (rows, columns) = KINDS.index(type.name), shape
+        size = self.c.tf_packed_bytes(kind, rows, columns)
+        assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
+        given = rows * columns // type.block_elements * type.block_bytes
+        assert source.is_contiguous() and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
+        assert bias is None or len(bias) == rows
+        data = torch.empty(size, dtype=torch.uint8)
+        self.c.tf_pack(self.pool, kind, source.data_ptr(), rows, columns, data.data_ptr())
+        struct = Matrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
+        return PackedMatrix(rows, columns, data, bias, struct)
+
+    def matmul(self, matrix: PackedMatrix, x: Tensor, *, mode: int = INT16) -> Tensor:
+        """Return x [..., K] float32 times the matrix [N, K], transposed: [..., N]."""
+        assert x.shape[-1] == matrix.columns and x.dtype == torch.float32, f"{x.shape}, {x.dtype}"
+        x = x.contiguous()
+        out = torch.empty(*x.shape[:-1], matrix.rows)
+        rows = x.numel() // matrix.columns
+        if rows:
+            scratch = self.scratch(self.c.tf_matmul_scratch(matrix.columns))
+            self.c.tf_matmul(
+                self.pool, matrix.struct, mode, x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr()
+            )
+        return out
+
+    def embed(self, matrix: PackedMatrix, tokens: Tensor) -> Tensor:
+        """Return the rows [..., K] of the matrix, as float32."""
+        flat = tokens.flatten().contiguous()
+        out = torch.empty(*tokens.shape, matrix.columns)
+        assert not flat.numel() or 0 <= int(flat.min()) <= int(flat.max()) < matrix.rows
+        self.c.tf_embed(matrix.struct, flat.data_ptr(), flat.numel(), out.data_ptr())
+        return out
+
+    def scratch(self, size: int) -> Tensor:
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch

@@ -1,0 +1,529 @@
+// Packed weights and their matmul with rounded activations.
+//
+// Quantised types: tiles of 8 output rows, blocks of 32 columns. A vector of 32 code bytes holds 8 rows x 4 columns,
+// a 32-bit lane belongs to one output: no horizontal sums, and an activation is a broadcast. Codes keep the
+// bits that the file gives them. Float types: [tile, column, 8 rows].
+//
+// A row's result never depends on the other rows or on the thread: its activations are rounded by themselves,
+// sums within a block are integers, and blocks are added in one order with explicit FMAs.
+#include "native.h"
+#include "simd.h"
+
+#include <stdlib.h>
+
+static const int CODE_BYTES[] = {256, 128, 160, 192, 160, 128};  // of a block of 8 rows x 32 columns
+static const int FILE_BYTES[] = {34, 144, 176, 210, 22, 18, 2, 2, 4}, FILE_COLUMNS[] = {32, 256, 256, 256, 32, 32, 1, 1, 1};
+
+static int has_super(int kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K; }
+static int is_float(int kind) { return kind >= F16; }
+static size_t up64(size_t n) { return (n + 63) / 64 * 64; }
+
+// Where the parts of a packed matrix begin: codes, then scales of blocks, then scales of 8 blocks.
+typedef struct { int tiles, blocks, supers; size_t scales, super, bytes; } Layout;
+
+static Layout layout_of(int kind, int rows, int columns) {
+  Layout l = {(rows + 7) / 8, columns / 32, (columns / 32 + 7) / 8, 0, 0, 0};
+  if (is_float(kind)) {
+    l.bytes = up64((size_t)l.tiles * 8 * columns * FILE_BYTES[kind]);
+    return l;
+  }
+  size_t blocks = (size_t)l.tiles * l.blocks;
+  l.scales = up64(blocks * CODE_BYTES[kind]);
+  l.super = l.scales + up64(blocks * 16);
+  l.bytes = l.super + (has_super(kind) ? up64((size_t)l.tiles * l.supers * 32) : 0);
+  return l;
+}
+
+// ---------------------------------------------------------------- packing
+
+// Returns the bytes of a packed matrix; 0: the shape is not possible.
+size_t tf_packed_bytes(int kind, int rows, int columns) {
+  if (kind < 0 || kind >= KINDS || rows < 1 || columns < 1 || columns % FILE_COLUMNS[kind] || columns % 8) return 0;
+  return layout_of(kind, rows, columns).bytes;
+}
+
+// Reads one block of 32 columns of a file's row: codes, integer scales (or minima) and float16 scales.
+INLINE void read_block(int kind, const uint8_t *row, int block, uint8_t q[32], uint8_t scales[2], uint16_t d[2]) {
+  int per = FILE_COLUMNS[kind] / 32, s = block % per;
+  const uint8_t *p = row + (size_t)(block / per) * FILE_BYTES[kind];
+  if (kind == Q8_0) {
+    memcpy(d, p, 2);
+    memcpy(q, p + 2, 32);
+  } else if (kind == Q4_0) {
+    memcpy(d, p, 2);
+    for (int i = 0; i < 16; i++) q[i] = p[2 + i] & 15, q[i + 16] = p[2 + i] >> 4;
+  } else if (kind == Q5_0) {
+    uint32_t high;
+    memcpy(d, p, 2);
+    memcpy(&high, p + 2, 4);
+    for (int i = 0; i < 16; i++) {
+      q[i] = (uint8_t)((p[6 + i] & 15) | ((high >> i & 1) << 4));
+      q[i + 16] = (uint8_t)((p[6 + i] >> 4) | ((high >> (i + 16) & 1) << 4));
+    }
+  } else if (kind == Q4_K || kind == Q5_K) {
+    const uint8_t *c = p + 4, *codes = p + (kind == Q4_K ? 16 : 48) + 32 * (s / 2);
+    memcpy(d, p, 4);
+    if (s < 4) {
+      scales[0] = c[s] & 63;
+      scales[1] = c[s + 4] & 63;
+    } else {
+      scales[0] = (uint8_t)((c[s + 4] & 15) | ((c[s - 4] >> 6) << 4));
+      scales[1] = (uint8_t)((c[s + 4] >> 4) | ((c[s] >> 6) << 4));
+    }
+    for (int i = 0; i < 32; i++) {
+      q[i] = s & 1 ? codes[i] >> 4 : codes[i] & 15;
+      if (kind == Q5_K) q[i] |= (uint8_t)((p[16 + i] >> s & 1) << 4);
+    }
+  } else {  // Q6_K
+    int half = s / 4, part = s % 4;
+    const uint8_t *low = p + 64 * half + 32 * (part & 1), *high = p + 128 + 32 * half;
+    memcpy(d, p + 208, 2);
+    scales[0] = p[192 + 2 * s];
+    scales[1] = p[193 + 2 * s];
+    for (int i = 0; i < 32; i++)
+      q[i] = (uint8_t)((part < 2 ? low[i] & 15 : low[i] >> 4) | ((high[i] >> (2 * part) & 3) << 4));
+  }
+}
+
+// A matrix as it is in a GGUF file, to be packed to `out`.
+typedef struct { int kind, rows, columns; const uint8_t *source; uint8_t *out; } Packing;
+
+static void pack_floats(const Packing *p, int from, int to) {
+  size_t size = (size_t)FILE_BYTES[p->kind], columns = (size_t)p->columns;
+  for (size_t n = (size_t)from; n < (size_t)to; n++)
+    for (size_t k = 0; k < columns; k++)
+      memcpy(p->out + ((n / 8 * columns + k) * 8 + n % 8) * size, p->source + (n * columns + k) * size, size);
+}
+
+INLINE void pack_quantised(int kind, const Packing *p, int from, int to) {
+  const uint8_t *source = p->source;
+  uint8_t *out = p->out;
+  Layout l = layout_of(kind, p->rows, p->columns);
+  size_t row_bytes = (size_t)p->columns / FILE_COLUMNS[kind] * FILE_BYTES[kind];
+  for (int n = from; n < to; n++)
+    for (int b = 0; b < l.blocks; b++) {
+      uint8_t q[32], scales[2] = {0, 0};
+      uint16_t d[2] = {0, 0};
+      read_block(kind, source + (size_t)n * row_bytes, b, q, scales, d);
+      size_t at = (size_t)(n / 8) * l.blocks + b;
+      int r = n % 8;
+      uint8_t *c = out + at * CODE_BYTES[kind], *s = out + l.scales + at * 16;
+      uint32_t w[8], high[2] = {0, 0};  // a group's 4 columns in a word
+      memcpy(w, q, 32);
+      for (int g = 0; g < 8; g++) {
+        if (kind == Q8_0) memcpy(c + 32 * g + 4 * r, &w[g], 4);
+        if (kind == Q5_K || kind == Q5_0) high[0] |= (w[g] >> 4 & 0x01010101) << g;
+        if (kind == Q6_K) high[g / 4] |= (w[g] >> 4 & 0x03030303) << (2 * (g % 4));
+      }
+      for (int g = 0; g < 4 && kind != Q8_0; g++) {
+        uint32_t both = (w[g] & 0x0f0f0f0f) | (w[g + 4] & 0x0f0f0f0f) << 4;
+        memcpy(c + 32 * g + 4 * r, &both, 4);
+      }
+      for (int h = 0; h < (CODE_BYTES[kind] - 128) / 32 && kind != Q8_0; h++) memcpy(c + 128 + 32 * h + 4 * r, &high[h], 4);
+      if (!has_super(kind)) {
+        memcpy(s + 2 * r, d, 2);
+      } else {
+        uint8_t *super = out + l.super + ((size_t)(n / 8) * l.supers + b / 8) * 32;
+        s[r] = scales[0];
+        s[8 + r] = scales[1];
+        memcpy(super + 2 * r, d, 2);
+        memcpy(super + 16 + 2 * r, d + 1, 2);
+      }
+    }
+}
+
+static void pack_rows(const Packing *p, int from, int to) {
+  switch (p->kind) {  // a copy of the code for each type
+    case Q8_0: pack_quantised(Q8_0, p, from, to); break;
+    case Q4_K: pack_quantised(Q4_K, p, from, to); break;
+    case Q5_K: pack_quantised(Q5_K, p, from, to); break;
+    case Q6_K: pack_quantised(Q6_K, p, from, to); break;
+    case Q5_0: pack_quantised(Q5_0, p, from, to); break;
+    case Q4_0: pack_quantised(Q4_0, p, from, to); break;
+    default: pack_floats(p, from, to);
+  }
+}
+
+static void packing(void *arg, Worker *worker) {
+  const Packing *p = arg;
+  int tiles = (p->rows + 7) / 8;
+  for (int t; (t = claim(worker, 1, tiles)) < tiles;) pack_rows(p, 8 * t, 8 * t + 8 < p->rows ? 8 * t + 8 : p->rows);
+}
+
+// Packs rows as they are in a GGUF file to `out`, `tf_packed_bytes` long.
+void tf_pack(Pool *pool, int kind, const uint8_t *source, int rows, int columns, uint8_t *out) {
+  Packing p = {kind, rows, columns, source, out};
+  memset(out, 0, layout_of(kind, rows, columns).bytes);
+  pool_run(pool, packing, &p);
+}
+
+static float half_float(const uint8_t *p) {
+  uint16_t h;
+  memcpy(&h, p, 2);
+  return _cvtsh_ss(h);
+}
+
+static void unpack_float_row(const Matrix *m, int n, float *out) {
+  for (int k = 0; k < m->columns; k++) {
+    const uint8_t *p = m->data + (((size_t)(n / 8) * m->columns + k) * 8 + n % 8) * FILE_BYTES[m->kind];
+    if (m->kind == F32) {
+      memcpy(out + k, p, 4);
+    } else if (m->kind == F16) {
+      out[k] = half_float(p);
+    } else {
+      uint16_t h;
+      memcpy(&h, p, 2);
+      uint32_t bits = (uint32_t)h << 16;
+      memcpy(out + k, &bits, 4);
+    }
+  }
+}
+
+// Row n of a packed matrix as floats: the embedding of a token where the head is tied.
+static void unpack_row(const Matrix *m, int n, float *out) {
+  int kind = m->kind, r = n % 8;
+  if (is_float(kind)) {
+    unpack_float_row(m, n, out);
+    return;
+  }
+  Layout l = layout_of(kind, m->rows, m->columns);
+  for (int b = 0; b < l.blocks; b++) {
+    size_t at = (size_t)(n / 8) * l.blocks + b;
+    const uint8_t *c = m->data + at * CODE_BYTES[kind], *s = m->data + l.scales + at * 16;
+    const uint8_t *super = m->data + l.super + ((size_t)(n / 8) * l.supers + b / 8) * 32;
+    float scale[2], minimum[2];  // of columns 0 to 15 and 16 to 31
+    if (!has_super(kind)) {
+      scale[0] = scale[1] = half_float(s + 2 * r);
+      minimum[0] = minimum[1] = scale[0] * (kind == Q5_0 ? 16 : kind == Q4_0 ? 8 : 0);
+    } else if (kind == Q6_K) {
+      for (int i = 0; i < 2; i++) scale[i] = half_float(super + 2 * r) * (float)(int8_t)s[8 * i + r], minimum[i] = 32 * scale[i];
+    } else {
+      scale[0] = scale[1] = half_float(super + 2 * r) * s[r];
+      minimum[0] = minimum[1] = half_float(super + 16 + 2 * r) * s[8 + r];
+    }
+    for (int k = 0; k < 32; k++) {
+      int g = k / 4, byte = 4 * r + k % 4, q;
+      if (kind == Q8_0) {
+        q = (int8_t)c[32 * g + byte];
+      } else {
+        q = c[32 * (g & 3) + byte] >> (g < 4 ? 0 : 4) & 15;
+        if (kind == Q5_K || kind == Q5_0) q |= (c[128 + byte] >> g & 1) << 4;
+        if (kind == Q6_K) q |= (c[128 + 32 * (g / 4) + byte] >> (2 * (g % 4)) & 3) << 4;
+      }
+      out[32 * b + k] = scale[k / 16] * (float)q - minimum[k / 16];
+    }
+  }
+}
+
+// Embeddings [count, columns] of tokens, all of which are rows of the matrix.
+void tf_embed(const Matrix *m, const int64_t *tokens, int count, float *out) {
+  for (int i = 0; i < count; i++) unpack_row(m, (int)tokens[i], out + (size_t)i * m->columns);
+}
+
+// ---------------------------------------------------------------- activations
+
+size_t act_bytes(int columns) {
+  size_t blocks = (size_t)(columns + 31) / 32;
+  return up64(32 * blocks * 2) + up64(4 * blocks) * 3 + up64(8 * blocks);
+}
+
+Act act_at(uint8_t *memory, int columns) {
+  size_t blocks = (size_t)(columns + 31) / 32;
+  Act act = {.q8 = (int8_t *)memory, .low = (int8_t *)memory + 32 * blocks, .q16 = (int16_t *)memory};
+  memory += up64(32 * blocks * 2);
+  act.scale = (float *)memory;
+  act.sum = (float *)(memory + up64(4 * blocks));
+  act.whole = (int32_t *)(memory + 2 * up64(4 * blocks));
+  act.half = (float *)(memory + 3 * up64(4 * blocks));
+  return act;
+}
+
+// Rounds a row to integers: each 32 columns have a scale of their own. A NaN makes the scale NaN.
+void quantise(const float *x, Act *act, int columns, int mode) {
+  const float limit = mode == INT8 ? 127.f : 32512.f;  // 127 * 256: the high byte stays within 8 bits
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  // The even, then the odd columns of each 4: so the even and odd bytes of weight codes come.
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
+                                         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  act->x = x;
+  for (int b = 0; b < columns / 32; b++) {
+    __m256 in[4], top = _mm256_setzero_ps(), nan = _mm256_setzero_ps();
+    for (int i = 0; i < 4; i++) {
+      in[i] = _mm256_loadu_ps(x + 32 * b + 8 * i);
+      top = _mm256_max_ps(top, _mm256_and_ps(in[i], magnitude));
+      nan = _mm256_or_ps(nan, _mm256_cmp_ps(in[i], in[i], _CMP_UNORD_Q));
+    }
+    __m128 t = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+    t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+    t = _mm_max_ss(t, _mm_shuffle_ps(t, t, 1));
+    float most = _mm256_movemask_ps(nan) ? NAN : _mm_cvtss_f32(t);
+    float scale = most / limit, inverse = most > 0 ? limit / most : 0;
+    if (inverse > 3e38f) scale = inverse = 0;  // too small to matter, and 1 / scale overflows
+    __m256i q[4];
+    int32_t sum[2];
+    for (int i = 0; i < 4; i++) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(in[i], _mm256_set1_ps(inverse)));
+    for (int h = 0; h < 2; h++) {
+      __m256i s = _mm256_add_epi32(q[2 * h], q[2 * h + 1]);
+      __m128i u = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+      u = _mm_hadd_epi32(u, u);
+      sum[h] = _mm_cvtsi128_si32(_mm_hadd_epi32(u, u));
+    }
+    __m256i low = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
+    __m256i high = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[2], q[3]), 0xd8);
+    if (mode == INT8) {
+      __m256i all = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
+      _mm256_storeu_si256((__m256i *)(act->q8 + 32 * b), all);
+    } else if (HAS_VNNI) {
+      __m256i first = _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8), second = _mm256_srai_epi16(_mm256_slli_epi16(high, 8), 8);
+      __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8);
+      _mm256_storeu_si256((__m256i *)(act->low + 32 * b), bytes);
+      first = _mm256_srai_epi16(_mm256_sub_epi16(low, first), 8);
+      second = _mm256_srai_epi16(_mm256_sub_epi16(high, second), 8);
+      bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8);
+      _mm256_storeu_si256((__m256i *)(act->q8 + 32 * b), bytes);
+    } else {
+      _mm256_storeu_si256((__m256i *)(act->q16 + 32 * b), _mm256_shuffle_epi8(low, order));
+      _mm256_storeu_si256((__m256i *)(act->q16 + 32 * b + 16), _mm256_shuffle_epi8(high, order));
+    }
+    act->scale[b] = scale;
+    act->whole[b] = (int32_t)((uint32_t)sum[0] + (uint32_t)sum[1]);
+    act->sum[b] = scale * (float)act->whole[b];
+    act->half[2 * b] = scale * (float)sum[0];
+    act->half[2 * b + 1] = scale * (float)sum[1];
+  }
+}
+
+// ---------------------------------------------------------------- matmul
+
+// Codes of group g of a block: 8 rows x 4 columns, as unsigned bytes (Q8_0: signed).
+INLINE __m256i codes(int kind, const uint8_t *c, int g) {
+  if (kind == Q8_0) return load256(c + 32 * g);
+  __m256i v = load256(c + 32 * (g & 3));
+  v = _mm256_and_si256(g < 4 ? v : _mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+  if (kind == Q5_K || kind == Q5_0) {
+    __m256i high = load256(c + 128);
+    high = g < 4 ? _mm256_slli_epi16(high, 4 - g) : _mm256_srli_epi16(high, g - 4);
+    v = _mm256_or_si256(v, _mm256_and_si256(high, _mm256_set1_epi8(16)));
+  }
+  if (kind == Q6_K) {
+    __m256i high = load256(c + 128 + 32 * (g / 4));
+    int i = g % 4;
+    high = i < 2 ? _mm256_slli_epi16(high, 4 - 2 * i) : _mm256_srli_epi16(high, 2 * i - 4);
+    v = _mm256_or_si256(v, _mm256_and_si256(high, _mm256_set1_epi8(48)));
+  }
+  return v;
+}
+
+INLINE __m256i broadcast4(const void *p) {
+  int32_t v;
+  memcpy(&v, p, 4);
+  return _mm256_set1_epi32(v);
+}
+
+// Integer sums of groups g0 to g1 - 1 of block b for R rows: what one scale of the weights multiplies.
+#if HAS_VNNI
+INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, __m256i *sum) {
+  __m256i low[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sum[r] = low[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int g = g0; g < g1; g++) {
+    __m256i w = codes(kind, c, g);
+    if (kind == Q8_0) w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));  // code + 128, unsigned
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      sum[r] = DOT_U8_I8(sum[r], w, broadcast4(act[r].q8 + 32 * b + 4 * g));
+      if (mode == INT16) low[r] = DOT_U8_I8(low[r], w, broadcast4(act[r].low + 32 * b + 4 * g));
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) {
+    if (mode == INT16) sum[r] = _mm256_add_epi32(_mm256_slli_epi32(sum[r], 8), low[r]);
+    if (kind == Q8_0) sum[r] = _mm256_sub_epi32(sum[r], _mm256_set1_epi32(128 * act[r].whole[b]));
+  }
+}
+#else
+INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, __m256i *sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  // How many sums of two products fit into 16 bits: 8 x 2 x 15 x 127, 4 x 2 x 31 x 127, 2 x 2 x 63 x 127 < 32768.
+  const int fit = kind == Q8_0 ? 1 : kind == Q4_K || kind == Q4_0 ? 8 : kind == Q6_K ? 2 : 4;
+  __m256i part[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int g = g0; g < g1; g++) {
+    __m256i w = codes(kind, c, g), even, odd;
+    if (mode == INT16 && kind == Q8_0) {
+      even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
+      odd = _mm256_srai_epi16(w, 8);
+    } else if (mode == INT16) {
+      even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+      odd = _mm256_srli_epi16(w, 8);
+    }
+    int i = g - g0;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      if (mode == INT16) {
+        const int16_t *a = act[r].q16 + 32 * b + 4 * g;
+        sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(even, broadcast4(a)));
+        sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(odd, broadcast4(a + 2)));
+        IN_ORDER(sum[r]);
+        continue;
+      }
+      __m256i a = broadcast4(act[r].q8 + 32 * b + 4 * g);
+      if (kind == Q8_0) a = _mm256_sign_epi8(a, w);
+      __m256i x = _mm256_maddubs_epi16(kind == Q8_0 ? _mm256_abs_epi8(w) : w, a);
+      part[r] = i % fit ? _mm256_add_epi16(part[r], x) : x;
+      IN_ORDER(part[r]);
+      if (i % fit == fit - 1) sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(part[r], ones));
+    }
+  }
+}
+#endif
+
+static __attribute__((noinline)) void store_part(const Matrix *m, int t, const float *tile, float *out) {
+  for (int n = 8 * t; n < m->rows; n++) out[n] = tile[n - 8 * t] + (m->bias ? m->bias[n] : 0);
+}
+
+INLINE void store_tile(const Matrix *m, int t, __m256 acc, float *out) {
+  if (8 * t + 8 <= m->rows) {
+    if (m->bias) acc = _mm256_add_ps(acc, _mm256_loadu_ps(m->bias + 8 * t));
+    _mm256_storeu_ps(out + 8 * t, acc);
+    return;
+  }
+  float tile[8];
+  _mm256_storeu_ps(tile, acc);
+  store_part(m, t, tile, out);
+}
+
+// One tile of 8 outputs for R rows.
+INLINE void quantised_tile(int kind, int mode, int R, const Matrix *m, const Layout *l, int t, const Act *act, float *out, size_t stride) {
+  const uint8_t *c = m->data + (size_t)t * l->blocks * CODE_BYTES[kind], *s = m->data + l->scales + (size_t)t * l->blocks * 16;
+  const uint8_t *super = m->data + l->super + (size_t)t * l->supers * 32;
+  __m256 acc[4], d = _mm256_setzero_ps(), dmin = _mm256_setzero_ps();
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_ps();
+  for (int b = 0; b < l->blocks; b++, c += CODE_BYTES[kind], s += 16) {
+    for (int line = 0; line < CODE_BYTES[kind]; line += 64) _mm_prefetch((const char *)c + 4096 + line, _MM_HINT_T0);
+    __m256 scale[2], minimum[2];
+    if (!has_super(kind)) {
+      scale[0] = halves_ps(s);
+      minimum[0] = _mm256_mul_ps(scale[0], _mm256_set1_ps(kind == Q5_0 ? 16 : 8));
+    } else {
+      if (!(b & 7)) {
+        d = halves_ps(super);
+        dmin = halves_ps(super + 16);
+        super += 32;
+      }
+      if (kind == Q6_K) {
+        for (int i = 0; i < 2; i++) {
+          scale[i] = _mm256_mul_ps(d, signed_bytes_ps(s + 8 * i));
+          minimum[i] = _mm256_mul_ps(scale[i], _mm256_set1_ps(32));
+        }
+      } else {
+        scale[0] = _mm256_mul_ps(d, bytes_ps(s));
+        minimum[0] = _mm256_mul_ps(dmin, bytes_ps(s + 8));
+      }
+    }
+    const int parts = kind == Q6_K ? 2 : 1;  // a scale belongs to 32 columns, or to 16
+#pragma GCC unroll 2
+    for (int p = 0; p < parts; p++) {
+      __m256i sum[4];
+      block_sums(kind, mode, R, c, b, p * 8 / parts, (p + 1) * 8 / parts, act, sum);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r]), _mm256_mul_ps(scale[p], _mm256_set1_ps(act[r].scale[b])), acc[r]);
+        if (kind != Q8_0) {
+          float z = kind == Q6_K ? act[r].half[2 * b + p] : act[r].sum[b];
+          acc[r] = _mm256_fnmadd_ps(minimum[p], _mm256_set1_ps(z), acc[r]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) store_tile(m, t, acc[r], out + (size_t)r * stride);
+}
+
+INLINE void float_tile(int kind, int R, const Matrix *m, int t, const Act *act, float *out, size_t stride) {
+  const int size = kind == F32 ? 4 : 2;
+  const uint8_t *w = m->data + (size_t)t * 8 * m->columns * size;
+  __m256 even[4], odd[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) even[r] = odd[r] = _mm256_setzero_ps();
+  for (int k = 0; k < m->columns; k += 2, w += 16 * size) {
+    const uint8_t *next = w + 8 * size;
+    __m256 a = kind == F32 ? _mm256_loadu_ps((const float *)w) : kind == F16 ? halves_ps(w) : bfloats_ps(w);
+    __m256 b = kind == F32 ? _mm256_loadu_ps((const float *)next) : kind == F16 ? halves_ps(next) : bfloats_ps(next);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      even[r] = _mm256_fmadd_ps(a, _mm256_broadcast_ss(act[r].x + k), even[r]);
+      odd[r] = _mm256_fmadd_ps(b, _mm256_broadcast_ss(act[r].x + k + 1), odd[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) store_tile(m, t, _mm256_add_ps(even[r], odd[r]), out + (size_t)r * stride);
+}
+
+INLINE void tile(int kind, int mode, int R, const Matrix *m, const Layout *l, int t, const Act *act, float *out, size_t stride) {
+  if (is_float(kind)) float_tile(kind, R, m, t, act, out, stride);
+  else quantised_tile(kind, mode, R, m, l, t, act, out, stride);
+}
+
+// Rows are taken 4 at a time; a row's arithmetic is the same whatever R is.
+INLINE void tiles(int kind, int mode, const Matrix *m, int t0, int t1, const Act *act, int rows, float *out, size_t stride) {
+  const Layout l = layout_of(kind, m->rows, m->columns);
+  for (int t = t0; t < t1; t++) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) tile(kind, mode, 4, m, &l, t, act + r, out + (size_t)r * stride, stride);
+    if (rows - r == 3) tile(kind, mode, 3, m, &l, t, act + r, out + (size_t)r * stride, stride);
+    else if (rows - r == 2) tile(kind, mode, 2, m, &l, t, act + r, out + (size_t)r * stride, stride);
+    else if (rows - r == 1) tile(kind, mode, 1, m, &l, t, act + r, out + (size_t)r * stride, stride);
+  }
+}
+
+typedef void Kernel(const Matrix *m, int t0, int t1, const Act *act, int rows, float *out, size_t stride);
+
+#define KERNEL(KIND, MODE)                                                                                       \
+  static __attribute__((noinline)) void KIND##_##MODE(const Matrix *m, int t0, int t1, const Act *act, int rows, \
+                                                      float *out, size_t stride) {                               \
+    tiles(KIND, MODE, m, t0, t1, act, rows, out, stride);                                                        \
+  }
+#define BOTH(KIND) KERNEL(KIND, INT8) KERNEL(KIND, INT16)
+BOTH(Q8_0) BOTH(Q4_K) BOTH(Q5_K) BOTH(Q6_K) BOTH(Q5_0) BOTH(Q4_0) KERNEL(F16, INT16) KERNEL(BF16, INT16) KERNEL(F32, INT16)
+
+static Kernel *const KERNELS[KINDS][2] = {
+    [Q8_0] = {Q8_0_INT8, Q8_0_INT16}, [Q4_K] = {Q4_K_INT8, Q4_K_INT16}, [Q5_K] = {Q5_K_INT8, Q5_K_INT16},
+    [Q6_K] = {Q6_K_INT8, Q6_K_INT16}, [Q5_0] = {Q5_0_INT8, Q5_0_INT16}, [Q4_0] = {Q4_0_INT8, Q4_0_INT16},
+    [F16] = {F16_INT16, F16_INT16},   [BF16] = {BF16_INT16, BF16_INT16}, [F32] = {F32_INT16, F32_INT16},
+};
+
+void multiply(const Matrix *m, int mode, int t0, int t1, const Act *act, int rows, float *out, size_t stride) {
+  KERNELS[m->kind][mode](m, t0, t1, act, rows, out, stride);
+}
+
+typedef struct { const Matrix *m; int mode, rows; const float *x; float *out; uint8_t *memory; Act act[MAX_ROWS]; } Product;
+
+static void product(void *arg, Worker *worker) {
+  Product *p = arg;
+  size_t size = act_bytes(p->m->columns);
+  for (int r; (r = claim(worker, 1, p->rows)) < p->rows;) {
+    p->act[r] = act_at(p->memory + (size_t)r * size, p->m->columns);
+    quantise(p->x + (size_t)r * p->m->columns, &p->act[r], p->m->columns, p->mode);
+  }
+  barrier(worker);
+  int tiles = tiles_of(p->m), part = tiles / (8 * pool_threads(worker->pool)) + 1;
+  for (int t; (t = claim(worker, part, tiles)) < tiles;)
+    multiply(p->m, p->mode, t, t + part < tiles ? t + part : tiles, p->act, p->rows, p->out, (size_t)p->m->rows);
+}
+
+size_t tf_matmul_scratch(int columns) { return MAX_ROWS * act_bytes(columns); }
+
+// out [rows, N] = x [rows, K] times the matrix [N, K], transposed.
+void tf_matmul(Pool *pool, const Matrix *m, int mode, const float *x, int rows, float *out, uint8_t *scratch) {
+  for (int done = 0; done < rows; done += MAX_ROWS) {
+    Product p = {.m = m, .mode = mode, .rows = rows - done < MAX_ROWS ? rows - done : MAX_ROWS, .memory = scratch};
+    p.x = x + (size_t)done * m->columns;
+    p.out = out + (size_t)done * m->rows;
+    pool_run(pool, product, &p);
+  }
+}

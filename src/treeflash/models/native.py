@@ -1,0 +1,344 @@
+"""The target model as the native CPU library runs it: packed weights, one call for each step.
+
+`NativeDecoder` has the interface of `Decoder`, reads and writes the same buffers, and computes the same
+function with activations rounded to 16 bits.
+"""
+
+import ctypes
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from treeflash.gguf.reader import GGUFFile, TensorInfo
+from treeflash.kernels import native
+from treeflash.kernels.kv_cache.format import HeadPool, KVFormat
+from treeflash.kernels.native import INT8, INT16, Cache, Layer, LayerState, Library, Model, PackedMatrix
+from treeflash.kernels.quant_matmul import Layout
+from treeflash.models.decoder import Output, check_all_read, check_taps, rope_frequencies
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import AttentionBuffers, Buffers, Step
+from treeflash.models.weights import Progress, TensorSource, WeightLoader
+
+_CPU = torch.device("cpu")
+_WIDEST_CONV = 8
+
+
+def native_gap(
+    file: TensorSource, spec: ModelSpec, kv: Sequence[KVFormat], window: int | None = None
+) -> str | None:
+    """Return why the native library cannot run this model with this cache, in words; None: it can."""
+    if (reason := native.unavailable()) is not None:
+        return reason
+    if spec.experts is not None:
+        return f"{spec.architecture} has experts"
+    if window is not None:
+        return "`window` is set"
+    for format in kv:
+        if format.name not in native.CACHE_FORMATS:
+            return f"the KV cache is in {format.name}"
+    sizes = {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}
+    if spec.delta is not None:
+        sizes |= {"state": spec.delta.head_dim}
+        if not 2 <= spec.delta.conv_width <= _WIDEST_CONV:
+            return f"a convolution of {spec.delta.conv_width} tokens"
+    for name, size in sizes.items():
+        if size % 8:
+            return f"a {name} size of {size}, needed a multiple of 8"
+    return weights_gap(file)
+
+
+def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:
+    """Return which matrix of a file the native matmul cannot take; None: it takes all."""
+    for name, info in file.tensors.items():
+        if _is_matrix(name, info) and name not in without:
+            rows, columns = info.shape
+            if not native.has_kind(info.type):
+                return f"weights in {info.type.name}"
+            if not native.packed_bytes(info.type, rows, columns):
+                return f"{name} has rows of {columns} values"
+    return None
+
+
+def packed_model_bytes(file: TensorSource, spec: ModelSpec) -> int:
+    """Return the bytes of a model's weights in the native library."""
+    prediction = tuple(f"blk.{len(spec.layers) + i}." for i in range(spec.mtp_layers))
+    return packed_tensors_bytes(
+        {name: info for name, info in file.tensors.items() if not name.startswith(prediction)}
+    )
+
+
+def packed_tensors_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(
+        native.packed_bytes(info.type, *info.shape) if _is_matrix(name, info) else 4 * info.elements
+        for name, info in tensors.items()
+    )
+
+
+def _is_matrix(name: str, info: TensorInfo) -> bool:
+    return len(info.shape) == 2 and name.endswith(".weight") and "conv1d" not in name
+
+
+class NativeLoader(WeightLoader):
+    """Loads matrices in the layout of the native matmul."""
+
+    def __init__(self, file: TensorSource, library: Library, *, progress: Progress | None = None):
+        super().__init__(file, device=_CPU, expand=False, progress=progress)
+        self.library = library
+
+    def packed_matrix(self, name: str, rows: int, columns: int, *, bias: bool = False) -> PackedMatrix:
+        type = self._file.require_tensor(name, (rows, columns)).type
+        found = name.removesuffix("weight") + "bias"
+        values = self.vector(found, rows) if bias and self.has(found) else None
+        return self.library.pack(self._packed(name), type, (rows, columns), values)
+
+
+class NativeDecoder:
+    """A model of a supported family in the native library."""
+
+    def __init__(self, spec: ModelSpec, loader: NativeLoader, *, mode: int = INT16):
+        self.spec, self.device, self.dtype = spec, _CPU, torch.float32
+        self.layouts: set[Layout] = set()
+        self.library = loader.library
+        self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
+        head = "token_embd.weight" if spec.tied_head else "output.weight"
+        self._head = loader.packed_matrix(head, spec.vocab_size, spec.width)
+        self._embedding = self._head
+        if not spec.tied_head:
+            self._embedding = loader.packed_matrix("token_embd.weight", spec.vocab_size, spec.width)
+        self._layers = (Layer * len(spec.layers))(*(self._layer(loader, i) for i in range(len(spec.layers))))
+        self._frequencies = rope_frequencies(spec, loader)
+        self._model = self._described(loader, mode)
+        self._scratch = torch.empty(
+            self.library.c.tf_step_scratch(self._model, self.library.threads), dtype=torch.uint8
+        )
+        self._scores = torch.empty(0)
+        self._bound: Buffers | None = None
+        self._states: dict[int, ctypes.Array[LayerState]] = {}  # by slot, of the bound buffers
+
+    @classmethod
+    def load(cls, file: GGUFFile, library: Library, *, progress: Progress | None = None) -> "NativeDecoder":
+        """Read and pack all weights; `native_gap` has found nothing missing."""
+        spec = ModelSpec.from_gguf(file)
+        loader = NativeLoader(file, library, progress=progress)
+        decoder = cls(spec, loader)
+        check_all_read(file, spec, loader.unread())
+        return decoder
+
+    @property
+    def threads(self) -> int:
+        return self.library.threads
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of all weights."""
+        held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]
+        return sum(each.nbytes for each in held) - self._frequencies.nbytes
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., width] of tokens [...]."""
+        return self.library.embed(self._embedding, tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., vocabulary] of hidden [..., width]."""
+        return self.library.matmul(self._head, hidden)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return the same for a draft, whose numbers never reach the text: activations have 8 bits."""
+        return self.library.matmul(self._head, hidden, mode=INT8)
+
+    def forward(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
+    ) -> Output:
+        """See Decoder.forward."""
+        hidden = torch.empty(*step.tokens.shape, self.spec.width)
+        return Output(hidden, self._run(step, buffers, taps, tapped, hidden=hidden))
+
+    def verify(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """See Decoder.verify."""
+        logits = torch.empty(*step.tokens.shape, self.spec.vocab_size)
+        return self._run(step, buffers, taps, None, logits=logits), logits
+
+    def _run(
+        self,
+        step: Step,
+        buffers: Buffers,
+        taps: Sequence[int],
+        tapped: int | None,
+        *,
+        hidden: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        """Run a step of every slot; return features [B, n, taps * width] of the last rows."""
+        check_taps(self.spec, taps)
+        assert buffers.window is None and (step.is_chunk or step.rows <= native.MAX_ROWS)
+        skipped = 0 if tapped is None else max(0, step.rows - tapped)
+        features = torch.empty(len(step.slots), step.rows - skipped, len(taps) * self.spec.width)
+        wanted = (ctypes.c_int32 * len(taps))(*taps)
+        counts = buffers.pending.count.numpy()
+        for b, slot in enumerate(step.slots.tolist()):
+            length, pending = int(buffers.lengths[slot]), int(counts[slot])
+            states = self._slot_states(buffers, slot)
+            self._reserve_scores(length + step.rows)
+            table, path = buffers.page_table[slot], buffers.pending.path[slot]
+            tokens = step.tokens[b].contiguous()
+            parents = None if step.parents is None else step.parents[b].contiguous()
+            call = native.Step(
+                chunk=step.is_chunk,
+                pages=self._pages,
+                page=self._page,
+                table=len(table),
+                saved=len(path),
+                page_table=table.data_ptr(),
+                path=path.data_ptr(),
+                parents=None if parents is None else parents.data_ptr(),
+                tap=ctypes.addressof(wanted),
+            )
+            # A chunk is cut into pieces, which makes no difference to a row.
+            for start in range(0, step.rows, native.MAX_ROWS):
+                call.rows = min(native.MAX_ROWS, step.rows - start)
+                call.length = length + start
+                call.pending = pending if start == 0 else 0
+                call.tokens = tokens[start:].data_ptr()
+                call.skipped = min(max(0, skipped - start), call.rows)
+                call.taps = len(taps) if call.skipped < call.rows else 0
+                call.features = features[b, max(0, start - skipped) :].data_ptr() if call.taps else None
+                call.hidden = None if hidden is None else hidden[b, start:].data_ptr()
+                call.logits = None if logits is None else logits[b, start:].data_ptr()
+                wrong = self.library.c.tf_step(
+                    self.library.pool,
+                    self._model,
+                    states,
+                    call,
+                    self._scratch.data_ptr(),
+                    self._scores.data_ptr(),
+                )
+                assert not wrong, f"native step refused with code {wrong}: {call.rows} rows at {call.length}"
+            counts[slot] = 0  # every delta layer has advanced over its path
+        return features
+
+    def _reserve_scores(self, span: int) -> None:
+        size = self.library.c.tf_step_scores(self.library.threads, span)
+        if self._scores.numel() < size:
+            self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, 2 * span))
+
+    def _slot_states(self, buffers: Buffers, slot: int) -> "ctypes.Array[LayerState]":
+        """Return pointers to a slot's buffers, made once for each `Buffers`."""
+        if buffers is not self._bound:
+            self._bound, self._states = buffers, {}
+            pools = [layer.keys for layer in buffers.layers if isinstance(layer, AttentionBuffers)]
+            self._page, self._pages = (pools[0].page, pools[0].codes.shape[0]) if pools else (64, 0)
+            if not pools:
+                self._pages = buffers.page_table.numel()
+        if slot not in self._states:
+            made = [_layer_state(layer, slot) for layer in buffers.layers]
+            self._states[slot] = (LayerState * len(made))(*made)
+        return self._states[slot]
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Return a tensor's address, and hold the tensor."""
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _layer(self, loader: NativeLoader, index: int) -> Layer:
+        spec, block = self.spec, f"blk.{index}"
+        attention = spec.layers[index] == "attention"
+        layer = Layer(attention=attention)
+        layer.norm = self._keep(loader.vector(f"{block}.attn_norm.weight", spec.width))
+        layer.ffn_norm = self._keep(
+            loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
+        )
+
+        def matrix(name: str, rows: int, columns: int) -> native.Matrix:
+            made = loader.packed_matrix(f"{block}.{name}.weight", rows, columns, bias=name in _BIASED)
+            self._held.append(made)
+            return made.struct
+
+        inputs = self._attention(loader, block, layer) if attention else self._delta(loader, block, layer)
+        layer.inputs = len(inputs)
+        for place, (name, rows) in enumerate(inputs.items()):
+            layer.in_[place] = matrix(name, rows, spec.width)
+        out, columns = ("attn_output", spec.heads * spec.head_dim)
+        if not attention:
+            assert spec.delta is not None
+            out, columns = "ssm_out", spec.delta.inner
+        layer.out = matrix(out, spec.width, columns)
+        layer.gate = matrix("ffn_gate", spec.feed_forward, spec.width)
+        layer.up = matrix("ffn_up", spec.feed_forward, spec.width)
+        layer.down = matrix("ffn_down", spec.width, spec.feed_forward)
+        return layer
+
+    def _attention(self, loader: NativeLoader, block: str, layer: Layer) -> dict[str, int]:
+        """Fill in an attention layer's vectors; return its input matrices and their rows."""
+        spec = self.spec
+        if spec.family.query_key_norm:
+            layer.q_norm = self._keep(loader.vector(f"{block}.attn_q_norm.weight", spec.head_dim))
+            layer.k_norm = self._keep(loader.vector(f"{block}.attn_k_norm.weight", spec.head_dim))
+        query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
+        kv = spec.kv_heads * spec.head_dim
+        return {"attn_q": query, "attn_k": kv, "attn_v": kv}
+
+    def _delta(self, loader: NativeLoader, block: str, layer: Layer) -> dict[str, int]:
+        """Fill in a delta layer's vectors; return its input matrices and their rows."""
+        delta = self.spec.delta
+        assert delta is not None
+        heads = delta.value_heads
+        conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
+        layer.conv = self._keep(conv.T)
+        layer.decay = self._keep(loader.vector(f"{block}.ssm_a", heads))
+        layer.time_bias = self._keep(loader.vector(f"{block}.ssm_dt.bias", heads))
+        layer.state_norm = self._keep(loader.vector(f"{block}.ssm_norm.weight", delta.head_dim))
+        return {"attn_qkv": delta.channels, "attn_gate": delta.inner, "ssm_beta": heads, "ssm_alpha": heads}
+
+    def _described(self, loader: NativeLoader, mode: int) -> Model:
+        spec, delta = self.spec, self.spec.delta
+        return Model(
+            width=spec.width,
+            ffn=spec.feed_forward,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            rope_dim=spec.rope_dim,
+            interleaved=spec.family.rope_interleaved,
+            gated=spec.family.gated_query,
+            key_heads=delta.key_heads if delta else 0,
+            value_heads=delta.value_heads if delta else 0,
+            state_dim=delta.head_dim if delta else 0,
+            conv_width=delta.conv_width if delta else 0,
+            mode=mode,
+            layers=len(spec.layers),
+            eps=spec.eps,
+            frequencies=self._keep(self._frequencies),
+            norm=self._keep(loader.vector("output_norm.weight", spec.width)),
+            embedding=self._embedding.struct,
+            head=self._head.struct,
+            layer=self._layers,
+        )
+
+
+_BIASED = ("attn_q", "attn_k", "attn_v")
+
+
+def _layer_state(layer, slot: int) -> LayerState:
+    if isinstance(layer, AttentionBuffers):
+        return LayerState(k=_cache(layer.keys), v=_cache(layer.values))
+    for tensor in (layer.state, layer.window, layer.tree_inputs, layer.tree_gates):
+        assert tensor.dtype == torch.float32 and tensor[slot].is_contiguous(), f"{tensor.dtype}"
+    return LayerState(
+        state=layer.state[slot].data_ptr(),
+        window=layer.window[slot].data_ptr(),
+        inputs=layer.tree_inputs[slot].data_ptr(),
+        gates=layer.tree_gates[slot].data_ptr(),
+    )
+
+
+def _cache(pool: HeadPool) -> Cache:
+    codes = pool.codes
+    assert codes.stride(3) == 1 and codes.stride(2) == pool.dim and pool.page % 16 == 0, f"{codes.stride()}"
+    return Cache(
+        codes.data_ptr(),
+        codes.stride(0) * codes.itemsize,
+        codes.stride(1) * codes.itemsize,
+        native.CACHE_FORMATS[pool.format.name],
+    )

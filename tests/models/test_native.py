@@ -1,0 +1,204 @@
+"""The native target: near the torch reference, and the same bits for a row whatever is computed beside it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.native_library import needs_native, opened
+from treeflash.config import EngineConfig
+from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.kv_cache.format import FORMATS
+from treeflash.memory.planner import plan_memory
+from treeflash.models.decoder import Decoder, Target
+from treeflash.models.native import NativeDecoder, native_gap, packed_model_bytes
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import Step
+from treeflash.state.sequences import CacheConfig, SequenceStates
+
+pytestmark = needs_native
+
+FAMILIES = ("qwen35", "qwen3", "qwen2", "llama")
+PAIR = Path(__file__).parents[2] / "src/treeflash/pair/target.gguf"
+
+
+class Run:
+    """One sequence on a target: prompt chunks, trees, commits."""
+
+    def __init__(self, target: Target, *, cache: str = "f32", max_rows: int = 64):
+        format = FORMATS[cache]
+        self.target = target
+        self.states = SequenceStates(
+            target.spec, max_ctx=512, max_rows=max_rows, cache=CacheConfig(format, format)
+        )
+        self.slot = self.states.open()
+        self.slots = torch.tensor([self.slot])
+
+    def chunk(self, tokens: list[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+        self.states.reserve(self.slot, len(tokens))
+        step = Step.chunk(self.slots, torch.tensor([tokens]), self.states.buffers.lengths[self.slots])
+        output = self.target.forward(step, self.states.buffers, **options)
+        self.states.advance(step)
+        return output.hidden[0], output.features[0]
+
+    def tree(self, tokens: list[int], parents: list[int], *, last: int, taps: tuple[int, ...] = ()):
+        """Verify a tree and commit the path to row `last`; return features and logits."""
+        self.states.reserve(self.slot, len(tokens))
+        lengths = self.states.buffers.lengths[self.slots]
+        step = Step.tree(self.slots, torch.tensor([tokens]), torch.tensor([parents]), lengths)
+        features, logits = self.target.verify(step, self.states.buffers, taps=taps)
+        self.states.commit(step, torch.tensor([last]))
+        return features[0], logits[0]
+
+
+def loaded(path: Path, threads: int | None = None, variant: str | None = None) -> Target:
+    """Return the native target with so many threads; None: the torch reference."""
+    with GGUFFile.open(path) as file:
+        return Decoder.load(file) if threads is None else NativeDecoder.load(file, opened(threads, variant))
+
+
+def random_tokens(spec: ModelSpec, count: int, seed: int) -> list[int]:
+    return torch.randint(0, spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def story(target: Target, cache: str = "f32") -> list[torch.Tensor]:
+    """Run chunks and trees with commits of several lengths; return all outputs."""
+    run, generator = Run(target, cache=cache), torch.Generator().manual_seed(5)
+    found = [*run.chunk(random_tokens(target.spec, 90, 1), taps=(0, 2), tapped=77)]
+    for rows, last in ((1, 0), (9, 8), (24, 11), (64, 63), (3, -1), (5, 2)):
+        parents = [-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, rows))]
+        found += run.tree(random_tokens(target.spec, rows, rows), parents, last=last, taps=(1, 3))
+    found += run.chunk(random_tokens(target.spec, 7, 2))
+    found += run.tree([5], [-1], last=0)
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", ["f32", "f16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_near_the_reference(tiny_model: Callable[..., Path], family: str, cache: str) -> None:
+    """Float weights: what remains is the order of additions, and a cache in f16."""
+    path = tiny_model(family, layers=4)
+    for expected, found in zip(
+        story(loaded(path), cache), story(loaded(path, threads=2), cache), strict=True
+    ):
+        assert found.shape == expected.shape
+        assert (found - expected).norm() <= (2e-3 if cache == "f16" else 1e-5) * expected.norm() + 1e-30
+
+
+@torch.inference_mode()
+def test_near_the_reference_with_quantised_weights() -> None:
+    expected, found = story(loaded(PAIR)), story(loaded(PAIR, threads=1))
+    for each, other in zip(expected, found, strict=True):
+        assert (other - each).norm() <= 2e-4 * each.norm() + 1e-30
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", ["f32", "f16"])
+@pytest.mark.parametrize("model", ["pair", *FAMILIES])
+def test_a_row_alone_and_in_trees(tiny_model: Callable[..., Path], model: str, cache: str) -> None:
+    """Plain decoding with one thread against random trees with three and other chunks: no bit differs."""
+    path = PAIR if model == "pair" else tiny_model(model, layers=4)
+    plain, wide = Run(loaded(path, threads=1), cache=cache), Run(loaded(path, threads=3), cache=cache)
+    text = random_tokens(plain.target.spec, 220 if model == "pair" else 420, 3)
+    prompt, rest = text[:100], text[100:]
+    hidden = plain.chunk(prompt)[0]
+    assert torch.equal(hidden, torch.cat([wide.chunk(part)[0] for part in (prompt[:33], prompt[33:])]))
+    alone = [plain.tree([token], [-1], last=0, taps=(1,)) for token in rest]
+    generator, done = torch.Generator().manual_seed(4), 0
+
+    def below(limit: int) -> int:
+        return int(torch.randint(0, limit, (1,), generator=generator))
+
+    while done < len(rest):
+        path_tokens = rest[done : done + 1 + below(9)]
+        tokens, parents, rows = [], [], []
+        for token in path_tokens:
+            for _ in range(below(3) if rows else 0):  # wrong siblings, with children of their own
+                tokens.append(below(plain.target.spec.vocab_size))
+                parents.append(rows[-1] if below(2) else below(len(tokens) - 1))
+            tokens.append(token)
+            parents.append(rows[-1] if rows else -1)
+            rows.append(len(tokens) - 1)
+        features, logits = wide.tree(tokens, parents, last=rows[-1], taps=(1,))
+        for row, (expected_features, expected_logits) in zip(rows, alone[done:], strict=False):
+            assert torch.equal(logits[row], expected_logits[0])
+            assert torch.equal(features[row], expected_features[0])
+        done += len(rows)
+    # The states are equal, too: a chunk after it has the same bits.
+    assert torch.equal(plain.chunk(prompt)[0], wide.chunk(prompt)[0])
+
+
+@torch.inference_mode()
+def test_a_prompt_in_one_piece_is_decoding_it(tiny_model: Callable[..., Path]) -> None:
+    target = loaded(tiny_model(layers=4), threads=2)
+    tokens = random_tokens(target.spec, 150, 6)
+    one, other = Run(target), Run(target)
+    hidden = one.chunk(tokens)[0]
+    logits = torch.cat([other.tree([token], [-1], last=0)[1] for token in tokens])
+    assert torch.equal(target.logits(hidden), logits)
+
+
+@torch.inference_mode()
+def test_other_slots_are_not_touched(tiny_model: Callable[..., Path]) -> None:
+    target = loaded(tiny_model(layers=4), threads=1)
+    states = SequenceStates(target.spec, max_ctx=128, slots=2, max_rows=8)
+    tokens = torch.tensor([random_tokens(target.spec, 20, seed) for seed in (1, 2)])
+    for slot in (states.open(), states.open()):
+        states.reserve(slot, 30)
+    both = torch.tensor([0, 1])
+    together = target.forward(Step.chunk(both, tokens, states.buffers.lengths), states.buffers).hidden
+    for slot in (0, 1):
+        assert torch.equal(together[slot], Run(target).chunk(tokens[slot].tolist())[0])
+
+
+@torch.inference_mode()
+def test_refuses_what_would_leave_its_buffers(tiny_model: Callable[..., Path]) -> None:
+    target = loaded(tiny_model(layers=4), threads=1)
+    run = Run(target, max_rows=4)
+    vocabulary = target.spec.vocab_size
+    for tokens, parents in (
+        ([vocabulary], [-1]),
+        ([-1], [-1]),
+        ([1, 2], [-1, 1]),
+        ([1] * 5, [-1, 0, 1, 2, 3]),
+    ):
+        with pytest.raises(AssertionError, match="native step refused"):
+            run.states.reserve(run.slot, len(tokens))
+            empty = torch.zeros(1, len(tokens), dtype=torch.int64)
+            step = Step(run.slots, torch.tensor([tokens]), empty, torch.tensor([parents]), empty)
+            target.verify(step, run.states.buffers)
+    with pytest.raises(AssertionError, match="native step refused"):
+        long = torch.zeros(1, 640, dtype=torch.int64)  # more than the page table holds
+        target.forward(Step.chunk(run.slots, long, run.states.buffers.lengths), run.states.buffers)
+
+
+def test_what_native_code_does_not_run(tiny_model: Callable[..., Path]) -> None:
+    f32, q8_0 = FORMATS["f32"], FORMATS["q8_0"]
+
+    def gap(kv=(f32, f32), window=None, family="qwen35", **options) -> str:
+        with GGUFFile.open(tiny_model(family, layers=4, **options)) as file:
+            return native_gap(file, ModelSpec.from_gguf(file), kv, window) or ""
+
+    assert gap() == ""
+    assert "q8_0" in gap((f32, q8_0))
+    assert "window" in gap(window=64)
+    assert "experts" in gap(family="qwen35moe")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_counts_what_is_packed(tiny_model: Callable[..., Path], tied: bool) -> None:
+    path = tiny_model(width=256, mix="q4_k_m", tied=tied)
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        plan = plan_memory(file, spec, EngineConfig(device="cpu", max_ctx=256), torch.device("cpu"))
+    target = loaded(path, threads=1)
+    assert isinstance(target, NativeDecoder) and plan.estimate.native and not plan.backend_note()
+    assert plan.weights == target.packed_bytes
+
+
+def test_packed_weights_take_what_the_file_takes() -> None:
+    with GGUFFile.open(PAIR) as file:
+        size = packed_model_bytes(file, ModelSpec.from_gguf(file))
+        assert size <= 1.03 * sum(info.nbytes for info in file.tensors.values())
