@@ -248,7 +248,8 @@ def rope_frequencies(spec: ModelSpec, loader: WeightLoader, device: torch.device
     pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
     frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
     if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
-        frequencies = frequencies / loader.vector("rope_freqs.weight", len(pairs))
+        factors = loader.vector("rope_freqs.weight", len(pairs))
+        frequencies = frequencies.to(factors.device) / factors  # a loader that only measures has no values
     return frequencies
 
 
