@@ -119,15 +119,7 @@ def estimate_memory(
     on_gpu = device_type == "cuda"
     loader = MeasuringLoader(file, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand)
     target = Decoder(spec, loader, _CPU)
-    embedding = held_bytes(target.embed)
-    parts = {"weights": held_bytes(target) - embedding, EMBEDDING: embedding}
-    if native:
-        embedding = (
-            0
-            if spec.tied_head
-            else packed_tensors_bytes({"token_embd.weight": file.tensors["token_embd.weight"]})
-        )
-        parts = {"weights": packed_model_bytes(file, spec) - embedding, EMBEDDING: embedding}
+    parts = _packed_bytes(file, spec) if native else _weight_bytes(target)
     draft_spec: DraftSpec | None = None
     if config.speculation is not None and config.draft is not None:
         quant = draft_quant(config.draft, device_type, native=native)
@@ -167,6 +159,18 @@ def estimate_memory(
         for chunk in _chunk_sizes(config, device_type, memory)
     }
     return MemoryEstimate(spec, parts, prefill, rows, on_gpu or native or expand, widened, native)
+
+
+def _weight_bytes(target: Decoder) -> dict[str, int]:
+    embedding = held_bytes(target.embed)
+    return {"weights": held_bytes(target) - embedding, EMBEDDING: embedding}
+
+
+def _packed_bytes(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
+    """Return the same in the native library, which has a tied embedding once, as the head."""
+    name = "token_embd.weight"
+    embedding = 0 if spec.tied_head else packed_tensors_bytes({name: file.tensors[name]})
+    return {"weights": packed_model_bytes(file, spec) - embedding, EMBEDDING: embedding}
 
 
 def _chunk_sizes(config: EngineConfig, device_type: DeviceType, memory: int) -> list[int]:

@@ -2,11 +2,12 @@
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from treeflash.kernels.attention.equal_rows import equal_rows
 from treeflash.kernels.attention.reference import SINKS
 from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, TAILS, TIERS, SplitResults
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
@@ -17,7 +18,6 @@ from treeflash.kernels.runtime.device import Card, card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 from treeflash.kernels.runtime.sources import pdl_source
-from treeflash.kernels.tree import MAX_ROWS
 
 DIM = 256  # of a head
 BLOCK = 64  # keys at a time
@@ -191,29 +191,6 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def paged_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor,
-    *,
-    window: int | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """See reference.paged_attention; for trees of at most MAX_ROWS rows."""
-    rows = q.shape[1]
-    assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
-    out = ragged_attention(
-        q.flatten(0, 1),
-        *(keys, values, page_table, lengths, ancestors.flatten()),
-        window=window,
-        gate=None if gate is None else gate.flatten(0, 1),
-    )
-    return out.view(q.shape)
-
-
 def ragged_attention(
     q: Tensor,
     keys: HeadPool,
@@ -263,3 +240,6 @@ def ragged_attention(
     grid = (tiles * kv_heads * (SPLITS + 1) + teams, 1)
     _kernel(tile, q.device)(grid, [arguments, ctypes.c_int(tiles), ctypes.c_int(teams)])
     return parts.merge(gate, group_size(DIM) if values.format.quantised else 0)
+
+
+paged_attention = partial(equal_rows, ragged_attention)

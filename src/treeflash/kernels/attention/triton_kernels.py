@@ -4,18 +4,20 @@ The query heads of a KV head are rows of one matmul. Over the KV cache a row's b
 tree.cu describes the partial results. Over a draft's ring the splits follow the ring's length.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from treeflash.kernels.attention import reference
+from treeflash.kernels.attention.equal_rows import equal_rows
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.rotation import group_size
 from treeflash.kernels.kv_cache.triton_kernels import form, load_rows, rotate, rotation_matrix, takes, tensors
 from treeflash.kernels.runtime.device import capability_of
 from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
-from treeflash.kernels.tree import MAX_ROWS
 
 SPLITS, TIERS = reference.SPLITS, reference.TIERS
 TAILS = 2  # partial results after the splits: a row's last two blocks
@@ -463,28 +465,6 @@ def _type(pool: HeadPool) -> tl.dtype:
     return tl.float16
 
 
-def paged_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor,
-    *,
-    window: int | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """See reference.paged_attention; for trees of at most MAX_ROWS rows."""
-    assert q.shape[1] <= MAX_ROWS, f"{q.shape[1]} rows, at most {MAX_ROWS}"
-    out = ragged_attention(
-        q.flatten(0, 1),
-        *(keys, values, page_table, lengths, ancestors.flatten()),
-        window=window,
-        gate=None if gate is None else gate.flatten(0, 1),
-    )
-    return out.view(q.shape)
-
-
 def ragged_attention(
     q: Tensor,
     keys: HeadPool,
@@ -530,6 +510,9 @@ def ragged_attention(
         enable_fp_fusion=False, **chosen,
     )  # fmt: skip
     return parts.merge(gate, rotation if values.format.quantised else 0)
+
+
+paged_attention = partial(equal_rows, ragged_attention)
 
 
 def block_attention(
