@@ -32,8 +32,8 @@ TAIL = """\
 
 | variable | meaning |
 |---|---|
-| `DFLASH_TARGET` | the model when none is named |
-| `DFLASH_DRAFT` | the draft when none is named; `none`: plain decoding |
+| `TREEFLASH_MODEL` | the model when none is named; also `DFLASH_TARGET` |
+| `TREEFLASH_DRAFT` | the draft when none is named; `none`: plain decoding; also `DFLASH_DRAFT` |
 | `HF_HOME`, `HF_HUB_CACHE` | where downloads are kept |
 | `HF_TOKEN` | for gated and private repositories |
 | `HF_HUB_OFFLINE` | like `--offline` |

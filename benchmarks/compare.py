@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py --before FOLDER --after src --data DATA --out compare.jsonl [--device cuda]
         [--target T.gguf --draft D.gguf] [--prompts 10] [--n-gen 256] [--rounds 2] [--label NAME]
+        [--budget 23] [--sizes 1 8 24]
 
 FOLDER holds the package `treeflash` of the other version (`git worktree add ../before REF`: ../before/src).
 Every round runs before, after, after, before in processes of their own. DATA holds humaneval/test.jsonl.gz.
@@ -20,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIZES = (1, 8, 24)
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -36,6 +36,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--budget", type=int, default=23, help="nodes of a tree")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 24], help="rows of the timed steps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--label", default="")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -103,7 +105,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     pair = Path(str(treeflash.__file__)).parent / "pair"
     draft = DraftConfig(options.draft or pair / "draft.gguf")
-    speculation = SpecConfig(budget=23, adaptive=False)
+    speculation = SpecConfig(budget=options.budget, adaptive=False)
     config = EngineConfig(options.device, 4096, speculation=speculation, draft=draft, prefix_cache=0)
     session = load_session(options.target or pair / "target.gguf", config)
     times: dict[str, float] = {}
@@ -128,7 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     tokens, steps = tokens + stats.generated_tokens - 1, steps + stats.steps
             times[f"{kind} {name}, ms per step"] = 1000 * seconds / steps
             times[f"{kind} {name}, ms per token"] = 1000 * seconds / tokens
-    steps = measure_steps(session, context=256, repeats=options.repeats, sizes=SIZES)
+    steps = measure_steps(session, context=256, repeats=options.repeats, sizes=options.sizes)
     for row in steps["sizes"]:
         for part in ("draft_ms", "verify_ms", "walk_ms", "step_ms"):
             times[f"{row['rows']} rows, {part}"] = row[part]

@@ -37,7 +37,20 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+    # Without a suffix in the checkpoint.
+    "candidate_selector.predecessor_codebook": "selector_predecessor",
+    "candidate_selector.successor_codebook": "selector_successor",
 }
+# Without a suffix in both.
+BASE_KERNELS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
+# Settings that make a config one of DFlash2.
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 24, "selector_top_k": 6}
 
 
 def draft_config(
@@ -68,6 +81,8 @@ def draft_config(
         "vocab_size": target.vocab_size,
         "num_target_layers": len(target.layers),
     }
+    if "selector_rank" in settings:
+        config["architectures"] = ["DFlash2DraftModel"]
     if nested:
         config |= {"dflash_config": settings, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     else:
@@ -98,9 +113,53 @@ def draft_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]
     tensors = {
         name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()
     }
+    settings = config.get("dflash_config") or config
+    if "selector_rank" in settings:
+        tensors |= _second_tensors(config, settings, generator)
+    if "markov_rank" in settings:
+        tensors |= _markov_tensors(config, settings["markov_rank"], generator)
     for name, size in norms.items():
         tensors[name] = 1 + 0.3 * torch.randn(size, generator=generator)
     return tensors
+
+
+def _second_tensors(
+    config: Mapping[str, Any], settings: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tensors that DFlash2 adds."""
+    width, rank, taps = config["hidden_size"], settings["selector_rank"], settings["conv_kernel_size"]
+    rows = 2 * taps * width // settings["conv_group_size"]
+
+    def normal(*shape: int, scale: float) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    found = {
+        f"candidate_selector.{name}_codebook": normal(config["vocab_size"], rank, scale=0.7)
+        for name in ("predecessor", "successor")
+    }
+    found["candidate_selector.hidden_projection.weight"] = normal(rank, width, scale=width**-0.5)
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attention_conv", "mlp_conv"):
+            name = f"layers.{layer}.{part}"
+            base = normal(2, taps, width, scale=0.3)
+            base[:, 0] += 1
+            found[f"{name}.base_kernel"] = base
+            found[f"{name}.kernel_projection.weight"] = normal(rows, width, scale=0.5 * width**-0.5)
+    return found
+
+
+def _markov_tensors(config: Mapping[str, Any], rank: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """The tensors that DSpark adds."""
+    tables = {
+        f"markov_head.markov_w{number}.weight": torch.randn(config["vocab_size"], rank, generator=generator)
+        for number in (1, 2)
+    }
+    confidence = torch.randn(1, config["hidden_size"] + rank, generator=generator) * 0.3
+    return {
+        **{name: 0.5 * table for name, table in tables.items()},
+        "confidence_head.proj.weight": confidence,
+        "confidence_head.proj.bias": torch.tensor([0.4]),
+    }
 
 
 def save_draft(
@@ -115,10 +174,14 @@ def save_draft(
 
 
 def gguf_name(name: str) -> str:
+    if name == "confidence_head.proj.bias":
+        return "conf_proj.bias"
     stem = name.removesuffix(".weight")
     if stem in GGUF_NAMES:
         return f"{GGUF_NAMES[stem]}.weight"
     _, layer, part = stem.split(".", 2)
+    if part in BASE_KERNELS:
+        return f"blk.{layer}.{BASE_KERNELS[part]}"
     return f"blk.{layer}.{GGUF_NAMES[part]}.weight"
 
 
@@ -146,6 +209,9 @@ def gguf_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         keys["dflash.attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
     if config.get("is_causal") is False:
         keys["dflash.attention.causal"] = False
+    keys |= {f"dflash.{name}": settings[name] for name in SECOND if name in settings}
+    if "sample_from_anchor" in settings:
+        keys["dflash.sample_from_anchor"] = settings["sample_from_anchor"]
     return keys
 
 

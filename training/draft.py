@@ -37,6 +37,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n-gen", type=int, default=384)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--kind", choices=["dflash", "dflash2", "mtp"], default="dflash")
+    parser.add_argument("--rank", type=int, default=64, help="of a dflash2 draft's selector")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=128)
@@ -77,6 +79,7 @@ class Log:
                 self.say(
                     f"step {event.step}  held out: loss {event.loss:.3f}  chain {event.acceptance:.3f}"
                     f"  tree {event.tree_acceptance:.3f}  top-1 {event.top1[0]:.3f} {event.top1[-1]:.3f}"
+                    + (f"  recall {min(event.recall):.3f}" if event.recall else "")
                 )
 
 
@@ -99,6 +102,8 @@ def main() -> None:
             seed=args.seed,
         ),
         config=TrainConfig(
+            kind=args.kind,
+            rank=args.rank,
             layers=args.layers,
             steps=args.steps,
             minutes=args.minutes,

@@ -29,7 +29,7 @@ from tests.gpu.texts import embedded_pair
 from treeflash.bench.suites import SOURCES, load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.runner import Forward, Masks
+from treeflash.engine.runner import Accepted, Forward, Masks, StepTimes
 from treeflash.engine.sampler import SamplingParams
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.session.loading import load_session
@@ -56,20 +56,20 @@ class LogitHashes:
         self._found: list[Tensor] = []
         accept, read_back = runner.accept, runner.read_back
 
-        def hashed_accept(forward: Forward, masks: Masks = ()) -> None:
-            self._last = self._hash(forward.logits)
+        def hashed_accept(forward: Forward, masks: Sequence[Masks]) -> None:
+            self._last = self._hash(forward.logits_of(0))
             accept(forward, masks)
 
-        def hashed_read_back():
-            rows, tokens, times = read_back()
-            self._found.append(self._last[torch.tensor(rows, device=self._last.device)])
-            return rows, tokens, times
+        def hashed_read_back() -> tuple[list[Accepted], StepTimes]:
+            (accepted,), times = read_back()
+            self._found.append(self._last[torch.tensor(accepted.path, device=self._last.device)])
+            return [accepted], times
 
         runner.accept, runner.read_back = hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]
 
     def _hash(self, logits: Tensor) -> Tensor:
         assert logits.dtype == torch.float32, f"{logits.dtype}"
-        return torch.stack([(row.view(torch.int32).long() * self._odd).sum() for row in logits])
+        return (logits.view(torch.int32).long() * self._odd).sum(-1)
 
     def take(self) -> list[int]:
         found, self._found = self._found, []
@@ -84,11 +84,11 @@ class RandomTrees(NoDrafter):
         self.prompt: int = 0
         self.known: Sequence[int] = ()
 
-    def plan_root(self) -> bool:
+    def plan_root(self, slot: int) -> bool:
         return False
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
         choose = self._random
         size = min(max_rows, choose.choice((2, 8, 9, 16, 17, 24, 31, 32, 33, 48, 63, 64)))

@@ -211,14 +211,14 @@ def step_parts(engine: Engine, context: int, rows: int, repeats: int = 7) -> dic
 
 def pretend_context(engine: Engine, context: int) -> None:
     """Make the sequence in slot 0 `context` tokens long; the added pages hold whatever was there before."""
-    states, saved = engine.states, engine.drafter.save()
+    states, saved = engine.states, engine.drafter.save(0)
     states.lengths[0] = context
     states.buffers.lengths[0] = context
     states.reserve(0, MAX_ROWS)
     if saved is not None:
         vocabulary = engine.target.spec.vocab_size
         tokens = [index * 7919 % vocabulary for index in range(context)]  # nothing for prompt lookup
-        engine.drafter.restore(tokens, replace(saved, length=context))
+        engine.drafter.restore(0, tokens, replace(saved, length=context))
 
 
 @torch.inference_mode()

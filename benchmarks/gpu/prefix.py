@@ -26,6 +26,7 @@ from tests.gpu.sampling_inputs import VOCABULARY
 from tests.gpu.texts import GREEDY, Messages, divergence, embedded_pair, generate, load_session
 from treeflash.convert.grow import grow
 from treeflash.engine.sampler import Sampler
+from treeflash.models.step import Step
 from treeflash.session.requests import TextRequest
 from treeflash.session.session import Session
 
@@ -126,15 +127,16 @@ def masks(options: Options) -> dict[str, Any]:
         None if row % 5 == 4 else choose.integers(-(2**31), 2**31, VOCABULARY // 32, dtype=np.int32)
         for row in range(rows)
     ]
-    sampler = Sampler(rows, VOCABULARY, device)
-    sampler.begin(GREEDY, [1], masked=True)
-    positions = torch.arange(rows, device=device)
-    no_rows = torch.zeros_like(positions)
+    sampler = Sampler(1, rows, VOCABULARY, device)
+    sampler.begin(0, GREEDY, [1], masked=True)
+    positions = torch.arange(rows, device=device)[None]
+    none = torch.zeros_like(positions)
+    step = Step(none[0, :1], none, positions, none - 1, none)
     times = []
     for _ in range(16):
         started = _now(options.device)
-        sampler.set_masks(bits)
-        sampler.sample(logits, positions, no_rows, no_rows).tolist()
+        sampler.set_masks(0, bits)
+        sampler.sample(logits, step).tolist()
         times.append(1000 * (_now(options.device) - started))
     return {"draw_ms": statistics.median(times[1:])}
 

@@ -18,6 +18,7 @@ from benchmarks.gpu.report import Report, graph_ms
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
 from treeflash.kernels.sampling import (
+    RowOwners,
     SamplingState,
     launch,
     make_workspace,
@@ -39,7 +40,9 @@ def time_sampling(report: Report) -> None:
         buffers = max(4, 160 // rows)
         logits = [random_logits(kind, rows, VOCABULARY, generator) for _ in range(buffers)]
         state, work = SamplingState.empty(rows, VOCABULARY, DEVICE), make_workspace(rows, VOCABULARY, DEVICE)
-        rest = (torch.arange(rows, device=DEVICE), *random_tree(rows, VOCABULARY, generator), state, work)
+        owners = RowOwners.one(0, rows, DEVICE)
+        tree = random_tree(rows, VOCABULARY, generator)
+        rest = (torch.arange(rows, device=DEVICE), *tree, owners, state, work)
         line = {}
         for name in ("greedy", "temperature", "top-p", "top-k", "min-p", "everything"):
             set_request(state, FILTERS[name], generator)
@@ -55,14 +58,17 @@ def time_trees(report: Report) -> None:
     positions, anchor = torch.arange(15, device=DEVICE), torch.tensor([5], device=DEVICE)
     for name in ("greedy", "temperature", "top-p", "everything"):
         set_request(state, FILTERS[name], generator)
-        spent = measure(lambda i: rank_rows(logits[i], positions, anchor, 16, state, work), 12)
+        owners = RowOwners.one(0, 15, DEVICE)
+        spent = measure(
+            lambda i, owners=owners: rank_rows(logits[i], positions, anchor, owners, 16, state, work), 12
+        )
         report.time("rank 15 rows, 16 best", filters=name, us=spent)
     report.time("torch topk of the same", us=measure(lambda i: logits[i].topk(16, -1), 12))
     for width, count, nodes in ((16, 0, 22), (16, 1, 22), (24, 1, 63)):
-        ids = torch.randint(VOCABULARY, (15, width), device=DEVICE)
-        scores = (torch.randn(15, width, device=DEVICE) * 3).log_softmax(-1)
-        chains = torch.randint(VOCABULARY, (count, 15), device=DEVICE)
-        gains = torch.full((count, 15), -0.2, device=DEVICE)
+        ids = torch.randint(VOCABULARY, (1, 15, width), device=DEVICE)
+        scores = (torch.randn(1, 15, width, device=DEVICE) * 3).log_softmax(-1)
+        chains = torch.randint(VOCABULARY, (1, count, 15), device=DEVICE)
+        gains = torch.full((1, count, 15), -0.2, device=DEVICE)
         table, edges = torch.zeros(6, 10, device=DEVICE), torch.linspace(-4, -0.1, 9, device=DEVICE)
         correction = Correction(edges, table, torch.zeros_like(positions))
 
@@ -70,18 +76,19 @@ def time_trees(report: Report) -> None:
             return best_tree(*parts, nodes=n, rows=64, spine=-4.0, correction=c)
 
         report.time("build", candidates=width, chains=count, nodes=nodes, us=measure(build, 16))
-        tokens, parents, ancestors, _ = build(0)[0]
-        stops, limit = torch.tensor([1, 2], device=DEVICE), torch.tensor([64], device=DEVICE)
+        tokens, parents, ancestors, _ = build(0)[0][0]
+        stops, limits = torch.tensor([[1, 2]], device=DEVICE), torch.tensor([64], device=DEVICE)
         # The target samples every row's first child: the accepted path is as deep as the best one.
         sampled = torch.full_like(tokens, -5)
         for row in range(nodes, 0, -1):
             sampled[parents[row]] = tokens[row]
-        tree, counts = (tokens, parents, ancestors, sampled), torch.zeros(VOCABULARY, device=DEVICE)
+        tree, counts = (tokens, parents, ancestors, sampled), torch.zeros(1, VOCABULARY, device=DEVICE)
+        tables = {"stops": stops, "limits": limits, "counts": counts, "slots": torch.zeros_like(limits)}
 
-        def accept(_: int, tree=tree, stops=stops, limit=limit, counts=counts):
-            return accept_path(*tree, stops=stops, limit=limit, counts=counts)
+        def accept(_: int, tree=tree, tables=tables):
+            return accept_path(*tree, **tables)
 
-        report.time("accept", nodes=nodes, accepted=int(accept(0).count), us=measure(accept, 16))
+        report.time("accept", nodes=nodes, accepted=int(accept(0).counts), us=measure(accept, 16))
 
 
 def time_kernels(report: Report) -> None:
@@ -92,10 +99,14 @@ def time_kernels(report: Report) -> None:
     positions = torch.arange(24, device=DEVICE)
     for name in ("greedy", "top-p", "everything"):
         set_request(state, FILTERS[name], generator)
-        sample_rows(logits[0], positions, tokens, ancestors, state, work)
+        sample_rows(
+            logits[0], positions, tokens, ancestors, RowOwners.one(0, len(logits[0]), DEVICE), state, work
+        )
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for part in logits:
-                sample_rows(part, positions, tokens, ancestors, state, work)
+                sample_rows(
+                    part, positions, tokens, ancestors, RowOwners.one(0, len(part), DEVICE), state, work
+                )
             torch.cuda.synchronize()
         kernels = {
             event.key.removesuffix("_kernel"): round(event.self_device_time_total / event.count, 1)
@@ -110,7 +121,8 @@ def time_launches(report: Report) -> None:
     generator = torch.Generator(DEVICE).manual_seed(10)
     logits = [random_logits("model", 24, VOCABULARY, generator) for _ in range(6)]
     state = SamplingState.empty(24, VOCABULARY, DEVICE)
-    rest = (torch.arange(24, device=DEVICE), *random_tree(24, VOCABULARY, generator), state)
+    owners = RowOwners.one(0, 24, DEVICE)
+    rest = (torch.arange(24, device=DEVICE), *random_tree(24, VOCABULARY, generator), owners, state)
     for name, values, filters in (
         ("_BLOCK", (2048, 4096), "greedy"),
         ("_PROGRAMS", (264, 528, 1056), "greedy"),

@@ -1,12 +1,12 @@
-"""Settings as frozen dataclasses. Only this module reads the environment."""
+"""Settings as frozen dataclasses. Only this module reads the environment; `openmp` sets one variable."""
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-_SPIN = ("GOMP_SPINCOUNT", "1000")
+from treeflash.openmp import SPIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class SpecConfig:
     budget: int = 22  # most nodes below the root
     chain: bool = False  # a single path without branches
     lookup: bool = True  # prompt lookup (n-gram) in addition to the draft model
+    mtp: bool = True  # without a draft model: the MTP block of the target's file, if it has one
     adaptive: bool = True  # fewer rows, down to the root alone, when more would not be faster
 
 
@@ -28,14 +29,28 @@ class DraftConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressConfig:
+    """Which prompts are compressed, for requests that do not say. The text may change: it is approximate."""
+
+    mode: Literal["off", "auto"] = "off"
+    above: int = 32 << 10  # tokens; shorter prompts are read as they are
+    to: float = 0.15  # up to 1: the share of the prompt that is kept; above: its tokens
+    scorer: Path | None = None  # a small model whose attention scores, beside words; None: words alone
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     max_ctx: int | None = None  # None: the model's context length, as far as memory allows
+    # Requests that run at once, at most. None: on a GPU what fits, up to 8; on a CPU 1.
+    parallel: int | None = 1
     # Tokens. Chunks end at multiples of it, so that they depend on the prompt alone. None: by device memory.
     prefill_chunk: int | None = None
     weights: Literal["auto", "expanded", "packed"] = "auto"
     # What computes on a CPU: the native library or PyTorch; auto: native code where it runs the model.
     cpu_backend: Literal["auto", "native", "torch"] = "auto"
+    # What native code rounds activations to before a matmul; int8 is faster, and approximate.
+    cpu_activations: Literal["int16", "int8"] = "int16"
     threads: int | None = None  # of a CPU; None: one for each core, with PyTorch for each idle one
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
     kv_k: str = "auto"  # K cache
@@ -43,10 +58,13 @@ class EngineConfig:
     vram_limit: int | None = None  # bytes of GPU memory in use, other processes included; None: all
     window: int | None = None  # decoding attends to the last `window` tokens and the first 64; None: all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
-    draft: DraftConfig | None = None  # None: prompt lookup alone
+    draft: DraftConfig | None = None  # None: the target's MTP block or prompt lookup alone
+    compress: CompressConfig = CompressConfig()
     costs: Path | None = None  # file that keeps measured step costs between runs
     # Bytes of host memory for the prefix cache; 0: none; None: a quarter of free memory, up to 8 GiB.
     prefix_cache: int | None = None
+    # States after answers are not used: they differ in the last bits from processing the answer as a prompt.
+    prefix_cache_exact: bool = False
     prefix_cache_dir: Path | None = None  # keeps snapshots on disk between runs; None: no disk cache
     prefix_cache_dir_size: int = 32 << 30  # most bytes
 
@@ -63,10 +81,12 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()  # each grants access to every route; empty: no key is needed
     model_name: str | None = None  # None: the name in the file
     cors_origins: tuple[str, ...] = ()  # in addition to this machine's own; "*": any
-    max_queue: int = 64  # most waiting requests, not counting the running one
+    max_queue: int = 64  # most waiting requests, not counting the running ones
     max_body: int = 32 << 20  # most bytes of a request
     thinking: bool | None = None  # default for requests; None: the template's default
     thinking_budget: int | None = None  # tokens of reasoning
+    sampling: Mapping[str, float] = field(default_factory=dict)  # over the model's, for requests
+    max_tokens: int | None = None  # default for requests; None: what fits in the context
     drain_s: float = 30.0  # time for running requests to finish at shutdown
 
 
@@ -91,9 +111,12 @@ def environment() -> Environment:
     def switch(name: str) -> bool:
         return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
+    def named(name: str, alias: str) -> str | None:
+        return os.environ.get(name) or os.environ.get(alias) or None
+
     return Environment(
-        target=os.environ.get("DFLASH_TARGET") or None,
-        draft=os.environ.get("DFLASH_DRAFT") or None,
+        target=named("TREEFLASH_MODEL", "DFLASH_TARGET"),
+        draft=named("TREEFLASH_DRAFT", "DFLASH_DRAFT"),
         offline=switch("HF_HUB_OFFLINE"),
         no_color=bool(os.environ.get("NO_COLOR")),
         debug=switch("TREEFLASH_DEBUG"),
@@ -101,15 +124,7 @@ def environment() -> Environment:
     )
 
 
-def set_openmp_waiting() -> None:
-    """Make OpenMP's threads sleep after some microseconds of waiting; it is read when torch is loaded.
-
-    By default they spin for milliseconds, on a busy machine on the CPU that the thread they wait for needs.
-    """
-    os.environ.setdefault(*_SPIN)
-
-
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment for a child process that is not ours."""
-    kept = {item for item in os.environ.items() if item != _SPIN and item[0] not in without}
+    kept = {item for item in os.environ.items() if item != SPIN and item[0] not in without}
     return dict(kept) | dict(variables)

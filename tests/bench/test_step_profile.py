@@ -12,7 +12,7 @@ from treeflash.bench.step_profile import GROUPS, LABELS, Span, by_kernel, exclus
 # Kernels of prefill, or of a step's embedding and slot mapping, which have no group.
 ELSEWHERE = {
     *("_chunk_attention_kernel", "_chunk_conv_kernel", "_prepare_kernel", "_scan_kernel", "_expand_kernel"),
-    *("_embed_kernel", "_pad_kernel", "_slot_mapping_kernel", "expand"),
+    *("_embed_kernel", "_pad_kernel", "_ragged_kernel", "_slot_mapping_kernel", "expand"),
 }
 
 

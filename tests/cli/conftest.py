@@ -18,6 +18,8 @@ from treeflash.hub import download
 def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The defaults of a fresh machine, whoever runs the tests."""
     for name in (
+        "TREEFLASH_MODEL",
+        "TREEFLASH_DRAFT",
         "DFLASH_TARGET",
         "DFLASH_DRAFT",
         "TREEFLASH_DEBUG",

@@ -19,7 +19,7 @@ def last_line(result) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_embedded_pair_in_a_few_prompts(treeflash, here):
+def test_the_embedded_pair_in_a_few_prompts(treeflash, here, tmp_path):
     command = ["bench", "builtin,agent", "--prompts", "2", "-n", "10", "--fixed"]
     outputs = ["--json", "all.json", "--markdown", "page.md", "--plot", "pictures"]
     found = last_line(treeflash(*command, *outputs))
@@ -29,7 +29,8 @@ def test_the_embedded_pair_in_a_few_prompts(treeflash, here):
     assert builtin["plain_tok_s"]["n"] == builtin["tok_s"]["n"] == 2 and builtin["ttft_s"]["mean"] > 0
     assert agent["cached_tokens"]["mean"] > 0 and builtin["cached_tokens"]["mean"] == 0
     assert found["overall"]["prompts"] == 4 and found["run"]["settings"]["model"] == "treeflash-40m"
-    lines = [json.loads(line) for line in (here / "treeflash-bench.jsonl").read_text().splitlines()]
+    cached = tmp_path / "cache/treeflash/bench.jsonl"
+    lines = [json.loads(line) for line in cached.read_text().splitlines()]
     assert len(lines) == 1 + 2 * 4 and all(line["tokens"] <= 10 for line in lines[1:])
     plain = [line for line in lines[1:] if line["budget"] == 0]
     assert all(line["acceptance_length"] == 1 and line["rows_per_step"] == 1 for line in plain)
@@ -89,7 +90,8 @@ def test_a_server(treeflash, here, owner):
         (["humanevil"], "there is no suite 'humanevil'"),
         (["builtin,builtin"], "named twice"),
         (["builtin", "--budget", "4,8"], "several are for the suite sweep"),
-        (["builtin", "--context", "1k"], "--context is for the suite sweep"),
+        (["builtin", "--context", "1k"], "--context is for the suites sweep and compress"),
+        (["compress,builtin"], "compress measures no answers"),
         (["builtin", "-t", "hot"], "--temperature is 'hot'"),
         (["sweep", "--budget", "0"], "--budget is '0', needed numbers from 1 to 63"),
         (["gsm8k", "--offline"], "--offline forbids"),

@@ -26,8 +26,9 @@ def command_lines() -> list[str]:
     """Every line of a code block that starts a program of ours, without its remark."""
     found = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
-            found += [line.split("  #")[0].strip() for line in block.splitlines()]
+        for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
+            if kind not in ("python", "yaml"):
+                found += [line.split("  #")[0].strip() for line in block.splitlines()]
     return [line for line in dict.fromkeys(found) if re.search(r"\b(treeflash|pytest|pip) ", line)]
 
 
@@ -78,6 +79,7 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
         assert treeflash("pull", "qwen3.6-27b").exit_code == 0
         stdin = "y\n"
     elif arguments[0] == "run":
+        stdin = stdin or ("hello" if len(arguments) == 2 else "")  # on a terminal this is a chat
         arguments += SHORT
     elif arguments[0] == "bench":
         arguments += ["--prompts", "1", "--n-gen", "4"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.cli.options import KV_ALIASES
+from treeflash.cli.aliases import SWITCHES
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,10 @@ from treeflash.cli.options import KV_ALIASES
         (["--kv", "q8_0", "--kv-v", "q5_0"], "q8_0", "q5_0"),
         (["--kv-k", "bf16"], "bf16", "auto"),
         (["--kv", "Q8_0", "--kv-v", "TQ3_0"], "q8_0", "tq3_0"),
-        *(([flag], name, name) for flag, name in KV_ALIASES.items()),
+        *(
+            ([flag], ours.removeprefix("--kv="), ours.removeprefix("--kv="))
+            for flag, ours in SWITCHES.items()
+        ),
         (["--kv-tq3", "--kv-k", "q8_0"], "q8_0", "tq3_0"),
     ],
 )
@@ -31,9 +34,9 @@ def test_every_command_that_answers_has_them(treeflash, command: str) -> None:
     shown = treeflash(command, "--help").stdout
     for flag in ("--kv ", "--kv-k", "--kv-v", "--window"):
         assert flag in shown
-    assert not any(flag in shown for flag in KV_ALIASES)
+    assert not any(flag in shown for flag in SWITCHES)
     refused = treeflash(command, "--kv", "q3")
-    assert refused.exit_code == 2 and "Invalid value for '--kv': 'q3' is not one of" in refused.stderr
+    assert refused.exit_code == 2 and "invalid value for '--kv': 'q3' is not one of" in refused.stderr
 
 
 def test_approximations_are_shown(treeflash, tiny_model) -> None:
@@ -42,7 +45,8 @@ def test_approximations_are_shown(treeflash, tiny_model) -> None:
     assert exact.exit_code == 0 and "pproximate" not in exact.stderr and "q8_0" not in exact.stderr
     lossy = treeflash(*ask, "--kv", "q4_0", "--kv-k", "q8_0", "--window", 100)
     assert lossy.exit_code == 0
-    start, plan, line, *_ = lossy.stderr.splitlines()
+    start, plan, *lines = lossy.stderr.splitlines()
+    line = " · ".join(lines)
     assert plan.startswith("KV cache in q8_0/q4_0 (as requested), context ")
     assert start.startswith("Approximate: values in q4_0, a window of 100 tokens.")
     assert line.startswith("8 tok · ") and " · values in q4_0 · a window of 100 tokens · " in line

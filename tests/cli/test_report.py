@@ -24,27 +24,30 @@ def stats(**changes) -> RequestStats:
     return found
 
 
-def line(reason="stop", *, plain=False, drafted=True, sampled=True, interrupted=False, **changes) -> str:
+def line(reason="stop", *, plain=False, sampled=True, interrupted=False, **changes) -> str:
     finished = Finished(reason=reason, tokens=[], stats=stats(**changes))
-    return report.line(finished, plain=plain, drafted=drafted, sampled=sampled, interrupted=interrupted)
+    return report.line(finished, plain=plain, sampled=sampled, interrupted=interrupted)
 
 
 def test_everything():
-    assert line() == (
-        "312 tok · 118.4 tok/s · TTFT 0.21 s · prompt 4,096 · accept 5.90/step · 14.2 rows/step · "
-        "draft 9% · seed 42"
-    )
-    assert "prompt 4,096 (3,980 cached) · " in line(cached_tokens=3980)
-    assert line("length").endswith(" · seed 42 · length limit")
+    assert line() == ("312 tok · 118 tok/s · TTFT 0.21 s · prompt 4,096 · accept 5.90/step · seed 42")
+    assert "prompt 4,096 (3,980 cached)\naccept" in line(cached_tokens=3980)
+    assert line("length").endswith(" · seed 42\nlength limit")
+
+
+def test_no_line_is_wider_than_eighty_columns():
+    longest = line("length", cached_tokens=123_456, prompt_tokens=234_567, seed=2**64 - 1, interrupted=True)
+    assert len(longest.splitlines()) == 2 and max(map(len, longest.splitlines())) <= 80
+    assert not any(part.startswith("·") or part.endswith("·") for part in longest.splitlines())
 
 
 def test_what_does_not_apply_is_left_out():
-    assert line(plain=True, sampled=False) == "312 tok · 118.4 tok/s · TTFT 0.21 s · prompt 4,096"
-    assert line(drafted=False, sampled=False).endswith(" · accept 5.90/step · 14.2 rows/step")
+    assert line(plain=True, sampled=False) == "312 tok · 118 tok/s · TTFT 0.21 s · prompt 4,096"
+    assert line(sampled=False).endswith(" · accept 5.90/step")
     assert line("cancelled", _first=None, plain=True, sampled=False, interrupted=True) == (
         "312 tok · prompt 4,096 · interrupted"
     )
-    assert report.line(None, plain=True, drafted=False, sampled=True, interrupted=True) == "interrupted"
+    assert report.line(None, plain=True, sampled=True, interrupted=True) == "interrupted"
 
 
 def test_tokens_that_were_all_spent_on_reasoning():
@@ -67,4 +70,3 @@ def test_tokens_that_were_all_spent_on_reasoning():
 def test_histogram():
     assert report.statistics(stats())["acceptance_histogram"] == [0, 0, 0, 1, 2, 5, 1, 1]
     assert report.statistics(RequestStats())["acceptance_histogram"] == [0]
-    assert report.draft_share(RequestStats()) == 0

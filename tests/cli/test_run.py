@@ -32,7 +32,7 @@ def test_only_the_answer_goes_to_standard_output(treeflash, model):
     assert plain.exit_code == result.exit_code == 0
     answer = json.loads(result.stdout)
     assert plain.stdout == answer["text"].removesuffix("\n") + "\n" and answer["reasoning"] == ""
-    assert "12 tok · " in plain.stderr and "accept 1.00/step · 1.0 rows/step" in plain.stderr
+    assert "12 tok · " in plain.stderr and "accept 1.00/step" in plain.stderr
     assert "seed" not in plain.stderr  # nothing was sampled
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1
@@ -115,8 +115,9 @@ def test_quiet(treeflash, model):
 @pytest.mark.parametrize(
     ("arguments", "code", "message", "hint"),
     [
-        ([], 2, "there is no prompt", "--prompt TEXT"),
-        (["-p", "  "], 2, "the prompt is empty", "--prompt TEXT"),
+        ([], 2, "there is no prompt", "treeflash chat MODEL"),
+        (["-p", "  "], 2, "the prompt is empty", "treeflash run MODEL TEXT"),
+        (["x", "-n", "0"], 2, "--n-gen is 0, needed at least 1, or -1 for no limit", ""),
         (["one", "-p", "two"], 2, "both after the model and with --prompt", ""),
         (["x", "--top-p", "0"], 2, "--top-p is 0", "--temperature 0"),
         (["x", "--raw", "--system", "y"], 2, "--system and --raw exclude each other", ""),
@@ -142,12 +143,13 @@ def test_what_cannot_be_honoured(treeflash, model, arguments, code, message, hin
 
 @pytest.mark.parametrize(
     "flags",
-    [["-n", "0"], ["-t", "-1"], ["--max-ctx", "8q"], ["--device", "tpu"], ["--seed", "-1"], ["--nonsense"]],
+    [["-n", "-2"], ["-t", "-1"], ["--max-ctx", "8q"], ["--device", "tpu"], ["--seed", "-1"], ["--nonsense"]],
 )
 def test_usage_errors_come_before_any_work(treeflash, flags):
     result = treeflash("run", "nothing.gguf", "-p", "x", *flags)
     assert result.exit_code == 2
-    assert "Usage: " in result.stderr and flags[0] in result.stderr
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: ") and flags[0] in error and hint == "hint: treeflash run --help"
     as_json = treeflash("run", "nothing.gguf", "-p", "x", *flags, "--json")
     assert as_json.exit_code == 2 and as_json.stderr == "" and as_json.stdout.count("\n") == 1
     error = json.loads(as_json.stdout)["error"]
@@ -160,7 +162,7 @@ def test_usage_errors_before_the_command_as_json(treeflash, arguments):
     result = treeflash(*arguments)
     assert result.exit_code == 2 and result.stderr == ""
     assert arguments[0] in json.loads(result.stdout)["error"]["message"]
-    assert "Usage: " in treeflash(*arguments[:-1]).stderr
+    assert treeflash(*arguments[:-1]).stderr.splitlines()[1] == "hint: treeflash --help"
 
 
 def test_an_empty_name_is_no_model(treeflash):
@@ -176,7 +178,7 @@ def test_weights_that_do_not_fit_expanded(treeflash, monkeypatch, tiny_model):
         expanded = on_cpu(file, ModelSpec.from_gguf(file)).weights
     free = int(1.1 * expanded)
     monkeypatch.setattr(memory, "available_memory", lambda device: free)
-    torch = ("--max-ctx", 64, "--cpu-backend", "torch")
+    torch = ("--max-ctx", 64, "--cpu-backend", "torch", "--draft", "lookup")
     result = treeflash("run", model, "hello", "-n", 4, *torch)
     assert result.exit_code == 0, result.stderr
     warning, hint, *_ = result.stderr.splitlines()
@@ -339,7 +341,17 @@ def test_unexpected_errors(treeflash, monkeypatch, model, problem, code, message
     if code == 70:
         assert "treeflash doctor" in result.stderr
         shown = treeflash("--debug", "run", model, "hi")
-        assert isinstance(shown.exception, RuntimeError)
+        assert shown.exit_code == code and "Traceback" in shown.stderr and "RuntimeError" in shown.stderr
+
+
+@needs_native
+def test_activations_of_8_bits_are_said_to_be_approximate(treeflash, model):
+    ask = ("run", model, "-p", "hello", "-n", 4, "--cpu-activations", "int8")
+    shown = treeflash(*ask)
+    assert "Approximate: activations in int8. docs/cpu.md has the cost." in shown.stderr
+    assert json.loads(treeflash(*ask, "--json").stdout)["stats"]["approximate"] == ["activations in int8"]
+    exact = treeflash(*ask, "--cpu-backend", "torch")
+    assert exact.exit_code == 0 and "pproximate" not in exact.stderr
 
 
 @needs_native

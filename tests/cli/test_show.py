@@ -47,7 +47,7 @@ def test_as_a_person_sees_it(treeflash, tiny_model):
         "8: 2 attention + 6 Gated DeltaNet",
         "4 query heads, 2 KV heads of 32",
         "1 MTP block",
-        "present but unused",
+        "used without a draft",
         "<|im_end|> (299)",
         "Q4_K",
         "Q6_K",
@@ -88,8 +88,14 @@ def test_what_fits_on_a_gpu_that_is_not_here(treeflash, tiny_model):
     shown = " ".join(treeflash("show", path, "--fit", "--vram-limit", "2g").stdout.split())
     for part in ("On a GPU with 2.00 GiB", "token embedding", "f16 4,096", "chosen", "q8_0/q5_0", "tq3_0"):
         assert part in shown, part
+    own = tiny_model(width=256, mix="q4_k_m", mtp=True)
+    options = ["show", own, "--fit", "--vram-limit", "2g", "--json", "--draft"]
+    sizes = [
+        json.loads(treeflash(*options, name).stdout)["fit"]["plan"]["parts"] for name in ("mtp", "lookup")
+    ]
+    assert sizes[0]["draft"] > 0 and "draft" not in sizes[1]
     small = treeflash("show", path, "--fit", "--vram-limit", "256MiB")
-    assert small.exit_code == 0 and "too large" in small.stdout
+    assert small.exit_code == 6 and "too large" in small.stdout
     assert "hint: this would fit: a smaller model" in " ".join(small.stdout.split())
     long = treeflash("show", path, "--fit", "--vram-limit", "2g", "--max-ctx", "8k")
     assert long.exit_code == 2 and "--max-ctx is 8192" in long.stderr and "1 to 4096 tokens" in long.stderr
@@ -144,10 +150,29 @@ def test_nothing_is_downloaded(treeflash):
     assert "not in the cache" in result.stderr and "treeflash pull someone/Model-GGUF" in result.stderr
 
 
-def test_a_model_must_be_named(treeflash, monkeypatch, tiny_model):
-    assert treeflash("show").exit_code == 2
-    monkeypatch.setenv("DFLASH_TARGET", str(tiny_model()))
-    assert treeflash("show").exit_code == 0
+@pytest.mark.parametrize("variable", ["TREEFLASH_MODEL", "DFLASH_TARGET"])
+def test_without_a_name_the_environment_or_the_built_in_model(treeflash, monkeypatch, tiny_model, variable):
+    assert "TreeFlash-40M" in treeflash("show").stdout
+    monkeypatch.setenv(variable, str(tiny_model()))
+    assert str(tiny_model()) in treeflash("show", "--json").stdout
+
+
+def test_a_model_that_is_not_here_is_shown_from_its_header(treeflash, hub):
+    before = treeflash("show", "qwen3.6-27b", "--fit", "--vram-limit", "2g", "--json")
+    facts = json.loads(before.stdout)["fit"]
+    assert before.exit_code == 0 and facts["draft"] == "z-lab/Qwen3.6-27B-DFlash"
+    ranges = [headers["Range"] for headers in hub.downloads()]
+    assert len(ranges) == 2 and all(each.startswith("bytes=0-") and not each.endswith("-") for each in ranges)
+    assert treeflash("pull", "qwen3.6-27b").exit_code == 0
+    after = json.loads(treeflash("show", "qwen3.6-27b", "--fit", "--vram-limit", "2g", "--json").stdout)[
+        "fit"
+    ]
+    assert facts["plan"] == after["plan"] and facts["plan"]["parts"]["draft"] > 0
+
+
+def test_a_short_name_that_cannot_be_asked_for_is_pulled_by_it(treeflash):
+    result = treeflash("show", "qwen3.6-27b:Q8_0")
+    assert result.exit_code == 3 and "treeflash pull qwen3.6-27b:Q8_0" in result.stderr
 
 
 def test_drafts_and_recommendations(treeflash, tiny_model, hub):

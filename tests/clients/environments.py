@@ -81,6 +81,7 @@ CLIENTS = [
         ),
     ),
     # litellm imports mcp as soon as a request has tools.
+    Client("use_ollama.py", ("ollama==0.6.3",)),
     Client("use_dspy.py", ("dspy==3.4.1", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0")),
 ]
 

@@ -35,16 +35,16 @@ class Oracle(NoDrafter):
         self._choose = random.Random(seed)
         self._lookup = PromptLookup() if lookup else None
 
-    def append(self, tokens: list[int], features: torch.Tensor) -> None:
+    def append(self, slot: int, tokens: list[int], features: torch.Tensor) -> None:
         if self._lookup is not None:
             self._lookup.append(tokens)
 
-    def observe(self, outcome: StepOutcome) -> None:
+    def observe(self, slot: int, outcome: StepOutcome) -> None:
         if self._lookup is not None:
             self._lookup.append(outcome.tokens)
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
         future = self._answer[position - self._start + 1 :][:15]
         if not future or max_rows < 2:
@@ -61,7 +61,7 @@ class Oracle(NoDrafter):
         nodes = min(self._budget, max_rows - 1)
         return trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes))
 
-    def plan_root(self) -> bool:
+    def plan_root(self, slot: int) -> bool:
         return False
 
     def _ranked(self, token: int) -> list[int]:
@@ -80,12 +80,12 @@ class RandomTrees(NoDrafter):
         self._rests = False
         self.rested = 0
 
-    def plan_root(self) -> bool:
+    def plan_root(self, slot: int) -> bool:
         self._rests = self._choose.random() < 0.7
         return self._rests
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
         assert not self._rests or max_rows == 1
         self.rested += self._rests

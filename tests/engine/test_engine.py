@@ -53,7 +53,7 @@ class Oracle(NoDrafter):
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
         tokens, parents, spine = [anchor], [-1], 0
         start = position - len(PROMPT) + 1
@@ -212,7 +212,7 @@ def test_a_prefix_cache_that_fails_does_not_lose_the_slot(
     engine = Engine(target, max_ctx=512, prefix_cache=PrefixCacheConfig(1 << 30))
     before, _ = run(engine, max_tokens=6)
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("no memory for a snapshot")
 
     monkeypatch.setattr(engine.prefixes, "insert", fail)
@@ -262,3 +262,19 @@ def test_seeds_repeat_and_differ(target: Decoder) -> None:
     fresh, done = run(engine, max_tokens=30, sampling=SamplingParams(temperature=1.0))
     repeat = SamplingParams(temperature=1.0, seed=done.stats.seed)
     assert run(engine, max_tokens=30, sampling=repeat)[0] == fresh
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 30, 64, 65, 200])
+def test_short_prompts_by_decode_steps_give_the_text_of_chunks(target: Decoder, count: int) -> None:
+    """As on a GPU, where a chunk of few tokens is all launches."""
+    prompt = [(7 * i) % 250 for i in range(count)]
+    expected, _ = run(Engine(target, max_ctx=512), prompt=prompt, max_tokens=20)
+    oracle = Oracle(expected, 1000, target.spec.vocab_size)
+    engine = Engine(target, max_ctx=512, drafter=oracle, max_rows=8, runner="graph", prefill_chunk=150)
+    engine.reads_short, reads = True, []
+    read = engine.runner.read
+    engine.runner.read = lambda slot, tokens: (reads.append(len(tokens)), read(slot, tokens))[1]
+    tokens, done = run(engine, prompt=prompt, max_tokens=20)
+    assert tokens == expected and done.stats.prompt_tokens == count
+    short = count if count <= 64 else count - 150 if count > 150 else 0
+    assert sum(reads) == short and all(size <= 8 for size in reads)

@@ -8,7 +8,7 @@ import torch
 from treeflash.engine.sampler import Sampler, SamplingParams, token_logprobs
 from treeflash.errors import UsageError
 from treeflash.kernels.sampling import gumbel
-from treeflash.models.step import visibility
+from treeflash.models.step import Step, visibility
 
 V = 40
 CPU = torch.device("cpu")
@@ -18,11 +18,17 @@ PROMPT, GENERATED = [1, 2, 2, 3], [3, 7, 7, 30]
 
 
 def sampler(**options) -> Sampler:
-    made = Sampler(64, V, CPU)
-    made.begin(SamplingParams(**{"seed": 3, **options}), PROMPT, masked=False)
+    made = Sampler(1, 64, V, CPU)
+    made.begin(0, SamplingParams(**{"seed": 3, **options}), PROMPT, masked=False)
     for token in GENERATED:
-        made.counts[token] += 1
+        made.counts[0, token] += 1
     return made
+
+
+def step_of(positions: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor) -> Step:
+    """Rows of slot 0, after which tokens are sampled for the positions [R]."""
+    rows = (part[None] for part in (tokens, positions - 1, torch.full_like(tokens, -1), ancestors))
+    return Step(torch.tensor([0]), *rows)
 
 
 def bits_of(visible: torch.Tensor) -> torch.Tensor:
@@ -68,7 +74,7 @@ def test_every_row_is_penalised_for_its_own_path(options: dict, temperature: flo
     logits = 3 * torch.randn(len(TOKENS), V, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(100, 100 + len(TOKENS))
     made = sampler(temperature=temperature, **options)
-    sampled = made.sample(logits, positions, torch.tensor(TOKENS), bits_of(visible))
+    sampled = made.sample(logits, step_of(positions, torch.tensor(TOKENS), bits_of(visible)))
     for row in range(len(TOKENS)):
         path = [TOKENS[i] for i in visible[row].nonzero()[:, 0].tolist()]
         scores = by_hand(logits[row], path, SamplingParams(**options))
@@ -94,21 +100,22 @@ def test_rank_puts_the_sampled_token_first() -> None:
     positions, anchor = torch.arange(50, 58), torch.tensor([12])
     for options in ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.05}):
         made = sampler(presence_penalty=0.5, **options)
-        ids, scores = made.rank(logits, positions, anchor, 6)
-        sampled = made.sample(logits, positions, anchor, torch.ones(8, dtype=torch.int64))
-        assert torch.equal(ids[:, 0], sampled)
+        ids, scores = made.rank(logits[None], positions[None], anchor, torch.tensor([0]), 6)
+        ids, scores = ids[0], scores[0]
+        step = step_of(positions, anchor.expand(8), torch.ones(8, dtype=torch.int64))
+        assert torch.equal(ids[:, 0], made.sample(logits, step))
         assert bool((scores[:, :-1] >= scores[:, 1:]).all()) and bool((scores <= 0).all())
 
 
 def test_noise_of_a_position_is_the_same_in_every_step() -> None:
     made = sampler(temperature=1.0)
     logits = torch.randn(4, V)
-    none = torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    made.sample(logits, torch.tensor([7, 8, 8, 9]), *none)
+    none = torch.zeros(2, 4, dtype=torch.int64)
+    made.sample(logits, step_of(torch.tensor([7, 8, 8, 9]), *none))
     for positions in ([8, 9, 9, 10], [9, 30, 31, 9], [9, 9, 9, 9]):
-        at = torch.tensor(positions)
+        step = step_of(torch.tensor(positions), *none)
         fresh = sampler(temperature=1.0)
-        assert torch.equal(made.sample(logits, at, *none), fresh.sample(logits, at, *none))
+        assert torch.equal(made.sample(logits, step), fresh.sample(logits, step))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def random_logits(kind: str, rows: int, vocabulary: int, generator: torch.Genera
 
 def set_request(state: SamplingState, options: dict, generator: torch.Generator) -> None:
     """Write a request's sampling parameters; with a repetition penalty a bias, a mask and a prompt, too."""
-    vocabulary = state.bias.shape[0]
+    vocabulary = state.bias.shape[1]
 
     def some(n: int) -> Tensor:
         return torch.randint(vocabulary, (n,), device=DEVICE, generator=generator)
@@ -55,7 +55,7 @@ def set_request(state: SamplingState, options: dict, generator: torch.Generator)
         more = {"prompt": some(50), "biased": biased, "bias": bias, "masked": True}
         state.allowed.random_(-(2**31), 2**31 - 1, generator=generator)
     state.begin(**options, seed=2**63 + 12345, **more)
-    state.counts[some(60)] += 2
+    state.counts[0, some(60)] += 2
 
 
 def random_tree(rows: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

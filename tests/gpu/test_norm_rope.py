@@ -192,7 +192,7 @@ def test_the_drafts_kv_ring_matches_the_reference(counts: tuple[int, int]) -> No
     before = torch.randn(2, 3, size, heads, dim, device=DEVICE).half()
     mapping = {
         "slots": torch.tensor([2, 0], device=DEVICE),
-        "lengths": torch.tensor([33, 99, 30], device=DEVICE),
+        "positions": torch.tensor([[30], [33]], device=DEVICE) + torch.arange(rows, device=DEVICE),
         "count": torch.tensor(counts, device=DEVICE),
     }
     results = []

@@ -8,6 +8,7 @@ from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import VOCABULARY, random_tree
 from tests.gpu.texts import GREEDY
 from treeflash.engine.sampler import Sampler
+from treeflash.models.step import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -20,11 +21,14 @@ def test_each_row_has_its_own_mask() -> None:
         None if row % 5 == 4 else choose.integers(-(2**31), 2**31, VOCABULARY // 32, dtype=np.int32)
         for row in range(rows)
     ]
-    sampler = Sampler(rows, VOCABULARY, DEVICE)
-    sampler.begin(GREEDY, [1], masked=True)
-    sampler.set_masks(masks)
-    tree = random_tree(rows, VOCABULARY, torch.Generator(DEVICE))
-    found = sampler.sample(logits.to(DEVICE), torch.arange(rows, device=DEVICE), *tree)
+    sampler = Sampler(1, rows, VOCABULARY, DEVICE)
+    sampler.begin(0, GREEDY, [1], masked=True)
+    sampler.set_masks(0, masks)
+    tokens, ancestors = random_tree(rows, VOCABULARY, torch.Generator(DEVICE))
+    positions = torch.arange(rows, device=DEVICE)
+    tree = (part[None] for part in (tokens, positions, torch.full_like(tokens, -1), ancestors))
+    step = Step(torch.zeros(1, dtype=torch.int64, device=DEVICE), *tree)
+    found = sampler.sample(logits.to(DEVICE), step)
     for row, (token, mask) in enumerate(zip(found.tolist(), masks, strict=True)):
         allowed = np.ones(VOCABULARY, bool)
         if mask is not None:

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request
-from treeflash.kernels.sampling import SamplingState, filtered, gumbel, launch, rank_rows, sample_rows
+from treeflash.kernels.sampling import (
+    RowOwners,
+    SamplingState,
+    filtered,
+    gumbel,
+    launch,
+    rank_rows,
+    sample_rows,
+)
 from treeflash.kernels.sampling import state as plain
 from treeflash.kernels.sampling.filters import OPEN, THRESHOLD
 
@@ -59,6 +67,11 @@ def assert_same_candidates(work: launch.Workspace, adjusted: Tensor, settings: d
     assert torch.equal(expected, (keys >= threshold) & near)
 
 
+def owners(logits: torch.Tensor) -> RowOwners:
+    """All rows are one tree, in slot 0."""
+    return RowOwners.one(0, len(logits), logits.device)
+
+
 @pytest.mark.parametrize(("vocabulary", "rows", "shortlist"), SHAPES)
 @every_kind
 @every_filter
@@ -74,10 +87,10 @@ def test_sampled_tokens_match_the_reference(
     positions = torch.randint(2**40, (rows,), device=DEVICE, generator=generator)
     set_request(state, FILTERS[filters], generator)
     work = poisoned_workspace(rows, vocabulary, shortlist)
-    found = sample_rows(logits, positions, tokens, ancestors, state, work).clone()
-    expected = plain.sample_rows(logits, positions, tokens, ancestors, state)
-    settings = state.settings()
-    adjusted = plain.adjusted(logits, tokens, ancestors, state)
+    found = sample_rows(logits, positions, tokens, ancestors, owners(logits), state, work).clone()
+    expected = plain.sample_rows(logits, positions, tokens, ancestors, owners(logits), state)
+    settings = state.settings(0)
+    adjusted = plain.adjusted(logits, tokens, ancestors, state, 0, masks=state.allowed[: len(logits)])
     assert_same_tokens(adjusted, positions, found, expected, settings)
     if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
         assert_same_candidates(work, adjusted, settings)
@@ -95,11 +108,13 @@ def test_a_row_alone_gives_the_token_of_the_row_among_others(filters: str) -> No
     tokens, ancestors = random_tree(64, VOCABULARY, generator)
     positions = torch.arange(64, device=DEVICE)
     set_request(state, FILTERS[filters], generator)
-    whole = sample_rows(logits, positions, tokens, ancestors, state, work).clone()
+    whole = sample_rows(logits, positions, tokens, ancestors, owners(logits), state, work).clone()
     for rows in (slice(0, 1), slice(3, 11), slice(40, 64), *[slice(0, 64)] * 20):
         # A grammar's masks belong to the rows of the call.
         own = replace(state, allowed=state.allowed[rows])
-        found = sample_rows(logits[rows], positions[rows], tokens, ancestors[rows], own, work)
+        found = sample_rows(
+            logits[rows], positions[rows], tokens, ancestors[rows], owners(logits[rows]), own, work
+        )
         assert torch.equal(found, whole[rows]), f"rows {rows.start} to {rows.stop}"
 
 
@@ -111,18 +126,18 @@ def test_one_graph_serves_every_request() -> None:
     logits = random_logits("normal", 24, VOCABULARY, generator)
     tokens, ancestors = random_tree(24, VOCABULARY, generator)
     positions = torch.arange(24, device=DEVICE)
-    sample_rows(logits, positions, tokens, ancestors, state, work)
+    sample_rows(logits, positions, tokens, ancestors, owners(logits), state, work)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample_rows(logits, positions, tokens, ancestors, state, work)
+        out = sample_rows(logits, positions, tokens, ancestors, owners(logits), state, work)
     for filters in FILTERS.values():
         set_request(state, filters, generator)
         positions += 100
         graph.replay()
-        expected = plain.sample_rows(logits, positions, tokens, ancestors, state)
-        adjusted = plain.adjusted(logits, tokens, ancestors, state)
-        assert_same_tokens(adjusted, positions, out, expected, state.settings())
+        expected = plain.sample_rows(logits, positions, tokens, ancestors, owners(logits), state)
+        adjusted = plain.adjusted(logits, tokens, ancestors, state, 0, masks=state.allowed[: len(logits)])
+        assert_same_tokens(adjusted, positions, out, expected, state.settings(0))
 
 
 @every_kind
@@ -134,8 +149,8 @@ def test_ranked_candidates_match_the_reference(kind: str, filters: str) -> None:
     set_request(state, FILTERS[filters], generator)
     positions, anchor = torch.arange(100, 115, device=DEVICE), torch.tensor([7], device=DEVICE)
     work = poisoned_workspace(15, VOCABULARY)
-    ids, scores = rank_rows(logits, positions, anchor, 16, state, work)
-    expected_ids, expected = plain.rank_rows(logits, positions, anchor, 16, state)
+    ids, scores = rank_rows(logits, positions, anchor, owners(logits), 16, state, work)
+    expected_ids, expected = plain.rank_rows(logits, positions, anchor, owners(logits), 16, state)
     live = expected > -torch.inf
     # The kernel drops candidates that are 28 or more below the best.
     dropped = live & (scores == -torch.inf)

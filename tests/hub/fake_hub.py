@@ -104,11 +104,12 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _bytes(self, data: bytes) -> None:
-        start = 0
+        start, end = 0, len(data)
         if (asked := self.headers.get("Range")) and not self.hub.ignore_ranges:
-            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), int(last) + 1 if last else end
         body = bytes(len(data)) if self.hub.spoil else data
-        body = body[start:]
+        body = body[start:end]
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         if self.hub.break_off and (limit := self.hub.break_off.pop(0)) < len(body):
             self._send(206 if start else 200, headers | {"Content-Length": str(len(body))}, body[:limit])

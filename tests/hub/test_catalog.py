@@ -68,7 +68,7 @@ def test_values_are_in_range(card):
         and card.target.quant.endswith("Q4_K_M")
         and card.target.repo.endswith("-GGUF")
     )
-    assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b", "qwen3.8-27b"))
+    assert (card.draft is None) == (card.name in ("qwen3.5-2b", "qwen3.5-0.8b"))
     if card.draft is not None:
         assert card.draft.repo.startswith("z-lab/") and "DFlash" in card.draft.repo
         assert card.draft.quant is None

@@ -65,10 +65,10 @@ def test_an_interrupted_download_is_resumed(hub):
     assert [headers["Range"] for headers in hub.downloads()] == ["bytes=0-", "bytes=300000-"]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DFlash2DraftModel"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "EagleDraftModel"])
 def test_weights_of_other_models_are_not_downloaded(hub, architecture):
     hub.repos[REPO.repo]["config.json"] = json.dumps({"architectures": [architecture]}).encode()
-    with pytest.raises(UnsupportedModel, match=f"is '{architecture}', needed 'DFlashDraftModel'"):
+    with pytest.raises(UnsupportedModel, match=f"is '{architecture}', needed DFlashDraftModel or DFlash2"):
         fetch_draft(REPO)
     assert not hub.downloads()
 

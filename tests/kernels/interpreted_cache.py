@@ -167,7 +167,15 @@ def test_sequences_may_have_different_numbers_of_rows(monkeypatch: pytest.Monkey
     trees = [tree_of(count, 1).ancestors for count in counts]
     q, gate = torch.randn(2, sum(counts), 10, dim)
     bits = torch.cat([tree[0] for tree in trees])
-    found = attention_kernel.ragged_attention(q, *pools, table, committed, bits, first, gate=gate)
+    # Padding rows after the last sequence, whatever they hold.
+    padded, gates = (torch.cat([part, torch.full((2, 10, dim), torch.nan)]) for part in (q, gate))
+    seen = torch.cat([bits, torch.ones(2, dtype=torch.int64)])
+    found = attention_kernel.ragged_attention(padded, *pools, table, committed, seen, first, gate=gates)
+    assert bool((found[-2:].nan_to_num() == 0).all())
+    close_to = attention.paged_attention(
+        q[None], *pools, table, committed, bits[None], first, gate=gate[None]
+    )
+    assert float((found[:-2] - close_to[0]).norm() / close_to.norm()) < 1e-3
     for item, tree in enumerate(trees):
         rows = slice(int(first[item]), int(first[item + 1]))
         cache = (*pools, table[item : item + 1], committed[item : item + 1], tree)

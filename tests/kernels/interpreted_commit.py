@@ -39,6 +39,36 @@ def test_the_path_that_stays(data: st.DataObject) -> None:
         assert torch.equal(found, wanted)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_the_paths_of_ragged_rows(data: st.DataObject) -> None:
+    """Slots in any order; one without rows has another's number, and changes nothing."""
+    sizes = [data.draw(st.integers(1, 12)) for _ in range(2)]
+    trees = [
+        ([0] * rows, [-1] + [data.draw(st.integers(0, row - 1)) for row in range(1, rows)]) for rows in sizes
+    ]
+    slots = torch.tensor([2, 0])
+    step = Step.ragged(slots, trees, torch.zeros(2, dtype=torch.int64))
+    assert step.ancestors is not None and step.first is not None
+    spare = torch.ones(1, data.draw(st.integers(0, 3)), dtype=torch.int64)
+    ancestors, slots = torch.cat([step.ancestors, spare], 1), torch.tensor([2, 0, 2])
+    first = torch.cat([step.first, step.first[-1:]])
+    last = torch.tensor([data.draw(st.integers(-1, rows - 1)) for rows in sizes] + [-1])
+    before = (
+        torch.randint(0, 64, (SLOTS, SAVED)),
+        torch.randint(0, 9, (SLOTS,)),
+        torch.randint(0, 99, (SLOTS,)),
+    )
+    results = []
+    for implementation in (triton_kernels, reference):
+        state = dict(zip(("path", "count", "lengths"), (part.clone() for part in before), strict=True))
+        kept = implementation.commit_path(ancestors, last, slots, first, **state)
+        sources = [kept.source[item, :rows] for item, rows in enumerate(sizes)]
+        results.append((kept.counts, kept.starts[:2], *sources, *state.values()))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [(24, torch.float32), (6, torch.float16), (16, torch.bfloat16), (20, torch.uint8), (1, torch.float16)],
@@ -64,6 +94,30 @@ def test_trees_filled_up(count: int, size: int) -> None:
     arguments = (tree, torch.tensor([count]), torch.tensor([1]), lengths)
     found = slot_mapping_kernel.padded_tree(*arguments, size=size)
     assert torch.equal(found, slot_mapping.padded_tree(*arguments, size=size))
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 0, 4), (30, 2, 16)])
+def test_ragged_rows(sizes: tuple[int, ...]) -> None:
+    """Rows of several trees and padding: their positions and owners, pages and pending rows."""
+    rows, lengths = torch.randint(0, 2**40, (4, 64)), torch.tensor([5, 2**33, 37])
+    rows[3] = torch.randint(0, 9, (64,))
+    slots, first = torch.tensor([1, 0, 2])[: len(sizes)], torch.tensor([0, *sizes]).cumsum(0)
+    found = slot_mapping_kernel.ragged_rows(rows, first, slots, lengths, size=48)
+    assert torch.equal(found, slot_mapping.ragged_rows(rows, first, slots, lengths, size=48))
+    lengths[1] = 77
+    table, path, count = (
+        torch.randperm(1200).view(3, 400),
+        torch.randint(0, 64, (3, 64)),
+        torch.tensor([3, 4, 7]),
+    )
+    options = {"rows": 48, "page": 4, "first": first, "spare_page": 1234}
+    mapped, wanted = (
+        each.slot_mapping(slots, lengths, table, path, count, **options)
+        for each in (slot_mapping_kernel, slot_mapping)
+    )
+    for name in ("lengths", "page_table", "pages", "offsets", "path", "count"):
+        assert torch.equal(getattr(mapped, name), getattr(wanted, name)), name
+    assert wanted.pages[sum(sizes) :].tolist() == [1234] * (48 - sum(sizes))
 
 
 @pytest.mark.parametrize("rows", [1, 9, 300])

@@ -125,7 +125,7 @@ def test_heads_into_rings(counts: tuple[int, int]) -> None:
     rings = torch.randn(2, 3, size, heads, dim).half()
     tables = {
         "slots": torch.tensor([2, 0]),
-        "lengths": torch.tensor([5, 99, 30]),
+        "positions": torch.tensor([[30], [5]]) + torch.arange(rows),
         "count": torch.tensor(counts),
     }
     results = []
@@ -171,6 +171,43 @@ def test_conv(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
         close(one[used], other[used])
     for one, other in zip(left, expected, strict=True):
         close(one, other)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 7), (18, 1)])
+def test_conv_of_ragged_rows(sizes: tuple[int, ...]) -> None:
+    """A sequence's rows are those it has alone; padding and a sequence without rows change nothing."""
+    key_heads, value_heads, dim, width, saved, length = 1, 2, 16, 4, 18, 5
+    channels, batch, total = (2 * key_heads + value_heads) * dim, len(sizes), sum(sizes) + 2
+    first, count = torch.tensor([0, *sizes]).cumsum(0), torch.tensor([2, 0, 5])[:batch]
+    trees = [tree_of(rows, 1).parents for rows in sizes if rows]
+    parents = torch.cat([*(tree[0] for tree in trees if tree is not None), torch.tensor([-1, -1])])
+    index = conv.conv_index(parents, width, count, length, first)
+    live = torch.ones(batch * length + total, dtype=torch.bool)
+    live[-2:] = False
+    assert torch.equal(conv_kernel.conv_index(parents, width, count, length, first)[live], index[live])
+    inputs, alpha, beta = torch.randn(total, channels + 4).split([channels, 2, 2], -1)
+    weights = torch.randn(channels, width), -torch.rand(value_heads), torch.randn(value_heads)
+    state = [torch.randn(3, size, channels) for size in (width - 1, saved)]
+    state.append(torch.randn(3, saved, 2, value_heads))
+    slots, path = torch.tensor([1, 1, 0])[:batch], torch.randint(0, saved, (batch, length))
+    if 0 not in sizes:
+        slots = torch.tensor([2, 0])
+    tables = {"slots": slots, "path": path, "count": count, "index": index, "key_heads": key_heads}
+    results = []
+    for implementation in (conv_kernel, conv):
+        names = ("window", "tree_inputs", "tree_gates")
+        buffers = dict(zip(names, (part.clone() for part in state), strict=True))
+        out = implementation.tree_conv(inputs, alpha, beta, *weights, **buffers, **tables, first=first)
+        results.append((out, buffers))
+    (found, left), (wanted, expected) = results
+    used = live.clone()
+    for item, (begin, taken) in enumerate(zip(first.tolist(), count.tolist(), strict=False)):
+        used[item * length + begin + taken : (item + 1) * length + begin] = False
+    close(found[0][:-2], wanted[0][:-2])
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        close(one[used], other[used])
+    for name, part in left.items():
+        close(part, expected[name])
 
 
 @pytest.mark.parametrize(("rows", "counts"), [(1, (1, 0)), (7, (0, 4)), (19, (2, 3))])

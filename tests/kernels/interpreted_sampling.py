@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.kernels.sampling import SamplingState, filtered, launch, rank_rows, sample_rows
+from treeflash.kernels.sampling import RowOwners, SamplingState, filtered, launch, rank_rows, sample_rows
 from treeflash.kernels.sampling.filters import OPEN as _OPEN
 from treeflash.kernels.sampling.filters import THRESHOLD as _THRESHOLD
 from treeflash.kernels.sampling.state import NoiseCache, adjusted
@@ -47,6 +47,11 @@ def make_logits(kind: str, vocabulary: int) -> Tensor:
             return noise
 
 
+def owners(logits: Tensor) -> RowOwners:
+    """All rows are one tree, in slot 0."""
+    return RowOwners.one(0, len(logits), logits.device)
+
+
 def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[SamplingState, Tensor]:
     """A request with everything that its options take into account, and a tree's tokens."""
     state = SamplingState.empty(ROWS, logits.shape[1], "cpu")
@@ -56,7 +61,7 @@ def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[Sampl
         bias = torch.tensor([2.0, -torch.inf])
         more = {"prompt": torch.tensor([1, 2, 3]), "biased": torch.tensor([5, 9]), "bias": bias}
     state.begin(**options, **more, seed=2**63 + 77, masked=masked)
-    state.counts[torch.tensor([3, 4])] = 2.0
+    state.counts[0, torch.tensor([3, 4])] = 2.0
     return state, tokens
 
 
@@ -94,12 +99,14 @@ def test_sample(name: str, kind: str, vocabulary: int, capacity: int, shortlist:
     logits = make_logits(kind, vocabulary)
     state, tokens = asked(OPTIONS[name], logits)
     work = poisoned(vocabulary, capacity, shortlist)
-    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, work)
-    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, NoiseCache()))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, work)
+    assert torch.equal(
+        found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, NoiseCache())
+    )
     assert not work.arrived.any()
-    settings = state.settings()
+    settings = state.settings(0)
     if settings["temperature"] > 0 and (settings["top_k"] or settings["top_p"] < 1):
-        seen = adjusted(logits, tokens, ANCESTORS, state)
+        seen = adjusted(logits, tokens, ANCESTORS, state, 0, masks=state.allowed[: len(logits)])
         filters = {key: settings[key] for key in ("temperature", "top_k", "top_p")}
         scores, ids = filtered(seen, **filters, min_p=0.0)
         wanted = [set(row[score > -28.4].tolist()) for row, score in zip(ids, scores, strict=True)]
@@ -116,8 +123,8 @@ def test_rank(name: str, shortlist: int) -> None:
     logits = make_logits("normal", 2500)
     state, tokens = asked(OPTIONS[name], logits)
     work = poisoned(2500, shortlist=shortlist)
-    ids, scores = launch.rank_rows(logits, POSITIONS, tokens[:1], 16, state, work)
-    wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], 16, state, NoiseCache())
+    ids, scores = launch.rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 16, state, work)
+    wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 16, state, NoiseCache())
     live = wanted > -torch.inf
     assert torch.equal(scores > -torch.inf, live)
     assert torch.equal(ids, wanted_ids)
@@ -133,12 +140,16 @@ def test_masks(name: str) -> None:
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
     state.allowed[1] = 0
     state.allowed[1, 2] = 1 << 5
-    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(300))
-    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, NoiseCache()))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, poisoned(300))
+    assert torch.equal(
+        found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, NoiseCache())
+    )
     assert int(found[1]) == 69
     # A draft's rows are not the tree's, whose masks these are.
-    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], 4, state, poisoned(300))
-    assert torch.equal(ids, rank_rows(logits, POSITIONS, tokens[:1], 4, state, NoiseCache())[0])
+    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 4, state, poisoned(300))
+    assert torch.equal(
+        ids, rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 4, state, NoiseCache())[0]
+    )
 
 
 def test_a_row_alone_is_the_row_among_others() -> None:
@@ -146,16 +157,48 @@ def test_a_row_alone_is_the_row_among_others() -> None:
     state, tokens = asked(OPTIONS["everything"], logits, masked=True)
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
     work = poisoned(300)
-    whole = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, work).clone()
+    whole = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, work).clone()
     for part in (slice(1, 2), slice(1, 3)):
         # A grammar's masks belong to the rows of the call.
         own = replace(state, allowed=state.allowed[part])
-        found = launch.sample_rows(logits[part], POSITIONS[part], tokens, ANCESTORS[part], own, work)
+        found = launch.sample_rows(
+            logits[part], POSITIONS[part], tokens, ANCESTORS[part], owners(logits[part]), own, work
+        )
         assert torch.equal(found, whole[part])
+
+
+def test_requests_side_by_side() -> None:
+    """Each row is sampled and ranked as its own request says; padding rows of NaN are left alone."""
+    names = ["everything", "greedy", "top-p"]
+    logits = torch.cat([make_logits("normal", 300), torch.full((1, 300), torch.nan)])
+    both = SamplingState.empty(4, 300, "cpu", slots=3)
+    tokens, slots = torch.tensor([7, 8, 9, 0]), torch.tensor([2, 0, 1, -1])
+    starts = torch.tensor([0, 1, 2, 3])
+    for row, name in enumerate(names):
+        alone, _ = asked(OPTIONS[name], logits[:ROWS])
+        slot = int(slots[row])
+        for part in ("numbers", "integers", "prompt", "counts", "bias"):
+            getattr(both, part)[slot] = getattr(alone, part)[0]
+    rows, work = (logits, POSITIONS[[0, 1, 2, 2]], tokens), launch.Workspace(4, 300, "cpu")
+    of_rows = RowOwners(slots, starts)
+    found = launch.sample_rows(*rows, torch.ones_like(tokens), of_rows, both, work).clone()
+    plain = sample_rows(*rows, torch.ones_like(tokens), of_rows, both, NoiseCache())
+    ids, scores = launch.rank_rows(*rows, of_rows, 5, both, work)
+    for row, name in enumerate(names):
+        alone, _ = asked(OPTIONS[name], logits[:ROWS])
+        part = slice(row, row + 1)
+        one = (logits[part], rows[1][part], tokens[part])
+        wanted = sample_rows(*one, torch.tensor([1]), owners(logits[part]), alone, NoiseCache())
+        assert found[row] == plain[row] == wanted[0], name
+        wanted_ids, wanted_scores = rank_rows(*one, owners(logits[part]), 5, alone, NoiseCache())
+        assert torch.equal(ids[part], wanted_ids), name
+        assert torch.allclose(scores[part], wanted_scores, atol=1e-4), name
 
 
 def test_rows_of_a_wider_tensor() -> None:
     logits = make_logits("normal", 320)[:, :301]
     state, tokens = asked(OPTIONS["top-p"], logits)
-    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, poisoned(301))
-    assert torch.equal(found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, state, NoiseCache()))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, poisoned(301))
+    assert torch.equal(
+        found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, NoiseCache())
+    )

@@ -42,6 +42,8 @@ POINTERS = {
     "parents": "*i64",
     "ancestors": "*i64",
     "first": "*i64",
+    "begins": "*i64",
+    "end": "*i64",
     "order": "*i32",
     "table": "*i64",
     "lengths": "*i64",
@@ -49,6 +51,7 @@ POINTERS = {
     "positions": "*i64",
     "tokens": "*i64",
     "tree": "*i64",
+    "rows": "*i64",
     **dict.fromkeys(("own_lengths", "own_table", "own_path", "own_count"), "*i64"),
     "data": "*u8",
     "last": "*i64",
@@ -66,7 +69,18 @@ POINTERS = {
     "window": "*fp16",
     "stash": "*fp16",
 }
-NUMBERS = {"row_bytes", "T", "slot_stride", "PATH", "SAVED", "elements", "units", "width", "ring"}
+NUMBERS = {
+    "row_bytes",
+    "T",
+    "slot_stride",
+    "PATH",
+    "SAVED",
+    "units",
+    "width",
+    "ring",
+    "sequences",
+    "spare_page",
+}
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}
 NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": True}
@@ -90,15 +104,18 @@ SIMPLE = {
         for bits in embedding.TYPES.values()
     },
     "tree": (slot_mapping._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
+    "ragged rows": (slot_mapping._ragged_kernel, {"SEQUENCES": 16, "SIZE": 64, "BLOCK": 64}),
+    "move": (
+        commit._move_kernel,
+        {"ROWS": 64, "BLOCK": 64, "HEADS": 4, "PAGE": 64, "WIDTH": 128, "BLOCK_WIDTH": 128},
+    ),
+}
+BY_SEQUENCE = {
     "slot mapping": (
         slot_mapping._slot_mapping_kernel,
         {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256},
     ),
     "path": (commit._commit_kernel, {"ROWS": 64, "BLOCK": 64}),
-    "move": (
-        commit._move_kernel,
-        {"ROWS": 64, "BLOCK": 64, "HEADS": 4, "PAGE": 64, "WIDTH": 128, "BLOCK_WIDTH": 128},
-    ),
     "index": (conv._index_kernel, {"WIDTH": 4, "BLOCK": 128}),
     "conv": (
         conv._conv_kernel,
@@ -108,6 +125,11 @@ SIMPLE = {
         attention._merge_kernel,
         {**SPLIT, "TAILS": 2, "ROTATION": 128, "PARTS": 64, "STEP": 32, "GATE": True},
     ),
+}
+SIMPLE |= {
+    f"{name}{' of ragged rows' if ragged else ''}": (kernel, {**constants, "RAGGED": ragged})
+    for name, (kernel, constants) in BY_SEQUENCE.items()
+    for ragged in (False, True)
 }
 
 
@@ -234,8 +256,8 @@ def test_cuda_kernels(arch: str) -> None:
     for dim in (16, 64, 128) if arch != "sm_90" else (32, 128, 256):
         macros = {"D": dim, "OVERLAP": overlap}
         assert compile_cubin(delta_cuda.source(), defines=macros, arch=arch, cached=False)
-    for half in (0, 1):
-        macros = {"HALF": half, "OVERLAP": overlap}
+    for half, sequences in ((False, 1), (True, 1), (True, 4), (True, 16)):
+        macros = conv_cuda.defines(half, conv_cuda.warps_of(sequences), bool(overlap))
         assert compile_cubin(conv_cuda.source(), defines=macros, arch=arch, cached=False)
 
 

@@ -1,5 +1,7 @@
 """The native matmul: near the exact result, equal in every variant, the same bits in any company."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,12 +9,17 @@ from tests.kernels.native_library import needs_native, opened, variants
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.native import INT8, INT16, has_kind, packed_bytes
+from treeflash.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
 from treeflash.kernels.native.library import KINDS, usable_variants
+from treeflash.kernels.native.memory import WeightMemory
+from treeflash.kernels.sampling import SamplingState, rank
+from treeflash.kernels.sampling import rank_rows as rank_state_rows
+from treeflash.kernels.sampling.state import NoiseCache, RowOwners
 
 pytestmark = needs_native
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WITHOUT_ENCODER = ("Q5_0", "IQ4_NL", "IQ4_XS")
 ERRORS = {INT8: 2e-2, INT16: 1e-4}  # relative RMS, of activations rounded to so many bits
 
 
@@ -26,9 +33,11 @@ def weight(kind: str, rows: int, columns: int) -> torch.Tensor:
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
     if kind in FLOATS:
         return values.to(FLOATS[kind]).view(torch.uint8)
-    if kind == "Q5_0":  # there is no encoder: random codes under scales of a usual size
-        blocks = torch.randint(0, 256, (rows, columns // 32, 22), dtype=torch.uint8)
-        blocks[..., :2] = (values[:, ::32, None] / 16).half().view(torch.uint8)
+    if kind in WITHOUT_ENCODER:  # random codes under scales of a usual size
+        type = QuantType[kind]
+        shape = (rows, columns // type.block_elements, type.block_bytes)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8)
+        blocks[..., :2] = (values[:, :: type.block_elements, None] / 16).half().view(torch.uint8)
         return blocks.flatten(1)
     return quantise(values, QuantType[kind])
 
@@ -94,7 +103,17 @@ def test_zero_and_tiny_rows() -> None:
 def test_types_and_shapes_that_cannot_be_packed() -> None:
     assert not has_kind(QuantType.Q2_K) and not packed_bytes(QuantType.Q2_K, 8, 256)
     assert not packed_bytes(QuantType.Q4_K, 8, 96)
-    assert packed_bytes(QuantType.Q8_0, 8, 96) == 8 * 96 + 64
+    assert packed_bytes(QuantType.Q8_0, 16, 96) == 16 * 96 + 128  # whole tiles, of 8 or 16 rows
+
+
+def test_memory_of_weights_is_zero_aligned_and_kept() -> None:
+    memory = WeightMemory()
+    taken = [memory.take(size) for size in (1, 100, 65 << 20, 64, 33)]
+    assert all(not part[:1000].any() and part.data_ptr() % 64 == 0 for part in taken)
+    spans = sorted((part.data_ptr(), part.data_ptr() + part.numel()) for part in taken)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    del memory
+    taken[0][0] = 1  # still there
 
 
 def test_variants_by_cpu_flags() -> None:
@@ -104,3 +123,36 @@ def test_variants_by_cpu_flags() -> None:
     assert usable_variants(frozenset(base)) == ["avx2"]
     assert usable_variants(frozenset(base | {"avx_vnni"})) == ["avxvnni", "avx2"]
     assert usable_variants(frozenset(base | wide)) == ["avx512vnni", "avx2"]
+
+
+@pytest.mark.parametrize("columns", [1, 7, 16, 511, 512, 513, 2051])
+def test_argmax_is_torch_argmax(columns: int) -> None:
+    """The first of equal values, and of NaN; nothing but -inf has its largest value first."""
+    x = torch.randn(12, columns).mul(2).round()  # many equal values
+    x[1], x[2], x[3] = -torch.inf, 0.0, torch.inf
+    for row, at in ((4, 0), (5, columns // 2), (6, columns - 1)):
+        x[row, at:] = torch.nan
+    x[7] = -torch.arange(columns)
+    x[8] = torch.arange(columns)
+    assert argmax_rows(x).tolist() == x.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("columns", [5, 64, 1003, 16384])
+def test_ranks_are_those_of_the_reference(columns: int) -> None:
+    """Best first, of equal logits the lower id; tokens that cannot be are id 0 with -inf."""
+    x = torch.randn(9, columns).mul(4).round().div(4)  # many equal values
+    x[2, 2:] = -torch.inf
+    greedy = {"seed": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    count = min(24, columns)
+    ids, scores = rank(x, torch.arange(9), count=count, **greedy)
+    found = rank_rows(x, count)
+    assert found is not None
+    possible = scores > -torch.inf
+    assert torch.equal(found[0], ids.masked_fill(~possible, 0))
+    torch.testing.assert_close(found[1], scores, rtol=1e-5, atol=1e-5)
+    state = SamplingState.empty(9, columns, "cpu")
+    anchor, owners = torch.zeros(1, dtype=torch.int64), RowOwners.one(0, 9, "cpu")
+    through = rank_state_rows(x, torch.arange(9), anchor, owners, count, state, NoiseCache())
+    assert torch.equal(through[0], found[0]) and torch.equal(through[1], found[1])
+    x[3, 1] = torch.nan
+    assert rank_rows(x, count) is None and rank_rows(x, columns + 1) is None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from treeflash.kernels.sampling import (
+    RowOwners,
     SamplingState,
     filtered,
     gumbel,
@@ -153,16 +154,23 @@ def test_a_request_in_tensors_samples_as_one_in_numbers() -> None:
     bias = {"biased": torch.tensor([3, 4]), "bias": torch.tensor([4.0, -torch.inf])}
     state = SamplingState.empty(3, 50, "cpu")
     state.begin(**filters, **penalties, **bias, seed=2**64 - 3, prompt=torch.tensor([0, 1]))
-    state.counts[6] = 3
+    state.counts[0, 6] = 3
     visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
-    seen = penalised(logits, state.prompt, state.counts, tokens, visible, **penalties)
+    seen = penalised(logits, state.prompt[0], state.counts[0], tokens, visible, **penalties)
     seen[:, 3] += 4
     seen[:, 4] = -torch.inf
     wanted = sample(seen, positions, seed=2**64 - 3, **filters)
-    assert torch.equal(sample_rows(logits, positions, tokens, ancestors, state, NoiseCache()), wanted)
+    assert torch.equal(
+        sample_rows(
+            logits, positions, tokens, ancestors, RowOwners.one(0, len(logits), "cpu"), state, NoiseCache()
+        ),
+        wanted,
+    )
     # A draft's rows have the anchor alone above them.
     state.begin(**filters, seed=11)
-    ids, scores = rank_rows(logits, positions, tokens[:1], 30, state, NoiseCache())
+    ids, scores = rank_rows(
+        logits, positions, tokens[:1], RowOwners.one(0, len(logits), "cpu"), 30, state, NoiseCache()
+    )
     few, own = rank(logits, positions, count=30, seed=11, **filters)
     width = int((own > -torch.inf).sum(-1).min())
     assert torch.equal(ids[:, :width], few[:, :width]) and torch.equal(scores[:, :width], own[:, :width])

@@ -22,7 +22,7 @@ TARGETS = {
 FLOATS = "logits adjusted maxima numbers counts bias scores chain_scores edges table corrected gains"
 FLOATS = {*FLOATS.split(), "out_weights", "scores_out"}
 SCALARS = "tree_rows stride vocabulary words capacity splits depths width chain_count edge_count nodes rows"
-SCALARS = {*SCALARS.split(), "stop_count"}
+SCALARS = {*SCALARS.split(), "stop_count", "lines"}
 TYPES = {
     "count": "*i32",
     "arrived": "*i32",
@@ -43,7 +43,8 @@ KERNELS = {
     "shortlist for a ranking": (sampling.shortlist_kernel, {"COUNT": 24}, 8),
     "rank": (search.rank_kernel, {"COUNT": 24}, 8),
     "best tree": (tree.best_tree_kernel, {"CORRECTED": True}, 1),
-    "accept path": (tree.accept_path_kernel, {}, 1),
+    "accept path": (tree.accept_path_kernel, {"RAGGED": False}, 1),
+    "accept paths": (tree.accept_path_kernel, {"RAGGED": True}, 1),
 }
 
 

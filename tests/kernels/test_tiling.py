@@ -17,25 +17,25 @@ from treeflash.kernels.quant_matmul.tuned import TunedFile
 EVERY = {**{type.name: layout for type, layout in LAYOUTS.items()}, "F16": DENSE}
 # By type, for 8, 16, 24, 32, 48 and 64 rows: on an A100, on an H200, on cards with 100 KiB of shared memory.
 STAGES = {
-    "Q4_K": ("332233", "443322", "433220"),
-    "Q5_K": ("322232", "433222", "332220"),
-    "Q6_K": ("544332", "555543", "555433"),
-    "Q3_K": ("555433", "555554", "555543"),
-    "IQ4_XS": ("555433", "555554", "555543"),
-    "Q8_0": ("433322", "554433", "544332"),
-    "Q4_0": ("332233", "443322", "433220"),
-    "Q5_0": ("322233", "433222", "332220"),
-    "IQ4_NL": ("332233", "443322", "433220"),
-    "MXFP4": ("332233", "443322", "433220"),
-    "Q4_1": ("322233", "443322", "433220"),
-    "Q5_1": ("222232", "433222", "332220"),
+    "Q4_K": ("332233", "422322", "433220"),
+    "Q5_K": ("322232", "422222", "332220"),
+    "Q6_K": ("544332", "533543", "555433"),
+    "Q3_K": ("555433", "533554", "555543"),
+    "IQ4_XS": ("555433", "533554", "555543"),
+    "Q8_0": ("433322", "533433", "544332"),
+    "Q4_0": ("332233", "422322", "433220"),
+    "Q5_0": ("322233", "422222", "332220"),
+    "IQ4_NL": ("332233", "422322", "433220"),
+    "MXFP4": ("332233", "422322", "433220"),
+    "Q4_1": ("322233", "422322", "433220"),
+    "Q5_1": ("222232", "422222", "332220"),
     "F16": ("222233", "332222", "222222"),
 }
 SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_the_variants_of_a_card_that_was_not_tuned(name: str) -> None:
+def test_the_variants_of_every_card(name: str) -> None:
     bulk, column = name in ("H200", "RTX 5090"), {"A100": 0, "H200": 1}.get(name, 2)
     for type, layout in EVERY.items():
         for bucket, depth in zip(BUCKETS, map(int, STAGES[type][column]), strict=True):
@@ -48,7 +48,7 @@ def test_the_variants_of_a_card_that_was_not_tuned(name: str) -> None:
                 "TOKENS": bucket,
                 "STAGES": depth,
                 "BULK": int(bulk),
-                "ROW_TILES": 2 if name == "H200" and bucket >= 32 else 1,
+                "ROW_TILES": 2 if name == "H200" and bucket == 64 else 1,
                 "HALFWAY": int(depth >= 3),
                 "TABLE": int(bool(layout.table)),
             }

@@ -63,6 +63,15 @@ def test_every_card_has_tiles_for_small_codes(card: Card, tmp_path: Path) -> Non
         assert resources(card, tile, tmp_path)[1] == 0
 
 
+@pytest.mark.parametrize("name", ["f16", "q8_0", "tq3_0"])
+def test_the_other_tiles_of_a_step_compile(name: str, tmp_path: Path) -> None:
+    card = CARDS["H200"]
+    for queries in (24, 48, 96):
+        tile = tile_of(card, name, name, queries)
+        assert tile is not None and tile.queries == queries
+        assert resources(card, tile, tmp_path)[1] == 0
+
+
 @given(
     card=st.sampled_from(list(CARDS.values())),
     pair=st.sampled_from(PAIRS),

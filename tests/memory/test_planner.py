@@ -16,7 +16,7 @@ from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.convert.grow import Growth, grow
 from treeflash.convert.tiny import FAMILIES
 from treeflash.engine.engine import Engine, Request
-from treeflash.errors import ResourceError
+from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.kv_cache.format import FORMATS
@@ -48,7 +48,7 @@ def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: s
         space = tile_space(file, lambda loader: Decoder(spec, loader, CPU))
         loader = WeightLoader(file, device=CPU, tiles=True, space=space)
         decoder = Decoder(spec, loader, CPU)
-        estimate = estimate_memory(file, spec, EngineConfig(), "cuda", context=256, memory=GIB)
+        estimate = estimate_memory(file, spec, EngineConfig(), "cuda", context=256)
         assert estimate.parts["weights"] == held_bytes(decoder) - held_bytes(decoder.embed)
         assert (
             estimate.parts[EMBEDDING] == held_bytes(decoder.embed) == file.tensors["token_embd.weight"].nbytes
@@ -65,7 +65,7 @@ def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: s
 def test_weights_on_a_cpu_to_the_byte(tiny_model: Callable[..., Path], family: str, expand: bool) -> None:
     with GGUFFile.open(tiny_model(family, mix="q8_0")) as file:
         spec = ModelSpec.from_gguf(file)
-        estimate = estimate_memory(file, spec, EngineConfig(), "cpu", context=256, memory=GIB, expand=expand)
+        estimate = estimate_memory(file, spec, EngineConfig(), "cpu", context=256, expand=expand)
         assert sum(estimate.parts[part] for part in ("weights", EMBEDDING)) == held_bytes(
             Decoder.load(file, expand=expand)
         )
@@ -77,7 +77,7 @@ def test_the_draft_to_the_byte(tiny_model: Callable[..., Path], tmp_path: Path, 
         spec = ModelSpec.from_gguf(file)
         save_draft(tmp_path, draft_config(spec), dtype=torch.bfloat16)
         draft = DraftConfig(tmp_path, quant)
-        estimate = estimate_memory(file, spec, EngineConfig(draft=draft), "cuda", context=700, memory=GIB)
+        estimate = estimate_memory(file, spec, EngineConfig(draft=draft), "cuda", context=700)
         with open_draft(tmp_path, spec, quant=draft_quant(draft, "cuda")) as (draft_spec, source):
             loaded = DFlashDraft(draft_spec, WeightLoader(source, device=CPU, tiles=True), CPU)
         assert estimate.parts["draft"] == held_bytes(loaded)
@@ -93,7 +93,7 @@ def test_states_to_the_byte(tiny_model: Callable[..., Path], formats, context: i
     with GGUFFile.open(tiny_model()) as file:
         spec = ModelSpec.from_gguf(file)
         config = EngineConfig(speculation=SpecConfig(budget=rows - 1))
-        estimate = estimate_memory(file, spec, config, "cuda", context=context, memory=GIB)
+        estimate = estimate_memory(file, spec, config, "cuda", context=context)
     states = SequenceStates(spec, max_ctx=context, max_rows=rows, cache=CacheConfig(*formats), static=True)
     planned = (
         estimate.parts["recurrent states"] + estimate.parts["tree rows"] + estimate.kv_bytes(formats, context)
@@ -108,7 +108,7 @@ def test_states_to_the_byte(tiny_model: Callable[..., Path], formats, context: i
 def test_sampling_to_the_byte(tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model()) as file:
         spec = ModelSpec.from_gguf(file)
-        estimate = estimate_memory(file, spec, EngineConfig(), "cuda", context=256, memory=GIB)
+        estimate = estimate_memory(file, spec, EngineConfig(), "cuda", context=256)
     state, workspace = SamplingState.empty(64, spec.vocab_size, CPU), Workspace(64, spec.vocab_size, CPU)
     assert estimate.parts["sampling"] == held_bytes(state, workspace)
 
@@ -117,7 +117,7 @@ def test_buffers_do_not_grow_while_decoding(tiny_model: Callable[..., Path]) -> 
     with GGUFFile.open(tiny_model(layers=4)) as file:
         engine = Engine(Decoder.load(file), max_ctx=512, max_rows=8, runner="graph")
         config = EngineConfig(speculation=SpecConfig(budget=7))
-        estimate = estimate_memory(file, engine.target.spec, config, "cuda", context=512, memory=GIB)
+        estimate = estimate_memory(file, engine.target.spec, config, "cuda", context=512)
     formats = (FORMATS["f32"], FORMATS["f32"])
     planned = (
         estimate.parts["recurrent states"] + estimate.parts["tree rows"] + estimate.kv_bytes(formats, 512)
@@ -157,7 +157,7 @@ def test_the_whole_context_of_a_27b(
     assert (format_names(plan.kv), plan.max_ctx, plan.host_embedding) == (chosen, 262144, host)
     assert plan.total <= plan.budget.limit == gib * GIB
     assert (EMBEDDING in plan.parts) != host and plan.parts["in use before"] == CUDA_CONTEXT
-    assert plan.prefill_chunk == {24: 1024, 141: 8192}.get(gib, 4096)
+    assert plan.prefill_chunk == (1024 if gib == 24 else 2048)
     assert plan.parts["prefill"] == plan.estimate.prefill[plan.prefill_chunk]
     assert chosen in plan.line() and ("host memory" in plan.line()) == host
 
@@ -282,3 +282,41 @@ def test_types_without_a_kernel_are_named(planner_27b: MemoryPlanner) -> None:
     (note,) = replace(planner_27b, estimate=estimate, budget=assumed_budget(80 * GIB)).plan().notes()
     assert "Q2_K, IQ2_XS" in note and "4.00 GiB" in note
     assert on(planner_27b, 80).plan().notes() == []
+
+
+def test_several_sequences_share_the_pages(planner_27b: MemoryPlanner) -> None:
+    one, four = (on(planner_27b, 141, parallel=count).plan() for count in (1, 4))
+    for part in ("recurrent states", "draft context"):
+        assert four.parts[part] == 4 * one.parts[part]
+    assert four.parts["weights"] == one.parts["weights"] and four.max_ctx == one.max_ctx == 262144
+    assert (one.kv_tokens, four.kv_tokens) == (262144, 4 * 262144)
+    assert four.total <= 0.9 * 141 * GIB
+    eight = on(planner_27b, 141, parallel=8).plan()
+    # No fixed split: less than eight contexts, and a tenth of the memory stays free.
+    assert 4 * 262144 < eight.kv_tokens < 8 * 262144 and eight.total <= 0.9 * 141 * GIB
+    assert "8 requests at once share" in eight.line() and "requests" not in one.line()
+
+
+def test_the_number_of_sequences_is_what_fits(planner_27b: MemoryPlanner) -> None:
+    wide = on(planner_27b, 141, parallel=None).plan()
+    assert (wide.sequences, wide.max_ctx, format_names(wide.kv)) == (8, 262144, "f16")
+    alone, some = (on(planner_27b, 24, parallel=count).plan() for count in (1, None))
+    # A card with less memory runs fewer, and its formats and its chunks do not depend on them.
+    assert 2 <= some.sequences < 8
+    assert (some.kv, some.prefill_chunk, some.host_embedding) == (
+        alone.kv,
+        alone.prefill_chunk,
+        alone.host_embedding,
+    )
+    assert alone.max_ctx > some.max_ctx > 0.6 * alone.max_ctx
+    # A context that was requested is kept whole, at the expense of sequences.
+    requested = on(planner_27b, 24, parallel=None, max_ctx=150_000).plan()
+    assert requested.max_ctx == 150_000 and requested.sequences < some.sequences
+
+
+def test_the_hint_for_too_many_sequences_fits(planner_27b: MemoryPlanner) -> None:
+    with pytest.raises(UsageError, match="`parallel` is 65, needed 1 to 64"):
+        on(planner_27b, 24, parallel=65)
+    with pytest.raises(ResourceError):
+        on(planner_27b, 24, parallel=64).plan()
+    assert on(planner_27b, 24, parallel=4).plan().sequences == 4

@@ -4,12 +4,13 @@ Written from the description of the method alone; shares nothing with the packag
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
+Half = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 class PlainDraft:
@@ -55,28 +56,73 @@ class PlainDraft:
         cap = self._config.get("final_logit_softcapping")
         return cap * np.tanh(logits / cap) if cap else logits
 
+    def pair_score(self, row: np.ndarray, before: int, candidate: int) -> float:
+        """What the head of DFlash2 or DSpark adds to a candidate's logit after another token; row: hidden."""
+        if "markov_head.markov_w1.weight" in self._tensors:
+            first, second = (self._tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+            return float(first[before] @ second[candidate])
+        gate = self._tensors["candidate_selector.hidden_projection.weight"] @ row
+        left = self._tensors["candidate_selector.predecessor_codebook"][before]
+        return float((left * gate) @ self._tensors["candidate_selector.successor_codebook"][candidate])
+
+    def confidence(self, row: np.ndarray, before: int) -> float:
+        """DSpark's probability that the next token is accepted after another one; row: hidden [width]."""
+        inputs = np.concatenate([row, self._tensors["markov_head.markov_w1.weight"][before]])
+        logit = self._tensors["confidence_head.proj.weight"][0] @ inputs
+        return float(1 / (1 + np.exp(-logit - self._tensors["confidence_head.proj.bias"][0])))
+
     def _layer(self, layer: int, rows: list[np.ndarray], context: list[np.ndarray]) -> list[np.ndarray]:
-        start = len(context)
         normed = [self._rms(row, f"layers.{layer}.input_layernorm.weight") for row in rows]
+        mixed = self._around(layer, "attention", normed, lambda h: self._attention(layer, h, context))
+        rows = [row + out for row, out in zip(rows, mixed, strict=True)]
+        normed = [self._rms(row, f"layers.{layer}.post_attention_layernorm.weight") for row in rows]
+        done = self._around(layer, "mlp", normed, lambda h: [self._feed_forward(layer, row) for row in h])
+        return [row + out for row, out in zip(rows, done, strict=True)]
+
+    def _around(self, layer: int, part: str, rows: list[np.ndarray], half: Half) -> list[np.ndarray]:
+        """Half a layer, between the convolutions of DFlash2 where there are any."""
+        base = self._tensors.get(f"layers.{layer}.{part}_conv.base_kernel")
+        if base is None:
+            return half(rows)
+        _, taps, width = base.shape
+        project = self._weight(layer, f"{part}_conv.kernel_projection")
+        dynamic = [(project @ row).reshape(2, taps, -1) for row in rows]
+        group = width // dynamic[0].shape[-1]
+
+        def convolved(inputs: list[np.ndarray], side: int) -> list[np.ndarray]:
+            out = []
+            for t in range(len(inputs)):
+                total = np.zeros(width)
+                for o in range(taps):
+                    for channel in range(width) if t >= o else ():
+                        weight = base[side, o, channel] + dynamic[t][side, o, channel // group]
+                        total[channel] += weight * inputs[t - o][channel]
+                out.append(total)
+            return out
+
+        return convolved(half(convolved(rows, 0)), 1)
+
+    def _feed_forward(self, layer: int, h: np.ndarray) -> np.ndarray:
+        gate, up = self._weight(layer, "mlp.gate_proj") @ h, self._weight(layer, "mlp.up_proj") @ h
+        return self._weight(layer, "mlp.down_proj") @ (gate / (1 + np.exp(-gate)) * up)
+
+    def _attention(self, layer: int, normed: list[np.ndarray], context: list[np.ndarray]) -> list[np.ndarray]:
+        start = len(context)
         sources = context + normed
         keys = [self._heads_of(layer, "k", source, position) for position, source in enumerate(sources)]
         values = [self._heads_of(layer, "v", source, None) for source in sources]
         done = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(normed):
             query = start + index
             seen = [key for key in range(len(sources)) if self._sees(layer, query, key, start)]
-            heads = self._heads_of(layer, "q", normed[index], query)
             mixed = []
-            for head, q in enumerate(heads):
+            for head, q in enumerate(self._heads_of(layer, "q", row, query)):
                 group = head // (self._heads // self._kv_heads)
                 scores = np.array([q @ keys[key][group] for key in seen]) / math.sqrt(self._dim)
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 mixed.append(sum(w * values[key][group] for w, key in zip(weights, seen, strict=True)))
-            x = row + self._weight(layer, "self_attn.o_proj") @ np.concatenate(mixed)
-            h = self._rms(x, f"layers.{layer}.post_attention_layernorm.weight")
-            gate, up = self._weight(layer, "mlp.gate_proj") @ h, self._weight(layer, "mlp.up_proj") @ h
-            done.append(x + self._weight(layer, "mlp.down_proj") @ (gate / (1 + np.exp(-gate)) * up))
+            done.append(self._weight(layer, "self_attn.o_proj") @ np.concatenate(mixed))
         return done
 
     def _sees(self, layer: int, query: int, key: int, start: int) -> bool:

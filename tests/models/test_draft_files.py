@@ -37,9 +37,9 @@ def load(
     "name",
     [
         *(
-            "markov_head.markov_w1.weight",
+            "markov_head.gate.weight",
             "candidate_selector.successor_codebook",
-            "layers.0.attention_conv.base_kernel",
+            "layers.0.attention_conv.kernel_projection.weight",
         ),
         *("layers.0.self_attn.q_proj.bias", "layers.3.mlp.up_proj.weight", "layers.00.mlp.up_proj.weight"),
         *("fc_layernorm.0.weight", "layers.0.self_attn.sinks", "prefix_gru.weight_ih_l0", "d2t", "fc.bias"),
@@ -78,7 +78,7 @@ def test_a_sharded_checkpoint(target: ModelSpec, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["markov_w1", "blk.0.attn_conv_base", "blk.0.attn_q", "blk.3.attn_q", "fc_s"]
+    "name", ["markov_w3", "blk.0.attn_conv_base", "blk.0.attn_q", "blk.3.attn_q", "fc_s"]
 )
 def test_unknown_gguf_tensors(name: str, target: ModelSpec, tmp_path: Path) -> None:
     config = draft_config(target)

@@ -127,12 +127,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mask_token_id": 320}, "mask_token_id is 320, needed a row of the target's embedding, 0 to 319"),
     # another kind of draft
     (
-        {"architectures": ["DFlash2DraftModel"]},
-        "architectures is 'DFlash2DraftModel', needed 'DFlashDraftModel'",
+        {"architectures": ["EagleDraftModel"]},
+        "architectures is 'EagleDraftModel', needed 'DFlashDraftModel' or 'DFlash2DraftModel'",
     ),
     (
-        {"architectures": ["Qwen3DSparkModel"]},
-        "architectures is 'Qwen3DSparkModel', needed 'DFlashDraftModel'",
+        {"architectures": ["Qwen3ForCausalLM"]},
+        "architectures is 'Qwen3ForCausalLM', needed 'DFlashDraftModel'",
     ),
     ({"architectures": "DFlashDraftModel"}, "architectures is 'DFlashDraftModel', needed"),
     ({"architectures": [7]}, "architectures is 7, needed"),
@@ -167,8 +167,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', needed 'silu'"),
     ({"dflash_config": {"use_swa": True}}, "use_swa is True, needed False"),
     ({"dflash_config": {"shift_label": True}}, "shift_label is True, needed False"),
-    ({"sample_from_anchor": True}, "sample_from_anchor is True, needed False"),
-    ({"aux_hidden_state_layer_ids": [2, 3]}, r"aux_hidden_state_layer_ids is \[2, 3\], needed None"),
+    (
+        {"target_layer_ids": None, "aux_hidden_state_layer_ids": [0, 3]},
+        r"aux_hidden_state_layer_ids is \[0, 3\], needed 1 to 256 whole numbers from 1",
+    ),
     # sizes
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0, needed a whole number from 1 to 256"),
     ({"num_hidden_layers": HUGE}, r"num_hidden_layers is 10+\.\.\.0+, needed a whole number from 1 to 256"),
@@ -332,7 +334,7 @@ GGUF_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dflash.rope.dimension_count": 8}, "dflash.rope.dimension_count is 8, needed 16"),
     ({"dflash.rope.scaling.type": "yarn"}, "dflash.rope.scaling.type is 'yarn', needed 'none'"),
     ({"dflash.rope.freq_base": "high"}, "dflash.rope.freq_base is 'high', needed a number above 0"),
-    ({"dflash.sample_from_anchor": True}, "dflash.sample_from_anchor is True, needed False"),
+    ({"dflash.sample_from_anchor": 1}, "dflash.sample_from_anchor is 1, needed true or false"),
     ({"dflash.hidden_activation": "gelu"}, "dflash.hidden_activation is 'gelu', needed 'silu'"),
     ({"dflash.embedding_scale": 2.5}, "dflash.embedding_scale is 2.5, needed 1.0"),
     ({"dflash.final_logit_softcapping": 30.0}, "dflash.final_logit_softcapping is 30.0, needed 0.0"),

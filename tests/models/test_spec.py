@@ -77,6 +77,11 @@ def test_recurrent_layers_override_the_interval(tmp_path: Path) -> None:
             "qwen35.attention.head_count_kv is .* needed a single number",
         ),
         (
+            {"attention__head_count_kv": 0},
+            "attention.head_count_kv is 0, needed a divisor of attention.head_count .6",
+        ),
+        ({"attention__key_length": 0}, "attention.key_length is 0, needed a positive number"),
+        (
             {"attention__head_count_kv": 4},
             "attention.head_count_kv is 4, needed a divisor of attention.head_count .6",
         ),

@@ -9,6 +9,7 @@ from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.errors import PromptTooLong, UsageError
 from treeflash.session.requests import (
+    Failed,
     Finished,
     Progress,
     Reasoning,
@@ -46,8 +47,9 @@ Script = Callable[[TextRequest], Iterable[SessionEvent | float | Exception]]
 class ScriptedSession:
     """Yields the events of a script, sleeps for its numbers (seconds) and raises its exceptions."""
 
-    def __init__(self, script: Script, *, max_ctx: int = 200_000):
-        self.script, self.max_ctx = script, max_ctx
+    def __init__(self, script: Script, *, max_ctx: int = 200_000, parallel: int = 1):
+        self.script, self.max_ctx, self.parallel = script, max_ctx, parallel
+        self._generations: list[Iterator[SessionEvent]] = []
         self.tokenizer = Bytes()
         self.template = ChatTemplate(QWEN35, controls=["<|im_start|>", "<|im_end|>"])
         self.seen: list[TextRequest] = []
@@ -76,6 +78,38 @@ class ScriptedSession:
     def check(self, request: TextRequest) -> TextRequest:
         self.encode(request)
         return request
+
+    @property
+    def running(self) -> int:
+        return len(self._generations)
+
+    @property
+    def idle(self) -> bool:
+        return not self._generations
+
+    def use_idle_time(self) -> bool:
+        return False
+
+    def begin(self, request: TextRequest, *, beside: object = None) -> Iterator[SessionEvent]:
+        self._generations.append(self.generate(request))
+        return self._generations[-1]
+
+    def step(self) -> list[tuple[Iterator[SessionEvent], SessionEvent | Failed]]:
+        """Advance every script by one event."""
+        found: list[tuple[Iterator[SessionEvent], SessionEvent | Failed]] = []
+        for generation in list(self._generations):
+            try:
+                event: SessionEvent | Failed = next(generation)
+            except Exception as error:
+                event = Failed(error)
+            if isinstance(event, Failed | Finished):
+                self.end(generation)
+            found.append((generation, event))
+        return found
+
+    def end(self, generation: Iterator[SessionEvent]) -> None:
+        if generation in self._generations:
+            self._generations.remove(generation)
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         ids = self.encode(request)

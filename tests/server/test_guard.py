@@ -249,6 +249,7 @@ def test_requests_while_loading():
             "progress": 1.0,
             "waiting": 0,
             "running": 0,
+            "parallel": 1,
             "max_queue": 64,
             "pid": os.getpid(),
         }

@@ -333,6 +333,7 @@ def test_chats_are_stored_and_new_ones_start_empty(open_page: Open) -> None:
     answered(page)
     page.click("#open-chats")
     page.get_by_role("button", name="Delete chat: Remember me").click()
+    page.get_by_role("button", name="Really delete chat: Remember me?").click()
     expect(page.locator("#chat-list")).to_have_text("No chats yet.")
     expect(page.locator(".message")).to_have_count(0)
 

@@ -255,3 +255,109 @@ def test_a_request_error_leaves_the_worker_ready():
         assert await text_of(worker.submit(ask("b"))) == "b"
 
     run(main(), worker)
+
+
+def test_requests_run_side_by_side_as_far_as_there_is_room():
+    def script(request):
+        for index in range(20):
+            yield Text(f"{request.messages[-1]['content']}{index} ")
+            yield 0.002
+
+    session = ScriptedSession(script, parallel=3)
+    worker = started(session)
+
+    async def main():
+        order: list[str] = []
+
+        async def read(job: Job) -> None:
+            async for batch in job.batches():
+                order.extend(event.text[0] for _, event in batch if isinstance(event, Text))
+
+        jobs = [worker.submit(ask(name)) for name in "abcd"]
+        assert [job.ahead for job in jobs] == [0, 0, 0, 1]
+        reading = [asyncio.create_task(read(job)) for job in jobs]
+        while worker.running < 3:
+            await asyncio.sleep(0.001)
+        assert (worker.waiting, worker.describe()["parallel"]) == (1, 3)
+        await asyncio.gather(*reading)
+        assert {order.count(name) for name in "abcd"} == {20}
+        # The first three took turns; the fourth began when one of them had ended.
+        assert order.index("c") < 10 and order.index("d") > 40
+
+    run(main(), worker)
+
+
+def test_the_requests_of_a_job_run_side_by_side_and_share_its_first_prompt():
+    seen = []
+
+    class Recording(ScriptedSession):
+        def begin(self, request, *, beside=None):
+            seen.append(beside)
+            return super().begin(request, beside=beside)
+
+    session = Recording(lambda request: [Text("x"), 0.01, Text("y")], parallel=2)
+    worker = started(session)
+
+    async def main():
+        job = worker.submit(*(ask("same") for _ in range(3)))
+        pieces = [each async for batch in job.batches() for each in batch]
+        assert [index for index, event in pieces if isinstance(event, Finished)] == [0, 1, 2]
+        assert seen[0] is None and len(set(seen[1:])) == 1 and seen[1] is not None
+
+    run(main(), worker)
+
+
+def test_an_error_among_others_fails_only_its_job():
+    def script(request):
+        for index in range(10):
+            if index == 5 and request.messages[-1]["content"] == "bad":
+                yield RuntimeError("broken")
+            yield Text(str(index))
+
+    worker = started(ScriptedSession(script, parallel=4))
+
+    async def main():
+        jobs = [worker.submit(ask(text)) for text in ("good", "bad", "good")]
+        first, bad, last = await asyncio.gather(*map(text_of, jobs), return_exceptions=True)
+        assert first == last == "0123456789"
+        assert isinstance(bad, RuntimeError)
+
+    run(main(), worker)
+
+
+def test_a_step_that_fails_for_nobody_in_particular_fails_all_and_no_later_one():
+    class Failing(ScriptedSession):
+        def step(self):
+            if len(self.seen) == 2:
+                self.seen.clear()
+                raise RuntimeError("all of them")
+            return super().step()
+
+    session = Failing(lambda request: [Text(str(index)) for index in range(5)], parallel=2)
+    worker = started(session)
+
+    async def main():
+        jobs = [worker.submit(ask("x")) for _ in range(2)]
+        found = await asyncio.gather(*map(text_of, jobs), return_exceptions=True)
+        assert all(isinstance(each, RuntimeError) for each in found)
+        assert await text_of(worker.submit(ask("later"))) == "01234"
+
+    run(main(), worker)
+
+
+def test_cancelling_one_of_many_leaves_the_others():
+    session = ScriptedSession(slow, parallel=3)
+    worker = started(session)
+
+    async def main():
+        jobs = [worker.submit(ask("x")) for _ in range(3)]
+        while worker.running < 3:
+            await asyncio.sleep(0.001)
+        jobs[1].cancel()
+        while worker.running == 3:
+            await asyncio.sleep(0.001)
+        assert session.cancelled == 1
+        # A slot is free again.
+        assert worker.submit(ask("y")).ahead == 0
+
+    run(main(), worker)

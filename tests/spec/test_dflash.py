@@ -16,6 +16,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.spec.dflash import DFlashModel
+from treeflash.state.draft_ring import draft_buffers
 
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 SHAPED = {"input_embedding_scale": 0.5, "output_multiplier": 3.0, "final_logit_softcapping": 2.0}
@@ -37,7 +38,7 @@ class Proposer:
         self.open()
 
     def open(self) -> None:
-        self.block.begin()
+        self.block.begin(0)
         self._plain = PlainDraft(self.config, self._tensors, context=30)
         self._length = 0
 
@@ -46,20 +47,23 @@ class Proposer:
         self._plain.append(features.numpy())
         self._length += count
         for piece in features.tensor_split(pieces):
-            self.block.append(piece)
+            self.block.append(0, piece)
 
     def check(self, anchor: int, count: int = 6) -> None:
         asked: list[tuple[Tensor, Tensor]] = []
         spec = self.target.spec
-        sampler = Sampler(64, spec.vocab_size, torch.device("cpu"))
-        sampler.begin(SamplingParams(seed=0), [], masked=False)
+        sampler = Sampler(1, 64, spec.vocab_size, torch.device("cpu"))
+        sampler.begin(0, SamplingParams(seed=0), [], masked=False)
 
-        def rank(logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
-            asked.append((positions, anchor))
-            return sampler.rank(logits, positions, anchor, count)
+        def rank(
+            logits: Tensor, positions: Tensor, anchors: Tensor, slots: Tensor, count: int
+        ) -> tuple[Tensor, Tensor]:
+            asked.append((positions[0], anchors))
+            return sampler.rank(logits, positions, anchors, slots, count)
 
-        self.block.flush()
-        proposal = self.block.candidates(torch.tensor([anchor]), rank, count)
+        self.block.flush(0)
+        found = self.block.candidates(torch.tensor([anchor]), torch.tensor([0]), rank, count)
+        proposal = found.one(0)
         mask = {**self.config, **self.config.get("dflash_config", {})}["mask_token_id"]
         hidden = self._plain.block(self._embedding[[anchor] + [mask] * 15])[1:]
         logits = self._plain.logits(hidden, self._head)
@@ -118,7 +122,7 @@ def test_a_saved_ring_goes_on_as_the_original_did(
     """Shorter than the window, as long as the rings, and longer than they are."""
     proposer = Proposer(tiny_model("qwen35"), tmp_path)
     proposer.append(length, seed=1)
-    saved = proposer.block.save()
+    saved = proposer.block.save(0)
     for attempt in range(2):
         # What the ring held meanwhile, and what still waited, is gone.
         proposer.open()
@@ -127,7 +131,34 @@ def test_a_saved_ring_goes_on_as_the_original_did(
         proposer.append(3, seed=8)
         proposer.open()
         proposer.append(length, seed=1)
-        proposer.block.restore(saved)
+        proposer.block.restore(0, saved)
         proposer.check(3)
         proposer.append(20, seed=3)
         proposer.check(5)
+
+
+@torch.inference_mode()
+def test_paths_of_many_slots_at_once(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """More rows than a small step has; slots without accepted rows may have another's number."""
+    with GGUFFile.open(tiny_model("qwen35")) as file:
+        target = Decoder.load(file)
+    config = draft_config(target.spec, layer_types=SLIDING, sliding_window=13)
+    save_draft(tmp_path, config)
+    draft = DFlashDraft.load(tmp_path, target.spec)
+    made = [DFlashModel(draft, target, draft_buffers(draft.spec, max_ctx=64, slots=6)) for _ in range(2)]
+    before, features = (random_rows(count, 3 * target.spec.width, seed=count) for count in (9, 64))
+    counts, slots = torch.tensor([3, 1, 0, 16, 5, 0]), torch.tensor([4, 0, 4, 2, 5, 2])
+    rows = torch.randint(0, 64, (6, 30), generator=torch.Generator().manual_seed(1))
+    for slot in range(6):
+        for model in made:
+            model.begin(slot)
+            model.append(slot, before[: 3 + slot])
+            model.flush(slot)
+    made[0].commit(features, rows, counts, slots)
+    for row, count, slot in zip(rows, counts.tolist(), slots.tolist(), strict=True):
+        made[1].append(slot, features[row[:count]])
+        made[1].flush(slot)
+    for name in ("keys", "values", "lengths"):
+        one, other = (getattr(model._buffers, name) for model in made)
+        for found, wanted in zip(one, other, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

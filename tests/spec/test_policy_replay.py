@@ -50,7 +50,7 @@ def replay(machine: Machine, texts: list, *, fixed: int | None = None, sizes=EAG
     policy = RowPolicy(StepCosts(), max_rows=24, drafts=True, sizes=sizes)
     total = Outcome()
     for text in texts * ROUNDS:
-        policy.begin()
+        policy = policy.fork()
         position = 0
         while position < len(text):
             weights, path = text[position]
@@ -146,7 +146,7 @@ def test_speculation_comes_back_after_a_slow_phase(machine: Machine, only_trees:
             done, spent = done + 1 + accepted, spent + cost
         return done / spent, calls
 
-    policy.begin()
+    policy = policy.fork()
     before, _ = run(600)
     slow[0] = True
     if only_trees:
@@ -167,7 +167,7 @@ def test_a_size_that_has_become_slower_is_tried_seldom() -> None:
     """Aging must not cost more than the never-slower rule allows."""
     costs = StepCosts()
     policy = RowPolicy(costs, max_rows=24, drafts=True, sizes=(1, 8, 16, 24))
-    policy.begin()
+    policy = policy.fork()
     for rows, cost in H200.step.items():
         costs.observe_step(rows, cost)
     costs.observe_draft(H200.draft)

@@ -35,7 +35,7 @@ class Play:
     def speed(self, chances: Sequence[float], claim: float | None = None) -> float:
         """Over one text, in units of plain decoding; without a claim the draft's are honest on the whole."""
         claim = sum(chances) / len(chances) if claim is None else claim
-        self.policy.begin()
+        self.policy = self.policy.fork()
         costs, position, time = self.policy.costs, 0, 0.0
         while position < len(chances):
             plan = self.policy.plan()
@@ -152,11 +152,11 @@ def test_a_new_text_begins_with_what_the_draft_is_worth() -> None:
     play = Play(cpu, 1.6)
     for seed in range(12):
         play.speed(uneven(100, seed))
-    play.policy.begin()
+    play.policy = play.policy.fork()
     assert any(play.policy.plan().draft for _ in range(5))
     useless = Play(cpu, 1.6)
     useless.speed([0.0] * 600)
-    useless.policy.begin()
+    useless.policy = useless.policy.fork()
     assert not any(useless.policy.plan().draft for _ in range(5))
 
 
@@ -176,7 +176,7 @@ def test_steps_that_are_planned_ahead_ask_as_often() -> None:
     asked = []
     for ahead in (False, True):
         policy, rested = RowPolicy(StepCosts({1: 1.0, 24: 1.3}, 0.2), max_rows=24, drafts=True), 0
-        policy.begin()
+        policy = policy.fork()
         calls = []
         for step in range(400):
             if ahead and step and policy.plan_root():
@@ -198,4 +198,4 @@ def test_no_rest_where_a_copy_pays() -> None:
     assert policy.plan_root()
     assert policy.plan_root(copied=7, probability=0.01)
     assert not policy.plan_root(copied=7, probability=0.9)
-    assert policy.steps == 3
+    assert policy._usual.steps == 3

@@ -34,14 +34,14 @@ class ScriptedDraft:
         self._length = 0
         self._choose = random.Random(1)
 
-    def begin(self) -> None: ...
+    def begin(self, slot: int) -> None: ...
 
-    def flush(self) -> None: ...
+    def flush(self, slot: int) -> None: ...
 
-    def append(self, features: torch.Tensor, *, skipped: int = 0) -> None:
+    def append(self, slot: int, features: torch.Tensor, *, skipped: int = 0) -> None:
         self._length += len(features)
 
-    def candidates(self, anchor: torch.Tensor, rank, count: int) -> Proposal:
+    def candidates(self, anchors, slots, rank, count: int, chains=None) -> Proposal:
         self.calls += 1
         future = self.text[self._length + 1 :][:15]
         future += [-2] * (15 - len(future))
@@ -54,7 +54,7 @@ class ScriptedDraft:
         scores = torch.tensor([self.claim, rest, rest, rest]).log().expand(len(future), -1)
         scores = scores.clone()
         scores[:, self._candidates :] = -torch.inf  # as a ranking is padded
-        return Proposal.of(ids[:, :count], scores[:, :count])
+        return Proposal.of(ids[None, :, :count], scores[None, :, :count])
 
 
 class Clock:
@@ -67,8 +67,8 @@ class Clock:
         self.drafter, self.text, self.draft = drafter, text, draft
         self.position, self.time, self.steps = 0, 0.0, 0
         self._ahead, self._root, self.planned = ahead, False, 0
-        drafter.bind(lambda logits, positions, anchor, count: (logits, logits))
-        drafter.begin()
+        drafter.bind(lambda logits, positions, anchors, slots, count: (logits, logits))
+        drafter.begin(0)
 
     def run(self, tokens: int) -> float:
         """Speed over so many tokens, in units of plain decoding."""
@@ -80,10 +80,10 @@ class Clock:
     def _step(self) -> None:
         calls = self.draft.calls if self.draft else 0
         limit = 1 if self._root else 64
-        tree = self.drafter.propose(self.text[self.position], self.position, limit)
+        tree = self.drafter.propose(0, self.text[self.position], self.position, limit)
         drafting = DRAFT_COST * ((self.draft.calls if self.draft else 0) - calls)
         tokens, parents = tree.lists()
-        self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root()
+        self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root(0)
         self.planned += self._root
         depths = [0]
         for parent in parents[1:]:
@@ -92,8 +92,8 @@ class Clock:
         path = accept_path(tokens, parents, sampled)
         decided = [sampled[row] for row in path]
         cost = step_cost(len(tokens))
-        self.drafter.commit_eager(torch.zeros(len(path), 0))
-        self.drafter.observe(StepOutcome(len(tokens), path, decided, drafting, cost))
+        self.drafter.commit_eager(0, torch.zeros(len(path), 0))
+        self.drafter.observe(0, StepOutcome(len(tokens), path, decided, drafting, cost))
         self.time += cost + drafting
         self.position += len(decided)
         self.steps += 1
@@ -210,7 +210,7 @@ def test_forbidden_branches_are_never_proposed(options: dict) -> None:
     text = novel(200)
     for right, coming in ((0.6, []), (0.0, text[1:6]), (0.6, text[1:4])):
         run = clock(text, right, adaptive=False, **options)
-        tokens, parents = run.drafter.propose(text[0], 0, 64, KnownTokens(coming)).lists()
+        tokens, parents = run.drafter.propose(0, text[0], 0, 64, KnownTokens(coming)).lists()
         assert tokens[0] == text[0] and parents[0] == -1
         assert all(token < VOCABULARY for token in tokens)
         assert all(0 <= parent < row for row, parent in enumerate(parents) if row)
@@ -219,8 +219,8 @@ def test_forbidden_branches_are_never_proposed(options: dict) -> None:
             path = accept_path(tokens, parents, [text[depth + 1] for depth in depths_of(parents)])
             assert len(path) > len(coming)
         # Rows are still those of the tree that the drafter learns from.
-        run.drafter.commit_eager(torch.zeros(1, 0))
-        run.drafter.observe(StepOutcome(len(tokens), [0], [text[1]], 0.1, 1.0))
+        run.drafter.commit_eager(0, torch.zeros(1, 0))
+        run.drafter.observe(0, StepOutcome(len(tokens), [0], [text[1]], 0.1, 1.0))
 
 
 def depths_of(parents: list[int]) -> list[int]:
@@ -233,15 +233,15 @@ def depths_of(parents: list[int]) -> list[int]:
 def test_forced_text_is_copied_without_a_draft() -> None:
     text = novel(50)
     run = clock(text, None, adaptive=False)
-    tree = run.drafter.propose(text[0], 0, 64, KnownTokens(text[1:8]))
+    tree = run.drafter.propose(0, text[0], 0, 64, KnownTokens(text[1:8]))
     assert tree.tokens.tolist() == text[:8]
-    assert run.drafter.propose(text[0], 0, 1, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
+    assert run.drafter.propose(0, text[0], 0, 1, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
 
 
 def test_a_restored_drafter_copies_from_the_text_before() -> None:
     phrase = novel(30)
     run = clock([*phrase, *phrase], None)
-    run.drafter.restore([*phrase, *phrase[:10]], None)
-    run.drafter.observe(StepOutcome(1, [0], [phrase[10]], 0.0, 1.0))
-    tree = run.drafter.propose(phrase[10], 40, 8)
+    run.drafter.restore(0, [*phrase, *phrase[:10]], None)
+    run.drafter.observe(0, StepOutcome(1, [0], [phrase[10]], 0.0, 1.0))
+    tree = run.drafter.propose(0, phrase[10], 40, 8)
     assert tree.tokens.tolist() == phrase[10:18]

@@ -1,6 +1,7 @@
 """The tree builder against a plain enumeration of every prefix."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,19 +28,22 @@ def proposals(draw: st.DrawFn) -> Proposal:
     for row in chain_ids:
         row[draw(st.integers(1, depth)) :] = -1
     chain_scores = -torch.randint(0, 4, (chains, depth), generator=generator).float() / 2
-    return Proposal.of(ids, scores).with_chains(chain_ids, chain_scores)
+    proposal = Proposal.of(ids, scores)
+    if draw(st.booleans()):
+        edges = -torch.randint(0, 6, (depth, width + 1, width), generator=generator).float() / 2
+        proposal = replace(proposal, edges=edges)
+    return proposal.with_chains(chain_ids, chain_scores)
 
 
 def own_scores(proposal: Proposal, path: tuple[int, ...]) -> dict[int, float]:
     """What may follow a path, and its log probability: the best of what the rows and the chains say."""
     depth = len(path)
-    found = dict(zip(proposal.ids[depth].tolist(), proposal.scores[depth].tolist(), strict=True))
-    if proposal.edge is not None:
-        parent = torch.tensor([path[-1] if path else ANCHOR])
-        edges = proposal.edge(depth, parent)[0].tolist()
-        found = {
-            token: min(0.0, score + edge) for (token, score), edge in zip(found.items(), edges, strict=True)
-        }
+    scores = proposal.scores[depth]
+    if proposal.edges is not None:
+        before = proposal.ids[depth - 1].tolist() if depth else []
+        row = before.index(path[-1]) if path and path[-1] in before else len(proposal.ids[0]) if path else 0
+        scores = proposal.edges[depth, row]
+    found = dict(zip(proposal.ids[depth].tolist(), scores.tolist(), strict=True))
     for chain, scores in zip(proposal.chains.tolist(), proposal.chain_scores.tolist(), strict=True):
         if chain[depth] >= 0 and tuple(chain[:depth]) == path:
             found[chain[depth]] = max(found.get(chain[depth], -math.inf), scores[depth])
@@ -108,15 +112,10 @@ def test_the_spine_is_kept_while_it_survives() -> None:
 
 
 def test_edges_reorder_the_children_of_each_parent() -> None:
-    def edge(depth: int, parents: torch.Tensor) -> torch.Tensor:
-        # After an even token the second candidate is certain.
-        bonus = torch.tensor([[-3.0, 0.0, -3.0]])
-        return torch.where((parents % 2 == 0)[:, None], bonus, -bonus - 3)
-
-    ids = torch.tensor([[2, 3, 4]] * 3)
-    scores = torch.tensor([[-0.2, -0.3, -2.5]] * 3)
-    plain = Proposal.of(ids, scores)
-    proposal = Proposal(plain.ids, plain.scores, plain.chains, plain.chain_scores, edge)
+    # After an even token the second candidate is certain.
+    even, odd = [-3.2, -0.3, -5.5], [-0.2, -3.3, -2.5]
+    edges = torch.tensor([[odd] * 4] + [[even, odd, even, odd]] * 2)
+    proposal = replace(Proposal.of(torch.tensor([[2, 3, 4]] * 3), edges[:, 0]), edges=edges)
     for nodes in (3, 8, 20):
         tree, weights = build_tree(torch.tensor([ANCHOR]), proposal, nodes=nodes)
         best = sorted(every_prefix(proposal).values(), reverse=True)[:nodes]

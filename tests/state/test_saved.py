@@ -10,6 +10,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
 from treeflash.models.step import Step
+from treeflash.state import snapshots
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 from treeflash.state.snapshots import SnapshotStore
 
@@ -82,6 +83,47 @@ def test_going_on_is_the_same_from_a_copy(target: Decoder, length: int, in_tree:
     fresh = Sequence(target, states)
     states.reserve(fresh.slot, 1000)
     assert states.shortage(fresh.slot, 1024) == 0
+
+
+@pytest.mark.parametrize("in_tree", [False, True])
+def test_a_parked_sequence_goes_on_in_another_slot(target: Decoder, in_tree: bool) -> None:
+    """Its pages are free meanwhile, but for those that another sequence uses, too."""
+    pages = 8
+    states = SequenceStates(
+        target.spec, max_ctx=1024, slots=2, max_rows=MAX_ROWS, cache=CacheConfig(pages=pages)
+    )
+    store, first = SnapshotStore(states), Sequence(target, states)
+    first.chunk(PAGE, seed=1)
+    shared = store.save(first.slot)
+    sibling = Sequence(target, states)
+    store.restore(sibling.slot, shared)
+    first.chunk(2 * PAGE + 5, seed=2)
+    if in_tree:
+        first.tree([3, 4, 5, 6, 7], [-1, 0, 0, 2, 3], 4)
+    saved = store.save(first.slot)
+    expected = first.go_on()
+    states.close(first.slot)
+    second = Sequence(target, states)
+    store.restore(second.slot, saved)
+    store.release(saved)
+    parked = store.park(second.slot)
+    assert states.free_slots == 1 and (states.pages.free, states.pages.capacity) == (
+        states.pages.capacity - 1,
+        states.pages.capacity,
+    )
+    other = Sequence(target, states)
+    states.reserve(other.slot, (pages - 1) * PAGE)
+    assert states.shortage(sibling.slot, 2 * PAGE) > 0
+    other.chunk(400, seed=3)
+    states.close(other.slot)
+    third = Sequence(target, states)
+    assert store.shortage(third.slot, parked) == 0
+    store.unpark(third.slot, parked)
+    assert torch.equal(third.go_on(), expected)
+    store.release(shared)
+    for sequence in (sibling, third):
+        states.close(sequence.slot)
+    assert states.pages.free == states.pages.capacity
 
 
 @pytest.mark.parametrize(
@@ -176,3 +218,17 @@ def test_pages_leave_the_pool_and_come_back(target: Decoder) -> None:
     assert store.device_bytes == store.host_page_bytes == 0
     fresh = Sequence(target, states)
     assert states.shortage(fresh.slot, states.max_ctx) == 0
+
+
+def test_tensors_are_copied_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one type, and of a size."""
+    monkeypatch.setattr(snapshots, "_GROUP_BYTES", 100)
+    kinds = [
+        (10, torch.float32),
+        (3, torch.float16),
+        (15, torch.float32),
+        (1, torch.float32),
+        (200, torch.int8),
+    ]
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in kinds]
+    assert snapshots._groups(tensors) == [[0, 2], [1], [3], [4]]

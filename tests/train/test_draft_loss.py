@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from treeflash.models.draft_spec import SecondSpec
 from treeflash.train import draft_loss
-from treeflash.train.draft_loss import Tally, block_loss, block_weights
+from treeflash.train.draft_loss import Tally, block_loss, block_weights, selection
+from treeflash.train.draft_model import CandidateSelector
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -62,12 +64,73 @@ def test_acceptance_counts_complete_blocks_up_to_the_first_error():
     tally = Tally.zero(4, torch.device("cpu"))
     right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 0, 0]]).bool()
     valid = prefixes([4, 4, 4, 2], 4)
-    tally.add(torch.ones(4, 4), right, valid)
+    tally.add(torch.ones(4, 4), right, valid, right)
     assert tally.acceptance == pytest.approx(1 + (2 + 4 + 0) / 3)
     assert tally.top1 == pytest.approx([3 / 4, 1, 2 / 3, 1])
     tally.merge(tally, keep=0.5)
     assert tally.acceptance == pytest.approx(3)
     assert tally.mean_loss == 1
+
+
+def selector_of(vocabulary: int, width: int) -> CandidateSelector:
+    selector = CandidateSelector(SecondSpec(kernel=2, group=4, rank=6, candidates=5), width, vocabulary)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in selector.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return selector
+
+
+def test_the_selector_learns_which_candidate_follows_the_token_before():
+    """Its loss by hand: gold among the candidates or in the place of the last one, after the true token."""
+    vocabulary, width, torch_generator = 12, 8, torch.Generator().manual_seed(3)
+    selector = selector_of(vocabulary, width)
+    logits = torch.randn(2, 3, vocabulary, generator=torch_generator)
+    hidden = torch.randn(2, 3, width, generator=torch_generator)
+    labels, anchors = torch.tensor([[1, 5, 2], [7, 7, 0]]), torch.tensor([4, 9])
+    # In the first block the third label is the least likely token: it is no candidate.
+    logits[0, 2, 2] = -50
+    with torch.no_grad():
+        found = selection(selector, hidden, logits, labels, anchors)
+    for block in range(2):
+        before = [int(anchors[block]), *labels[block].tolist()]
+        for depth in range(3):
+            gold = int(labels[block, depth])
+            candidates = logits[block, depth].topk(selector.candidates).indices.tolist()
+            missing = gold not in candidates
+            if missing:
+                candidates[-1] = gold
+            gate = selector.hidden_projection(hidden[block, depth])
+            pair = selector.predecessor_codebook[before[depth]] * gate
+            scores = torch.stack(
+                [
+                    logits[block, depth, token] + pair @ selector.successor_codebook[token]
+                    for token in candidates
+                ]
+            )
+            cost = -scores.log_softmax(0)[candidates.index(gold)]
+            assert float(found.cost[block, depth]) == pytest.approx(cost.item(), abs=1e-4)
+            best = candidates[int(scores.argmax())]
+            assert bool(found.right[block, depth]) == (best == gold and not missing)
+            assert bool(found.recalled[block, depth]) == (not missing)
+    assert not found.recalled[0, 2]
+
+
+def test_groups_of_blocks_give_the_selector_the_gradient_of_the_whole(monkeypatch):
+    vocabulary, width, generator = 40, 8, torch.Generator().manual_seed(4)
+    head = torch.randn(vocabulary, width, generator=generator)
+    hidden = torch.randn(2, 3, 5, width, generator=generator)
+    labels = torch.randint(vocabulary, (2, 3, 4), generator=generator)
+    anchors = torch.randint(vocabulary, (2, 3), generator=generator)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    gradients = []
+    for size in (1 << 28, 1):
+        monkeypatch.setattr(draft_loss, "_LOGITS", size)
+        selector, rows = selector_of(vocabulary, width), hidden.clone().requires_grad_()
+        block_loss(rows, labels, valid, head, kind="dpace", selector=selector, anchors=anchors)
+        gradients.append([rows.grad, *(each.grad for each in selector.parameters())])
+    for whole, parts in zip(*gradients, strict=True):
+        assert whole is not None and whole.any() and torch.allclose(whole, parts, atol=1e-6)
 
 
 def test_blocks_without_labels_count_nothing():

@@ -25,12 +25,15 @@ KINDS = {
     "sliding": ((("sliding", True), ("full", False)), 6),
     "all sliding": ((("sliding", True), ("sliding", True)), 6),
     "bidirectional sliding": ((("sliding", False), ("sliding", False)), 6),
+    "dflash2": ((("sliding", False), ("sliding", False)), 6),
 }
+RANK = 24
 
 
 def spec_of(target: Target, kind: str = "full") -> DraftSpec:
     layers, window = KINDS[kind]
-    base = new_spec(target.spec, mask_id=target.spec.vocab_size - 1, layers=2, block_size=BLOCK)
+    rank = RANK if kind == "dflash2" else 0
+    base = new_spec(target.spec, mask_id=target.spec.vocab_size - 1, layers=2, block_size=BLOCK, rank=rank)
     kinds, causal = zip(*layers, strict=True)
     return replace(base, layers=kinds, causal=causal, window=window)
 
@@ -41,7 +44,7 @@ def model_of(spec: DraftSpec) -> DraftModel:
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim != 2 or not parameter.any():
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
             else:
                 parameter *= 5
@@ -92,7 +95,8 @@ def test_hidden_states_equal_the_inference_draft(tiny_target, kind, tmp_path):
     model = model_of(spec)
     save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
     config = draft_config(spec, tiny_target.spec, tiny_target.tokenizer, torch.float32)
-    if kind in ("causal", "bidirectional sliding"):  # against the rule that sliding layers are causal
+    # Against the rule that sliding layers are causal.
+    if kind in ("causal", "bidirectional sliding", "dflash2"):
         config["is_causal"] = spec.causal[0]
     (tmp_path / "config.json").write_text(json.dumps(config))
     served = DFlashDraft.load(tmp_path, tiny_target.spec)
@@ -106,6 +110,12 @@ def test_hidden_states_equal_the_inference_draft(tiny_target, kind, tmp_path):
                 served.append(features[text : text + 1, :anchor], slot, buffers)
                 rows = served.block(embeddings[text : text + 1, block], slot, buffers)[0]
                 assert (rows - trained[text, block]).norm() < 1e-5 * rows.norm()
+                if model.candidate_selector is not None:
+                    assert served.selector is not None
+                    ids = torch.randint(tiny_target.spec.vocab_size, (BLOCK, 5))
+                    scores = served.selector(rows, ids[:, :3], ids)
+                    assert scores.any()
+                    assert torch.allclose(model.candidate_selector(rows, ids[:, :3], ids), scores, atol=1e-4)
 
 
 def test_a_state_dict_is_a_checkpoint(tiny_target):

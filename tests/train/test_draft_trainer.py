@@ -14,9 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.toy_target import SENTENCES, make_toy
+from treeflash.config import EngineConfig, SpecConfig
 from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UsageError
+from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UnsupportedModel, UsageError
+from treeflash.gguf.reader import GGUFFile
 from treeflash.models.dflash import DFlashDraft
+from treeflash.models.spec import ModelSpec, has_mtp
+from treeflash.session.loading import load_session
+from treeflash.session.requests import Finished, TextRequest
 from treeflash.train import draft_eval
 from treeflash.train.draft_data import Regeneration, TokenData
 from treeflash.train.draft_eval import Evaluation, check_parity, measure
@@ -90,6 +95,73 @@ def test_training_raises_the_acceptance_length(tmp_path):
     assert report["engine"]["acceptance"] == result.measured.acceptance
     assert report["config"]["steps"] == report["steps"] == 90
     assert len(report["history"]) == 10
+
+
+def test_a_dflash2_draft_learns_what_follows_the_token_before(tmp_path):
+    """It goes on from a DFlash draft: its convolutions and its selector begin without effect."""
+    generator = np.random.default_rng(5)
+    prompts = tmp_path / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for _ in range(64):
+            text = "".join(SENTENCES[number] for number in generator.integers(0, len(SENTENCES), 2))
+            file.write(json.dumps({"prompt": text}) + "\n")
+    path, first, second = make_toy(tmp_path / "toy.gguf"), tmp_path / "first", tmp_path / "second"
+    job = Job(
+        target=path,
+        folder=first,
+        prompts=prompts,
+        regeneration=Regeneration(length=64, max_tokens=40, temperatures=(1.0,), top_p=1.0),
+        config=TrainConfig(layers=1, block=8, steps=30, batch=8, anchors=16, lr=1e-2, held_out=6),
+        device="cpu",
+    )
+    before = train_draft(job)
+    config = replace(job.config, kind="dflash2", rank=32, steps=40, gguf=True)
+    job = replace(job, folder=second, config=config, continue_from=first)
+    result = train_draft(job)
+    assert before.measured is not None and result.measured is not None and result.evaluation is not None
+    # Untrained it is the draft that it continues: these two drafts differ in their bfloat16 rounding at most.
+    assert result.untrained > 1.3
+    assert result.measured.acceptance > before.measured.acceptance
+    assert result.parity < 1e-3
+    recall = result.evaluation.recall
+    assert recall is not None and len(recall) == 7 and min(recall) > 0.5
+    target = load_target(path, device="cpu")
+    encoded = [target.tokenizer.encode("Cats and dogs rest here. It is")]
+    stored = load_file(second / "model.safetensors")
+    assert stored["candidate_selector.successor_codebook"].any()
+    assert stored["layers.0.mlp_conv.kernel_projection.weight"].any()
+    for draft in (second, second / "draft-q8_0.gguf"):
+        assert measure(target, draft, encoded, max_tokens=32).acceptance > 2
+
+
+def test_an_mtp_block_for_a_target_without_one(tiny_target, data, tmp_path):
+    """The run writes a file of the target that speculates by itself, and gives the target's own text."""
+    events = []
+    config = replace(QUICK, kind="mtp", steps=40)
+    result = Trainer(tiny_target, data, tmp_path, config, notify=events.append).run()
+    losses = [event.loss for event in events if isinstance(event, TrainingProgress)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert result.parity < 1e-3 and result.evaluation is not None and len(result.evaluation.top1) == 4
+    path = tmp_path / "target-mtp.gguf"
+    with GGUFFile.open(path) as file, GGUFFile.open(tiny_target.path) as before:
+        assert has_mtp(file, ModelSpec.from_gguf(file))
+        assert all(np.array_equal(file.raw(name), before.raw(name)) for name in before.tensors)
+    texts = []
+    for model, speculation in ((tiny_target.path, None), (path, SpecConfig(adaptive=False, lookup=False))):
+        session = load_session(model, EngineConfig("cpu", 128, speculation=speculation))
+        request = TextRequest(prompt="Cats and dogs rest here.", max_tokens=24, ignore_eos=True)
+        finished = list(session.generate(request))[-1]
+        assert isinstance(finished, Finished)
+        texts.append(finished.tokens)
+        assert (finished.stats.verified_rows > finished.stats.steps) == (speculation is not None)
+    assert texts[0] == texts[1]
+
+
+def test_only_a_dense_hybrid_gets_an_mtp_block(tiny_model, tmp_path, data):
+    target = load_target(tiny_model("qwen3"), device="cpu")
+    config = TrainConfig(kind="mtp", steps=1, held_out=2)
+    with pytest.raises(UnsupportedModel, match="qwen3: no MTP block can be trained for it"):
+        Trainer(target, data, tmp_path, config)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny_target, data, tmp_path):

@@ -23,7 +23,7 @@ def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
         "command": command,
         "treeflash": treeflash.__version__,
         "commit": _commit(),
-        "load": round(os.getloadavg()[0], 2),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "cpus": os.cpu_count(),
         "settings": settings,
     }

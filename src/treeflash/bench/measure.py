@@ -1,6 +1,5 @@
 """Measuring one generation: throughput, TTFT, acceptance length, step times, memory."""
 
-import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -154,8 +153,13 @@ class _PeakMemory:
         if self._cuda:
             self._cuda.reset_peak_memory_stats()
 
-    def peak(self) -> int:
+    def peak(self) -> int | None:
+        """Return bytes; None: the system does not say."""
         if self._cuda:
             return self._cuda.max_memory_allocated()
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
         # Kibibytes on Linux, bytes on macOS.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

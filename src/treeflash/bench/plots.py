@@ -44,7 +44,7 @@ def render(lines: Sequence[Result], folder: Path, *, title: str) -> dict[str, Pa
 def require() -> None:
     """Raise if matplotlib is not installed; called before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise UsageError("plots need matplotlib, which is not installed", "pip install 'treeflash[bench]'")
+        raise UsageError("plots need matplotlib, which is not installed", "pip install matplotlib")
 
 
 def _axes(heading: str, title: str, x: str, y: str) -> tuple[Any, Any]:

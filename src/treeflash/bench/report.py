@@ -229,7 +229,7 @@ def floor(head: Result) -> str:
 
 def disturbance(head: Result) -> str:
     """Return a warning if other programs were busy when the run began."""
-    load, cpus = head.get("load", 0.0), head.get("cpus") or 1
+    load, cpus = head.get("load") or 0.0, head.get("cpus") or 1
     if load <= BUSY * cpus:
         return ""
     return (

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from treeflash.bench import scores
 from treeflash.bench.measure import Endpoint
 from treeflash.bench.suites import Prompt
 from treeflash.errors import PromptTooLong, UsageError
@@ -68,7 +69,7 @@ def measure(endpoint: Endpoint, planned: Sequence[Case], measured: Mapping[Key, 
                 continue
             if output.finish == "cancelled":
                 return
-            right = prompt.score(prompt.item, output.text) if prompt.score else None
+            right = scores.score(prompt.score, prompt.item, output.text)
             yield result | asdict(output) | {"right": right}
             messages.append({"role": "assistant", "content": output.text})
 

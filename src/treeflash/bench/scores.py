@@ -1,12 +1,12 @@
 """Scoring of answers: code that passes its tests, the exact number or formula, valid JSON.
 
 Generated code runs in a separate process, in an empty temporary folder, with limits on time and memory, no
-child processes and no file writes. This is not a sandbox: use a container where files matter.
+child processes and no file writes. This is not a sandbox: use a container where files matter. Systems without
+such limits (Windows) do not run it: there code has no score.
 """
 
 import json
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -45,7 +45,18 @@ def passes(program: str) -> bool:
     return done.returncode == 0
 
 
+def limited() -> bool:
+    """Return whether this system can limit what generated code does."""
+    try:
+        import resource  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def _limits() -> None:
+    import resource
+
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -118,3 +129,13 @@ def json_keys(item: Item, answer: str) -> bool:
     except ValueError:
         return False
     return isinstance(found, dict) and set(found) == set(item["keys"])
+
+
+_RUN_CODE = (humaneval, mbpp, own_tests)
+
+
+def score(judge: Score | None, item: Item, answer: str) -> bool | None:
+    """Return whether an answer is right; None: nothing can judge it here."""
+    if judge is None or (judge in _RUN_CODE and not limited()):
+        return None
+    return judge(item, answer)

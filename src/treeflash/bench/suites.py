@@ -64,7 +64,10 @@ def load(
     if suite == "sweep":
         return list(_sweep(count or 1, contexts))
     if suite not in SOURCES:
-        raise UsageError(f"there is no suite {suite!r}", f"the suites are {', '.join(SUITES)} and step")
+        raise UsageError(
+            f"there is no suite {suite!r}",
+            f"the suites are {', '.join(SUITES)}, step and compress",
+        )
     source = SOURCES[suite]
     items = _from_folder(source, data, suite) if data is not None else _from_hub(source, suite, offline)
     make = {
@@ -108,7 +111,7 @@ def _from_hub(source: Source, suite: str, offline: bool) -> list[dict[str, Any]]
     except ImportError as error:
         raise UsageError(
             f"{suite} is downloaded with the package datasets, which is not installed",
-            f"pip install 'treeflash[bench]'; {hint}",
+            f"pip install datasets; {hint}",
         ) from error
     try:
         return [dict(item) for item in load_dataset(*source.dataset, split=source.split)]

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treeflash.cli import speculation, view
-from treeflash.cli.bench_run import STEP, BenchRun, Grid, measure_local, measure_server
+from treeflash.cli.bench_run import (
+    COMPRESS,
+    COMPRESS_TEXTS,
+    STEP,
+    BenchRun,
+    Grid,
+    measure_local,
+    measure_server,
+)
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import LoadingBar, choose
+from treeflash.cli.loading import LoadingBar, choose, find
 from treeflash.cli.options import (
     HARDWARE,
     EngineOptions,
@@ -30,10 +38,15 @@ from treeflash.cli.options import (
 from treeflash.cli.speculation import Chosen
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
+from treeflash.hub.catalog import named
+from treeflash.hub.names import parse_repo
+from treeflash.session.folders import cache_folder
 
 if TYPE_CHECKING:
     from treeflash.bench.runner import Result
 
+BUILTIN = "builtin"
+SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep", STEP, COMPRESS)
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
 Suites = Annotated[
@@ -41,7 +54,7 @@ Suites = Annotated[
     typer.Argument(
         metavar="SUITES",
         help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
-        "or step: where the time of a single step goes.",
+        "or step: where the time of a single step goes; or compress: what MODEL keeps as a scorer.",
     ),
 ]
 
@@ -75,7 +88,11 @@ class MeasureOptions:
     ] = None
     context: Annotated[
         str | None,
-        _measured("--context", metavar="N[,N]", help="In sweep: tokens before the prompt. Default: 0,1k,4k."),
+        _measured(
+            "--context",
+            metavar="N[,N]",
+            help="In sweep: tokens before the prompt, 0,1k,4k; in compress: of a text, 4k.",
+        ),
     ] = None
     fixed: Annotated[
         bool,
@@ -85,9 +102,7 @@ class MeasureOptions:
     ] = False
     thinking: Annotated[
         bool,
-        _measured(
-            "--thinking/--no-thinking", help="Let models reason first, where they can.", show_default=False
-        ),
+        _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
     ] = False
     data: Annotated[
         Path | None,
@@ -115,8 +130,13 @@ class RemoteOptions:
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     lines: Annotated[
-        Path, _output("--lines", metavar="FILE", help="Every prompt's result, appended as it is measured.")
-    ] = Path("treeflash-bench.jsonl")
+        Path | None,
+        _output(
+            "--lines",
+            metavar="FILE",
+            help="Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.",
+        ),
+    ] = None
     resume: Annotated[bool, _output("--resume", help="Go on from what --lines has of the same settings.")] = (
         False
     )
@@ -137,11 +157,32 @@ class OutputOptions:
     ] = None
     quiet: Quiet = False
 
+    @property
+    def path(self) -> Path:
+        """Return the file of the results."""
+        if self.lines is not None:
+            return self.lines
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "bench.jsonl"
+
+
+def in_order(suites: str, model: str | None) -> tuple[str, str | None]:
+    """Return the suites and the model; a model may come first, as in the other commands, or alone."""
+    if not _is_model(suites) or (model is not None and _is_model(model)):
+        return suites, model
+    return model or BUILTIN, suites
+
+
+def _is_model(name: str) -> bool:
+    on_disk = name.lower().endswith(".gguf") or (name not in SUITES and Path(name).exists())
+    return on_disk or named(name) is not None or ("/" in name and parse_repo(name) is not None)
+
 
 @grouped
 def bench(
     *,
-    suites: Suites = "builtin",
+    suites: Suites = BUILTIN,
     model: Model = None,
     measured: MeasureOptions,
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
@@ -153,14 +194,17 @@ def bench(
     """Measure plain and tree decoding in one process, on the same prompts.
 
     With the chat template and end tokens; time to first token is counted apart. Each result is written when
-    it is measured: after Ctrl-C `--resume` goes on. The last line of the output is the summary as JSON.
+    it is measured: after Ctrl-C `--resume` goes on. In a pipe the last line is the summary as JSON.
+
+    treeflash bench model.gguf
 
     treeflash bench builtin --prompts 2 -n 24
 
-    treeflash bench builtin,agent model.gguf --json now.json --markdown now.md --plot pictures
+    treeflash bench builtin,agent model.gguf --json now.json --plot pictures
 
     treeflash bench builtin --url http://127.0.0.1:8000 --prompts 2
     """
+    suites, model = in_order(suites, model)
     chosen = [each.strip() for each in suites.split(",") if each.strip()]
     grid = Grid.parse(
         chosen, temperature=measured.temperature, budget=measured.budget, context=measured.context
@@ -174,6 +218,8 @@ def bench(
         from treeflash.bench import plots
     if output.plot is not None:
         plots.require()
+    if chosen == [COMPRESS]:
+        return _compress(model, measured, grid, engine, output, screen)
     if chosen == [STEP]:
         target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
         return _step(target, config, screen, output)
@@ -242,7 +288,7 @@ def _run(
     }
     head = machine.head(facts, shlex.join(["treeflash", *sys.argv[1:]]))
     settings = Settings(options.n_gen, options.seed, options.thinking)
-    return BenchRun(ResultFile(output.lines), head, settings, resume=output.resume, quiet=output.quiet)
+    return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
 
 
 def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions) -> None:
@@ -251,7 +297,7 @@ def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: Out
 
     with LoadingBar(target.path.name, screen) as bar:
         result = bench_step.bench_step(
-            target.path, config, save=output.lines, progress=bar.reading, warming=bar.warming
+            target.path, config, save=output.path, progress=bar.reading, warming=bar.warming
         )
     columns, *cases = bench_step.lines(result)
     view.table(f"Steps of {target.path.name}", columns, cases)
@@ -259,7 +305,46 @@ def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: Out
         view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
     if output.json_file is not None:
         output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    view.print_json(result)
+    if not sys.stdout.isatty():
+        view.print_json(result)
+
+
+def _compress(
+    model: str | None,
+    options: MeasureOptions,
+    grid: Grid,
+    engine: EngineOptions,
+    output: OutputOptions,
+    screen: view.Screen,
+) -> None:
+    """Measure and show which facts compression keeps with the attention of a model, and with other rules."""
+    from treeflash.bench import compress_run, machine
+    from treeflash.memory.device import pick_device
+
+    path = find(model, think=None, offline=engine.offline or environment().offline, screen=screen).path
+    device = pick_device(engine.device)
+    texts = options.prompts or COMPRESS_TEXTS
+    facts = {
+        "suites": COMPRESS,
+        "model": path.name,
+        "texts": texts,
+        "seed": options.seed,
+        "device": str(device),
+    }
+    head = machine.head(facts, shlex.join(["treeflash", *sys.argv[1:]]))
+    found: list[dict[str, Any]] = []
+    for length, rows in compress_run.run(path, grid.contexts, texts, device=device, seed=options.seed):
+        found += rows
+        columns, cells = compress_run.table(rows)
+        view.table(f"Facts kept of {length:,} tokens, {path.stem}", columns, cells, texts=("task",))
+        with output.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(head | row)}\n" for row in rows)
+        if output.plot is not None:
+            output.plot.mkdir(parents=True, exist_ok=True)
+            compress_run.plot(rows, output.plot / f"compress-{length}.svg", f"{path.stem}, {length:,} tokens")
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(head | {"rows": found}, indent=1), encoding="utf-8")
+    view.print_json(head | {"rows": found})
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -278,11 +363,12 @@ def _report(
     from treeflash.bench import report
 
     found = list(run.found.values())
-    _show(run.head, found, screen, output.lines, interrupted=run.cancelled())
+    _show(run.head, found, screen, output.path, interrupted=run.cancelled())
     if before is not None:
         _changes(before, report.document(run.head, found))
     _write(run.head, found, output, screen)
-    view.print_json(report.summary(run.head, found))
+    if not sys.stdout.isatty():
+        view.print_json(report.summary(run.head, found))
 
 
 def _show(
@@ -290,6 +376,9 @@ def _show(
 ) -> None:
     from treeflash.bench import report
 
+    if head.get("speed"):
+        rows = [[name, report.spread(each, 1)] for name, each in head["speed"].items()]
+        view.table("The target alone, as llama-bench measures it", ["test", "tok/s"], rows)
     headings = (report.title(head), "Steps")
     for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
         view.table(heading, columns, cases)

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from treeflash.bench.measure import Endpoint, Settings
     from treeflash.bench.runner import Case, Key, Result, ResultFile
     from treeflash.bench.suites import Prompt
+    from treeflash.session.session import Session
 
 SWEEP = "sweep"
 STEP = "step"
+COMPRESS = "compress"
+COMPRESS_CONTEXTS = (4096,)
+COMPRESS_TEXTS = 8
 SWEEP_BUDGETS = (4, 8, 16, 22, 32, 48, 63)
 SWEEP_TEMPERATURES = (0.0, 0.8)
 SWEEP_CONTEXTS = (0, 1024, 4096)
@@ -53,13 +57,13 @@ class Grid:
     ) -> "Grid":
         """Return the lists in the options; refuse those that do not go with the suites."""
         _check_suites(suites)
-        if context is not None and SWEEP not in suites:
-            raise UsageError("--context is for the suite sweep")
+        if context is not None and SWEEP not in suites and COMPRESS not in suites:
+            raise UsageError("--context is for the suites sweep and compress")
         budgets = None if budget is None else numbers("--budget", budget, int, low=1, high=63)
         if budgets and len(budgets) > 1 and set(suites) != {SWEEP}:
             raise UsageError(f"--budget is {budget}, several are for the suite sweep alone")
         heats = None if temperature is None else numbers("--temperature", temperature, float, low=0, high=100)
-        contexts = list(SWEEP_CONTEXTS)
+        contexts = list(COMPRESS_CONTEXTS if COMPRESS in suites else SWEEP_CONTEXTS)
         if context is not None:
             contexts = numbers("--context", context, int, low=0, high=1 << 22)
         return cls(heats, budgets, contexts)
@@ -78,8 +82,9 @@ def _check_suites(suites: Sequence[str]) -> None:
         raise UsageError("no suite was named", "treeflash bench builtin")
     if len(set(suites)) < len(suites):
         raise UsageError(f"a suite is named twice in {','.join(suites)}, needed once")
-    if STEP in suites and len(suites) > 1:
-        raise UsageError(f"{STEP} measures steps, not prompts, and goes with no other suite")
+    for alone in (STEP, COMPRESS):
+        if alone in suites and len(suites) > 1:
+            raise UsageError(f"{alone} measures no answers, and goes with no other suite")
 
 
 def numbers(flag: str, text: str, kind: type, *, low: float, high: float) -> list[Any]:
@@ -109,13 +114,18 @@ class BenchRun:
     def cancelled(self) -> bool:
         return self._interrupt.requested
 
+    def interruptible(self) -> Interrupt:
+        """Return what makes Ctrl-C end the run, for the time of a `with`."""
+        self._interrupt = Interrupt()
+        return self._interrupt
+
     def measure(
         self, plan: "Sequence[tuple[Sequence[Prompt], Variants]]", make: "Callable[[Settings], Endpoint]"
     ) -> None:
         """Measure each suite's prompts in its variants; results in the file are taken over with --resume."""
         from treeflash.bench import runner
 
-        self._interrupt = Interrupt()
+        self.interruptible()
         earlier = self._file.resume(self.head["settings"]) if self._resume else {}
         cases = [
             case
@@ -183,6 +193,14 @@ def measure_server(
     run.measure(plan, connected)
 
 
+def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, Any]:
+    """Return the prompt and decode speed of the model alone."""
+    from treeflash.bench import speed
+
+    with screen.waiting("Measuring prompt and decode speed"), run.interruptible():
+        return speed.measure(session, run.cancelled)
+
+
 def measure_local(
     run: BenchRun,
     loaded: "Mapping[str, Sequence[Prompt]]",
@@ -216,8 +234,12 @@ def measure_local(
             )
         session = load_session(target.path, replace(config, speculation=speculation), screen)
         run.head |= machine.of_session(session)
+        if not sweeping:
+            run.head["speed"] = _speed(run, session, screen)
         if not session.template.supports_thinking:
             run.settings = replace(run.settings, thinking=None)
         plan = [(loaded[suite], grid.variants(suite, trees[suite], plain=True)) for suite in suites]
+        if run.cancelled():
+            return
         run.measure(plan, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
         del session  # the next one needs its memory

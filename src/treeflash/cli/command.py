@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from treeflash.cli import view
+from treeflash.cli import help, view
 from treeflash.cli.interrupt import INTERRUPTED, raise_from_now_on
 from treeflash.cli.streams import OutputFailed, discard
 from treeflash.config import environment
@@ -18,13 +18,23 @@ BROKEN_PIPE = 141  # as a program that SIGPIPE ends
 UNEXPECTED = 70
 # The class of every mistake on the command line; its name and module depend on typer's version.
 _ParserError: Any = typer.BadParameter.mro()[1]
+# Words of the library that some versions of typer check values with.
+_WORDS = {
+    "Input should be greater than or equal to": "needed at least",
+    "Input should be less than or equal to": "needed at most",
+    "Input should be a valid integer, unable to parse string as an integer": "needed a whole number",
+    "Input should be a valid number, unable to parse string as a number": "needed a number",
+}
 
 
 class Program(TyperGroup):
-    """All commands; with --json among the arguments, mistakes in them become a JSON object too."""
+    """All commands; mistakes in the arguments become two lines, with --json among them a JSON object."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[__name__] = "--json" in args
+        end = args.index("--") if "--" in args else len(args)
+        if "--debug" in args[:end]:  # goes before the command, and is wanted after it
+            args = ["--debug", *(each for each in args[:end] if each != "--debug"), *args[end:]]
         with _usage_errors(ctx):
             return super().parse_args(ctx, args)
 
@@ -39,14 +49,18 @@ def _usage_errors(ctx: Any) -> Generator[None]:
         yield
     except _ParserError as error:
         error.message = error.message.removeprefix("Value error, ")  # which some versions of typer add
-        if not ctx.meta[__name__]:
-            raise
-        usage = UsageError(error.format_message(), f"{(error.ctx or ctx).command_path} --help")
-        raise typer.Exit(report_error(usage, as_json=True)) from None
+        text = error.format_message()
+        for theirs, ours in _WORDS.items():
+            text = text.replace(theirs, ours)
+        usage = UsageError(f"{text[:1].lower()}{text[1:]}", f"{(error.ctx or ctx).command_path} --help")
+        raise typer.Exit(report_error(usage, as_json=ctx.meta[__name__])) from None
 
 
 class Command(TyperCommand):
     """A command that never shows a traceback unless asked to."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        view.help_page(help.page(self, ctx, width=view.width()))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -65,7 +79,7 @@ class Command(TyperCommand):
             raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
             if ctx.find_root().params.get("debug") or environment().debug:
-                raise
+                view.traceback()
             as_json = bool(ctx.params.get("as_json"))
             raise typer.Exit(report_error(_as_ours(error), as_json=as_json)) from None
 

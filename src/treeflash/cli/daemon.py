@@ -36,6 +36,7 @@ def folder() -> Path:
 
 def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -> None:
     """Run the same command line without --daemon; return when its model is loaded."""
+    check_system()
     if config.port == 0:
         raise UsageError("--daemon needs a port other than 0", "--port 8000")
     folder().mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -
         except OSError as error:
             raise UsageError(f"--log-file {log_file} cannot be written: {error.strerror}") from error
         begun = log.tell()
-        command = [sys.executable, "-m", "treeflash.cli.main", *_without_daemon(sys.argv[1:])]
+        command = [sys.executable, "-m", "treeflash", *_without_daemon(sys.argv[1:])]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -74,12 +75,13 @@ def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -
                 written.seek(begun)
                 lines = written.read().decode(errors="replace").splitlines()[-TAIL:]
             raise _failed(code, "\n".join(lines), log_file)
-    view.plain(f"{config.model_name} answers at {_address(config)} (process {child.pid})")
+    view.plain(f"{config.model_name} answers at {address(config.host, config.port)} (process {child.pid})")
     screen.note(f"log {log_file} · treeflash stop --port {config.port}")
 
 
 def stop(port: int | None) -> str:
     """Stop a server; return a sentence that says what happened."""
+    check_system()
     running = {found: pid for found, pid in _running()}
     if port is None:
         if len(running) > 1:
@@ -130,8 +132,18 @@ def _holder(path: Path) -> int | None:
         os.close(descriptor)
 
 
+def check_system() -> None:
+    """Raise where there is no lock that tells a running server from a file it left."""
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "this system has no servers in the background", "treeflash serve without --daemon"
+        ) from None
+
+
 def _lock(descriptor: int, *, wait_s: float = 0.0) -> bool:
-    import fcntl  # not on every system; the other commands do not need it
+    import fcntl
 
     end = time.monotonic() + wait_s
     while True:
@@ -154,7 +166,7 @@ def _wait(child: subprocess.Popen[bytes], config: ServerConfig) -> int | None:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while child.poll() is None:
         try:
-            with direct.open(f"{_address(config)}/health", timeout=2) as answer:
+            with direct.open(f"{address(config.host, config.port)}/health", timeout=2) as answer:
                 if json.load(answer).get("pid") == child.pid:
                     return None
         except (urllib.error.URLError, OSError, ValueError, AttributeError):
@@ -169,9 +181,10 @@ def _failed(code: int, log: str, path: Path) -> TreeFlashError:
     return error
 
 
-def _address(config: ServerConfig) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+def address(host: str, port: int) -> str:
+    """Return where a server can be reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _pid_file(port: int) -> Path:

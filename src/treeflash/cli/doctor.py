@@ -17,6 +17,7 @@ import typer
 
 import treeflash
 from treeflash.cli import view
+from treeflash.session.host_memory import free_memory, physical_memory
 
 LIBRARIES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "typer", "rich")
 LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
@@ -164,11 +165,8 @@ def resources() -> Iterator[Check]:
         from treeflash.memory.device import available_memory
     except (ImportError, OSError):
         return
-    free, total = (
-        available_memory(torch.device("cpu")),
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
-    yield Check("memory", "ok", f"{view.amount(free)} of {view.amount(total)} free")
+    free = available_memory(torch.device("cpu")) if hasattr(os, "sysconf") else free_memory()
+    yield Check("memory", "ok", f"{view.amount(free)} of {view.amount(physical_memory())} free")
 
 
 def models() -> Iterator[Check]:

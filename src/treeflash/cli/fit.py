@@ -1,6 +1,5 @@
 """`treeflash show --fit`: how a model would be loaded on a GPU, and which contexts fit. Loads no weights."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from treeflash.cli import view
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
 def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[str, Any]:
     """Return the plan for the GPU of this machine, else for one with as much memory as the limit."""
-    if find_spec("triton") is None:
-        raise ResourceError("--fit needs Triton, whose buffers it counts; it is not installed")
     import torch
 
     from treeflash.memory.device import assumed_budget, memory_budget
@@ -60,6 +57,8 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         "keys": plan.kv[0].name,
         "values": plan.kv[1].name,
         "context": plan.max_ctx,
+        "parallel": plan.sequences,
+        "shared_tokens": plan.kv_tokens,
         "reason": plan.reason,
         "host_embedding": plan.host_embedding,
         "prefill_chunk": plan.prefill_chunk,

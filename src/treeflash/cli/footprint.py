@@ -26,7 +26,7 @@ class Footprint:
 def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
     """Return the footprint where PyTorch computes: 32 bits a weight, except the rows of the embedding."""
     embedding = file.tensors["token_embd.weight"]
-    expanded = sum(info.elements for name, info in file.tensors.items() if not unused(name, spec))
+    expanded = sum(info.elements for name, info in file.tensors.items() if not in_mtp_block(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
         expanded -= embedding.elements
     expanded += spec.rope_dim // 2  # frequencies
@@ -44,10 +44,10 @@ def _footprint(weights: int, spec: "ModelSpec", row: int) -> Footprint:
 
 def stored(file: "GGUFFile", spec: "ModelSpec") -> int:
     """Return the bytes in the file of the weights that are loaded."""
-    return sum(info.nbytes for name, info in file.tensors.items() if not unused(name, spec))
+    return sum(info.nbytes for name, info in file.tensors.items() if not in_mtp_block(name, spec))
 
 
-def unused(name: str, spec: "ModelSpec") -> bool:
-    """Return whether a tensor belongs to a multi-token prediction block, which is not loaded."""
+def in_mtp_block(name: str, spec: "ModelSpec") -> bool:
+    """Return whether a tensor belongs to a multi-token prediction block, which proposes tokens."""
     block = re.match(r"blk\.(\d+)\.", name)
     return block is not None and int(block[1]) >= len(spec.layers)

@@ -1,5 +1,6 @@
 """`treeflash grow`: the built-in pair, or another, extended to a larger shape."""
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -74,5 +75,10 @@ def grow(
         rows.append(("real layers", ", ".join(map(str, grown.layer_indices)) + "; others: identity"))
     if grown.draft:
         rows.append(("taps", ", ".join(map(str, grown.taps))))
-        rows.append(("try it", f"treeflash run {grown.target} --draft {grown.draft}"))
+        rows.append(("try it", _example(grown.target)))
     view.sections(f"Grown to {grown.shape.name}", {"Result": rows})
+
+
+def _example(target: Path) -> str:
+    """Return a command that runs as it is; the draft beside the target is found."""
+    return f'treeflash run {shlex.quote(str(target))} -p "def fibonacci(n):"'

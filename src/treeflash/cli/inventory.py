@@ -1,17 +1,12 @@
 """The models in the hub's cache that can be run: targets, drafts, which belong together. Imports no torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from treeflash.errors import ModelFileError, ModelNotFound
 from treeflash.hub import catalog
 from treeflash.hub.cache import Cached, contents
 from treeflash.hub.catalog import Card
-from treeflash.hub.drafts import cached_draft
-
-if TYPE_CHECKING:
-    from treeflash.gguf.reader import GGUFFile
+from treeflash.session.pairing import card_of
 
 DRAFT_ARCHITECTURE = "dflash"
 
@@ -62,21 +57,3 @@ def inventory() -> Inventory:
         else:
             others += 1
     return Inventory(targets, drafts, others)
-
-
-def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
-    """Return the card of a target, found by its repository or by its file's metadata."""
-    from treeflash.models.spec import ModelSpec
-
-    spec = ModelSpec.from_gguf(file)
-    names = [spec.name, file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
-    return catalog.recognise(
-        names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers), repo=repo
-    )
-
-
-def local_draft(card: Card) -> Path | None:
-    """Return the card's draft, if it is on this machine."""
-    if card.pair is not None:
-        return card.pair.draft
-    return cached_draft(card.draft) if card.draft is not None else None

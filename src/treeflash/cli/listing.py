@@ -1,5 +1,8 @@
-"""`treeflash list`: models and drafts in the cache, and names that can be pulled."""
+"""`treeflash list`: models and drafts on this machine, and names that can be pulled."""
 
+import re
+import shutil
+import subprocess
 from typing import Annotated, Any
 
 import typer
@@ -9,25 +12,73 @@ from treeflash.cli.inventory import Inventory, Target, inventory
 from treeflash.hub import catalog
 from treeflash.hub.cache import Cached
 from treeflash.hub.download import cache_folder
+from treeflash.session.host_memory import physical_memory
+
+BYTES_PER_WEIGHT = 0.61  # of Q4_K_M, which the cards name
+# A model needs about this much more than its file: draft, buffers, a context of some thousand tokens.
+OVERHEAD, RUNNING = 1.1, 1 << 30
 
 
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the models in the Hugging Face cache that can be run, their drafts, and names to pull."""
+    """List the models that are here, in the package and the Hugging Face cache, and names to pull."""
     with view.Screen(quiet=as_json).waiting("Reading the cache"):
         found = inventory()
+    device, memory = _memory()
     facts = {
         "cache": str(cache_folder()),
+        "device": device,
+        "memory_bytes": memory,
+        "built_in": _built_in(),
         "models": [_model(target, found) for target in found.targets],
         "drafts": [_draft(draft) for draft in found.drafts],
         "others": found.others,
         "available": _available(found),
     }
+    for row in (*facts["built_in"], *facts["models"], *facts["available"]):
+        row["fits"] = OVERHEAD * row["size_bytes"] + RUNNING <= memory
     if as_json:
         view.print_json(facts)
     else:
         _print(facts)
+
+
+def _memory() -> tuple[str, int]:
+    """Return name and bytes of the largest GPU, without one of the host's memory. Imports no torch."""
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    if shutil.which(query[0]):
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+            cards = [line.split(",", 1) for line in answer.strip().splitlines()]
+            size, name = max((int(size) << 20, name.strip()) for size, name in cards)
+            return name, size
+        except (OSError, ValueError, subprocess.SubprocessError):
+            pass
+    return "CPU", physical_memory()
+
+
+def _built_in() -> list[dict[str, Any]]:
+    """Return the pairs inside the package, in the form of `_model`."""
+    return [
+        {
+            "name": card.name,
+            "card": card.name,
+            "quant": "",
+            "architecture": card.match.architecture,
+            "size_bytes": card.pair.target.stat().st_size,
+            "path": str(card.pair.target),
+            "draft": {"repo": "comes with it", "present": True},
+        }
+        for card in catalog.cards()
+        if card.pair is not None
+    ]
+
+
+def _about(card: catalog.Card) -> int:
+    """Return about how many bytes the target of a card takes, by the parameters in its name."""
+    match = re.search(r"([0-9.]+)b\b", card.name)
+    return int(float(match[1]) * 1e9 * BYTES_PER_WEIGHT) if match else 0
 
 
 def _model(target: Target, found: Inventory) -> dict[str, Any]:
@@ -58,22 +109,24 @@ def _available(found: Inventory) -> list[dict[str, Any]]:
     """Return the cards that have no target in the cache."""
     here = {target.card.name for target in found.targets if target.card is not None}
     return [
-        {"name": card.name, "target": str(card.target), "draft": card.draft and card.draft.repo}
+        {
+            "name": card.name,
+            "target": str(card.target),
+            "draft": card.draft and card.draft.repo,
+            "size_bytes": _about(card),
+        }
         for card in catalog.cards()
         if card.target is not None and card.name not in here
     ]
 
 
 def _print(facts: dict[str, Any]) -> None:
-    if facts["models"]:
-        rows = [
-            [row["name"], row["card"] or "–", row["quant"], view.amount(row["size_bytes"]), _state(row)]
-            for row in facts["models"]
-        ]
-        columns = ["model", "short name", "quant", "size", "draft"]
-        view.table(f"Models in {facts['cache']}", columns, rows, texts=("short name", "quant", "draft"))
-    else:
-        view.plain(f"There are no models in {facts['cache']} yet.")
+    rows = [
+        [row["name"], row["card"] or "–", view.amount(row["size_bytes"]), _fits(row), _state(row)]
+        for row in (*facts["built_in"], *facts["models"])
+    ]
+    columns = ["model", "short name", "size", "fits", "draft"]
+    view.table(f"Models here and in {facts['cache']}", columns, rows, texts=("short name", "draft"))
     if facts["drafts"]:
         rows = [
             [row["name"], ", ".join(row["cards"]) or "–", view.amount(row["size_bytes"])]
@@ -81,12 +134,26 @@ def _print(facts: dict[str, Any]) -> None:
         ]
         view.table("Drafts", ["draft", "of", "size"], rows, texts=("of",))
     if facts["available"]:
-        rows = [[row["name"], row["target"], row["draft"] or "none"] for row in facts["available"]]
-        columns = ["short name", "target", "draft"]
-        heading = "Not here yet (treeflash pull NAME)"
+        rows = [
+            [
+                row["name"],
+                f"{row['size_bytes'] / 1e9:.1f} GB",
+                _fits(row),
+                row["target"],
+                row["draft"] or "none",
+            ]
+            for row in facts["available"]
+        ]
+        columns = ["short name", "about", "fits", "target", "draft"]
+        heading = "Not here yet (treeflash pull NAME; treeflash show NAME --fit)"
         view.table(heading, columns, rows, texts=("target", "draft"), dim=True)
+    view.plain(f"\nfits: with a short context on {facts['device']}, {view.amount(facts['memory_bytes'])}")
     if facts["others"]:
         view.plain(f"\n{facts['others']} other GGUF files there cannot be run.")
+
+
+def _fits(row: dict[str, Any]) -> str:
+    return "yes" if row["fits"] else "no"
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -9,18 +9,17 @@ from treeflash.cli import view
 from treeflash.cli.flags import with_flags
 from treeflash.cli.footprint import on_cpu
 from treeflash.cli.interrupt import held
-from treeflash.cli.inventory import card_of
-from treeflash.cli.options import SpeculationOptions
+from treeflash.cli.options import EngineOptions, SpeculationOptions
 from treeflash.cli.speculation import Chosen, Speculation, decide, downloading
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
-from treeflash.hub.catalog import Card
+from treeflash.hub.catalog import EMBEDDED, Card
 from treeflash.hub.resolve import Meaning, meaning, resolve
+from treeflash.session.folders import costs_file
+from treeflash.session.pairing import card_of
 
 if TYPE_CHECKING:
     from treeflash.session.session import Session
-
-EMBEDDED = "treeflash-40m"  # the card of the pair inside the package
 
 
 def choose(
@@ -44,6 +43,15 @@ def engine_config(config: EngineConfig, speculation: Speculation) -> EngineConfi
     return replace(config, speculation=speculation.config, draft=speculation.draft, costs=costs_file())
 
 
+def with_scorer(config: EngineConfig, options: EngineOptions, screen: view.Screen) -> EngineConfig:
+    """Return the settings with the file of the model that scores long prompts, fetched if it is not here."""
+    if options.compress_scorer == "words":
+        return config
+    offline = options.offline or environment().offline
+    scorer = find(options.compress_scorer, think=None, offline=offline, screen=screen).path
+    return replace(config, compress=replace(config.compress, scorer=scorer))
+
+
 def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
     """Return the model's file, fetched if it is not here yet; no name: the pair inside the package."""
     if name is None:
@@ -51,12 +59,17 @@ def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Sc
     meant = meaning(EMBEDDED if name is None else name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
-    return Chosen(path, _card(path, meant, think=think), fetched=bar.began)
+    card, mtp = _inspected(path, meant, think=think)
+    return Chosen(path, card, fetched=bar.began, mtp=mtp)
 
 
-def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
-    """Return the model's card, and check `think` before the weights are loaded, which may take minutes."""
+def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[Card | None, bool]:
+    """Return the model's card and whether its file has an MTP block.
+
+    Checks `think` before the weights are loaded, which may take minutes.
+    """
     from treeflash.gguf.reader import GGUFFile
+    from treeflash.models.spec import ModelSpec, has_mtp
     from treeflash.text.template import ChatTemplate
 
     with GGUFFile.open(path) as file:
@@ -65,7 +78,8 @@ def _card(path: Path, meant: Meaning, *, think: bool | None) -> Card | None:
                 f"{path.name} has no switch for thinking in its chat template",
                 "leave out --think and --no-think",
             )
-        return meant.card or card_of(file, meant.repo.repo if meant.repo else None)
+        card = meant.card or card_of(file, meant.repo.repo if meant.repo else None)
+        return card, has_mtp(file, ModelSpec.from_gguf(file))
 
 
 class LoadingBar:
@@ -132,13 +146,27 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
         _warn_of_packed_weights(session, path, screen)
     for note in plan.notes():
         screen.notice(note[0].upper() + note[1:])
-    approximate = session.engine.states.approximate
+    approximate = session.engine.approximate
     if approximate:
-        screen.notice(f"Approximate: {', '.join(approximate)}. docs/long-context.md has the cost.")
+        page = "docs/long-context.md" if session.engine.states.approximate else "docs/cpu.md"
+        screen.notice(f"Approximate: {', '.join(approximate)}. {page} has the cost.")
+    if session.compresses:
+        screen.note("Long prompts are compressed, approximately: docs/compression.md says what is lost.")
     if approximate or session.engine.target.device.type == "cuda":
         screen.note(plan.line())
     if note := plan.backend_note():
         screen.notice(with_flags(note))
+
+
+def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:
+    """Return a session's context, device and what proposes tokens, for the line at the start."""
+    from treeflash.memory.device import device_name
+
+    target = session.engine.target
+    threads = f"CPU, {target.threads} thread{'s' * (target.threads != 1)}"
+    device = device_name(target.device) if target.device.type == "cuda" else threads
+    proposing = "with a draft" if drafted else "without a draft" if speculating else "plain decoding"
+    return f"context {session.max_ctx:,} tokens · {device} · {proposing}"
 
 
 def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:
@@ -155,10 +183,3 @@ def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen)
         f"close other programs, {'use --no-draft, ' if draft else ''}take a model with fewer parameters, "
         "or a machine with more memory; a smaller quantisation does not help",
     )
-
-
-def costs_file() -> Path:
-    """Return the file that keeps measured step costs from one run to the next."""
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("treeflash")) / "step-costs.json"

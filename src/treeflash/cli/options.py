@@ -14,17 +14,19 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from treeflash.cli import aliases
 from treeflash.cli.command import Command
+from treeflash.cli.completion import model_names
 from treeflash.cli.values import device as device_name
-from treeflash.cli.values import memory, memory_or_none, size
-from treeflash.config import EngineConfig
+from treeflash.cli.values import kept, memory, memory_or_none, size
+from treeflash.config import CompressConfig, EngineConfig
 from treeflash.errors import UsageError
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash list`), or USER/REPO[:QUANT]"
 DEFAULTS = EngineConfig()
-HARDWARE = ("vram_limit", "device", "threads", "cpu_backend", "offline")  # options that every engine has
-# Luce DFlash's spellings of --kv: accepted, and not shown in the help.
-KV_ALIASES = {"--kv-f16": "f16", "--kv-q8": "q8_0", "--kv-q4": "q4_0", "--kv-tq3": "tq3_0"}
+COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
+# Options that every engine has.
+HARDWARE = ("vram_limit", "device", "threads", "cpu_backend", "cpu_activations", "offline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,12 @@ def panel(title: str) -> Callable[..., Any]:
 
 _prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
 _speculation, _engine, _kv_cache = panel("Speculation"), panel("Engine"), panel("KV cache")
+_compress = panel("Compression of long prompts")
 
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else DFLASH_TARGET.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else TREEFLASH_MODEL.", autocompletion=model_names),
+]
 System = Annotated[str | None, _prompt("--system", "-s", help="Instructions that come before the prompt.")]
 Think = Annotated[
     bool | None,
@@ -112,8 +118,10 @@ Draft = Annotated[
     str | None,
     _speculation(
         "--draft",
-        metavar="PATH|REPO|none",
-        help="The draft that proposes tokens; else DFLASH_DRAFT, else the one listed for the model.",
+        metavar="auto|none|mtp|lookup|PATH|REPO",
+        help="What proposes tokens: a draft by path or repository; the MTP block in the model's file; prompt "
+        "lookup alone; nothing. auto: the draft listed for the model, else its MTP block. "
+        "Default: TREEFLASH_DRAFT, else auto.",
     ),
 ]
 MaxContext = Annotated[
@@ -124,6 +132,17 @@ MaxContext = Annotated[
         metavar="TOKENS",
         help="Most tokens of the prompt, as the template writes it, and the answer together: 8192, 8k, 1m. "
         "Default: what the model was made for, up to 32k on a CPU and 256k on a GPU, as memory allows.",
+    ),
+]
+Parallel = Annotated[
+    int | None,
+    _engine(
+        "--parallel",
+        min=1,
+        max=64,
+        metavar="N",
+        help="Requests that run at once; they share the memory for tokens. "
+        "Default: on a GPU what fits, up to 8; on a CPU 1.",
     ),
 ]
 VramLimit = Annotated[
@@ -154,6 +173,11 @@ class KVType(StrEnum):
     q5_0 = "q5_0"
     q4_0 = "q4_0"
     tq3_0 = "tq3_0"
+
+
+class CPUActivations(StrEnum):
+    int16 = "int16"
+    int8 = "int8"
 
 
 class CPUBackend(StrEnum):
@@ -238,6 +262,11 @@ class KVCacheOptions:
     ] = None
 
 
+class Compress(StrEnum):
+    off = "off"
+    auto = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Where a model is loaded, and with how much memory."""
@@ -253,6 +282,14 @@ class EngineOptions:
             "512m, 8g; 0 turns it off. Default: a quarter of the memory that is free, up to 8g.",
         ),
     ] = None
+    prefix_cache_exact: Annotated[
+        bool,
+        _engine(
+            "--prefix-cache-exact",
+            help="Do not use states that were saved after an answer: they differ in the last bits from "
+            "processing the answer as part of a prompt.",
+        ),
+    ] = False
     prefix_cache_dir: Annotated[
         Path | None,
         _engine(
@@ -295,7 +332,50 @@ class EngineOptions:
             "auto: native code where it runs the model.",
         ),
     ] = CPUBackend.auto
+    cpu_activations: Annotated[
+        CPUActivations,
+        _engine(
+            "--cpu-activations",
+            help="What native code rounds activations to. int8: faster with many rows, approximate.",
+        ),
+    ] = CPUActivations.int16
     offline: Annotated[bool, _engine("--offline", help="Use only what is on this machine.")] = False
+    compress: Annotated[
+        Compress,
+        _compress(
+            "--compress",
+            help="Read only what the question needs of long documents and tool results: approximate, the "
+            "answer may change. docs/compression.md says what is lost. off: every prompt is read whole.",
+        ),
+    ] = Compress.off
+    compress_above: Annotated[
+        int,
+        _compress(
+            "--compress-above",
+            parser=size,
+            metavar="TOKENS",
+            help="Leave shorter prompts as they are: 32k, 16384. Default: 32k.",
+            show_default=False,
+        ),
+    ] = DEFAULTS.compress.above
+    compress_to: Annotated[
+        float,
+        _compress(
+            "--compress-to",
+            parser=kept,
+            metavar="SHARE|TOKENS",
+            help="Most tokens of the compressed prompt, everything included: 0.15, 10%, 16k. Default: 0.15.",
+            show_default=False,
+        ),
+    ] = DEFAULTS.compress.to
+    compress_scorer: Annotated[
+        str,
+        _compress(
+            "--compress-scorer",
+            metavar="MODEL|words",
+            help="A small model whose attention chooses, beside words in common; words: these alone.",
+        ),
+    ] = "words"
 
     def config(self, cache: KVCacheOptions) -> EngineConfig:
         """Return the engine's settings; speculation has its defaults."""
@@ -304,18 +384,23 @@ class EngineOptions:
                 f"--prefix-cache 0 turns off what --prefix-cache-dir {self.prefix_cache_dir} would keep",
                 "leave one of them out; what a folder keeps passes through memory",
             )
+        if self.compress_scorer != "words" and self.compress is Compress.off:
+            raise UsageError("--compress-scorer needs --compress auto, which uses it")
         return EngineConfig(
             device=self.device,
             max_ctx=self.max_ctx,
             vram_limit=self.vram_limit,
             threads=self.threads,
             cpu_backend=self.cpu_backend.value,
+            cpu_activations=self.cpu_activations.value,
             prefix_cache=self.prefix_cache,
+            prefix_cache_exact=self.prefix_cache_exact,
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_cache_dir_size=self.prefix_cache_dir_size,
             kv_k=(cache.kv_k or cache.kv).value,
             kv_v=(cache.kv_v or cache.kv).value,
             window=cache.window,
+            compress=CompressConfig(self.compress.value, self.compress_above, self.compress_to),
         )
 
 
@@ -329,8 +414,10 @@ def check_remote(engine: EngineOptions, cache: KVCacheOptions) -> None:
 
 
 class EngineCommand(Command):
-    """A command with the options of the KV cache; it accepts their aliases."""
+    """A command that loads a model; it accepts other programs' spellings of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        spelled = [f"--kv={KV_ALIASES[each]}" if each in KV_ALIASES else each for each in args]
-        return super().parse_args(ctx, spelled)
+        options = [each for each in self.params if each.param_type_name == "option"]
+        known = {name for each in options for name in (*each.opts, *each.secondary_opts)}
+        valued = {name for each in options for name in each.opts if not getattr(each, "is_flag", False)}
+        return super().parse_args(ctx, aliases.spelled(args, known, valued))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from treeflash.cli import view
-from treeflash.cli.inventory import card_of
+from treeflash.cli.completion import pulled_names
 from treeflash.cli.speculation import downloading
 from treeflash.errors import DownloadFailed, ModelFileError, ModelNotFound, UsageError
 from treeflash.hub import catalog
@@ -16,13 +16,19 @@ from treeflash.hub.download import fetch
 from treeflash.hub.drafts import fetch_draft
 from treeflash.hub.names import RepoName, is_draft_file
 from treeflash.hub.resolve import Meaning, meaning
+from treeflash.session.pairing import card_of
 
 AGAIN = "the same command"
 
 
 def pull(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A short name (`treeflash list`) or USER/REPO[:QUANT].")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A short name (`treeflash list`) or USER/REPO[:QUANT].",
+            autocompletion=pulled_names,
+        ),
     ],
     quant: Annotated[
         str | None, typer.Option("--quant", metavar="Q", help="Which quantisation of the target: Q4_K_M.")

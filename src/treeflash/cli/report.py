@@ -11,27 +11,44 @@ if TYPE_CHECKING:
     from treeflash.text.tokenizer import Tokenizer
 
 
-def line(finished: "Finished | None", *, plain: bool, drafted: bool, sampled: bool, interrupted: bool) -> str:
-    """Return the line below an answer. plain: no tokens were proposed; drafted: a draft proposed them."""
+WIDTH = 80  # columns
+
+
+def line(finished: "Finished | None", *, plain: bool, sampled: bool, interrupted: bool) -> str:
+    """Return what is shown below an answer, rarely more than a line. plain: no tokens were proposed."""
     parts = []
     if finished is not None:
         stats = finished.stats
         proposing = not plain and stats.steps > 0
         parts = [
             f"{stats.generated_tokens:,} tok",
-            f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
+            _speed(stats.decode_tok_s) if stats.decode_tok_s else "",
             f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
             f"prompt {stats.prompt_tokens:,}"
             + (f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""),
             f"accept {stats.acceptance_length:.2f}/step" if proposing else "",
-            f"{stats.rows_per_step:.1f} rows/step" if proposing else "",
-            f"draft {draft_share(stats):.0%}" if proposing and drafted else "",
             f"seed {stats.seed}" if sampled else "",
             *stats.approximate,
             "length limit" if finished.reason == "length" else "",
         ]
     parts.append("interrupted" if interrupted else "")
-    return " · ".join(filter(None, parts))
+    return _wrapped(list(filter(None, parts)))
+
+
+def _speed(tok_s: float) -> str:
+    return f"{tok_s:,.0f} tok/s" if tok_s >= 100 else f"{tok_s:.1f} tok/s"
+
+
+def _wrapped(parts: list[str]) -> str:
+    """Return the parts with dots between them, in lines of at most WIDTH columns."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]} · {part}" if lines[-1] else part
+        if len(longer) <= WIDTH or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return "\n".join(lines)
 
 
 def spent_on_reasoning(
@@ -50,12 +67,6 @@ def spent_on_reasoning(
     helps = [f"{more} allows more" if more else "", "--no-think answers at once" if switch else ""]
     spent = f"all {tokens:,} tokens {'that the context had left ' if full else ''}were spent on reasoning"
     return ": ".join(filter(None, [spent, ", ".join(filter(None, helps))]))
-
-
-def draft_share(stats: "RequestStats") -> float:
-    """Return the share of the steps' time that draft calls took."""
-    whole = stats.draft_s + stats.verify_s + stats.commit_s
-    return stats.draft_s / whole if whole else 0.0
 
 
 def result(

@@ -1,18 +1,21 @@
-"""`treeflash run`: one prompt in, one answer out."""
+"""`treeflash run`: one prompt in, one answer out; on a terminal without a prompt, a chat."""
 
 import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from treeflash.cli import report, speculation, view
+from treeflash.cli.chat.command import LocalModels, converse
 from treeflash.cli.command import INTERRUPTED
 from treeflash.cli.interrupt import Interrupt, held
-from treeflash.cli.loading import choose, engine_config, load
+from treeflash.cli.loading import choose, engine_config, load, with_scorer
 from treeflash.cli.options import (
+    COMPRESS,
     HARDWARE,
     AsJson,
     EngineOptions,
@@ -20,33 +23,29 @@ from treeflash.cli.options import (
     Model,
     Only,
     Quiet,
-    Seed,
     SpeculationOptions,
     System,
     Think,
     grouped,
     panel,
 )
+from treeflash.cli.sampling import GREEDY, SamplingOptions
 from treeflash.cli.speculation import Chosen, Speculation
-from treeflash.cli.values import bias, unescape
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
+    from treeflash.cli.chat.conversation import Conversation, Settings
     from treeflash.session.session import Finished, Session, TextRequest
 
-_prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
-
-# Options that are fields of SamplingParams under the same name.
-FILTERS_AND_PENALTIES = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+CHAT_HINT = "treeflash chat MODEL, or a terminal, starts a conversation"
+_prompt, _output = panel("Prompt"), panel("Output")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    text: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False),
     ] = None
     prompt: Annotated[
         str | None,
@@ -56,6 +55,10 @@ class PromptOptions:
             help="What to answer. Standard input, unless it is a terminal, is added to it: "
             "in a loop that reads a file, write `</dev/null` after the command.",
         ),
+    ] = None
+    file: Annotated[
+        Path | None,
+        _prompt("--file", "-f", metavar="PATH", help="A text file that follows the prompt, or is all of it."),
     ] = None
     system: System = None
     raw: Annotated[
@@ -70,115 +73,30 @@ class PromptOptions:
             raise UsageError(
                 f"{flag} and --raw exclude each other: without a chat template there are no roles"
             )
-        if self.text is not None and self.prompt is not None:
+        if self.words and self.prompt is not None:
             raise UsageError("a prompt was given both after the model and with --prompt, needed once")
 
+    @property
+    def text(self) -> str | None:
+        """Return the prompt of the command line."""
+        return " ".join(self.words) if self.words else self.prompt
 
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """Values that are not given are those recommended for the model, with `greedy` SamplingParams's own."""
+    def apart_from(self, model: str | None) -> "tuple[str | None, PromptOptions]":
+        """Return the model and the prompt; a sentence where the model belongs is the prompt."""
+        alone = not self.words and self.prompt is None
+        if model is None or not alone or not _is_sentence(model):
+            return model, self
+        return None, replace(self, words=[model])
 
-    n_gen: Annotated[
-        int | None,
-        _sampling(
-            "--n-gen",
-            "-n",
-            min=1,
-            metavar="N",
-            help="Most tokens to write, reasoning included. Default: what fits in the context.",
-        ),
-    ] = None
-    greedy: Annotated[
-        bool,
-        _sampling(
-            "--greedy",
-            help="Take the likeliest token each time: temperature 0 and no penalties. "
-            "Default: the sampling recommended for the model (`treeflash show`).",
-        ),
-    ] = False
-    temperature: Annotated[
-        float | None,
-        _sampling(
-            "--temperature",
-            "-t",
-            min=0,
-            max=100,
-            metavar="X",
-            help="0 takes the likeliest token each time. Default, here and below: as recommended.",
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        _sampling(
-            "--top-p", min=0, max=1, metavar="X", help="Sample from the likeliest tokens that add up to this."
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None, _sampling("--top-k", min=0, metavar="N", help="Sample from this many tokens; 0: all.")
-    ] = None
-    min_p: Annotated[
-        float | None,
-        _sampling(
-            "--min-p", min=0, max=1, metavar="X", help="Leave out tokens below this share of the likeliest."
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--repetition-penalty",
-            min=0.01,
-            max=100,
-            metavar="X",
-            help="Above 1: tokens of the prompt and the answer become less likely.",
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--presence-penalty",
-            min=-100,
-            max=100,
-            metavar="X",
-            help="Subtracted from the logits of the answer's tokens.",
-        ),
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--frequency-penalty",
-            min=-100,
-            max=100,
-            metavar="X",
-            help="The same for each time that they occur in it.",
-        ),
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        _sampling(
-            "--logit-bias",
-            metavar="ID=VALUE",
-            help="Added to a token's logit, -inf bans it; may be given several times.",
-        ),
-    ] = None
-    seed: Seed = None
-    stop: Annotated[
-        list[str] | None,
-        _sampling("--stop", help=r"End before this text; may be given several times; \n is a new line."),
-    ] = None
 
-    def check(self) -> None:
-        """Refuse values that typer cannot refuse."""
-        if self.top_p == 0:
-            raise UsageError(
-                "--top-p is 0, needed above 0 and at most 1", "--temperature 0 takes the likeliest token"
-            )
-        bias(self.logit_bias or [])
-
-    def given(self) -> dict[str, Any]:
-        """Return the sampling parameters that were given, by name."""
-        values = {name: getattr(self, name) for name in FILTERS_AND_PENALTIES}
-        values |= {"seed": self.seed, "logit_bias": bias(self.logit_bias or []) or None}
-        return {name: value for name, value in values.items() if value is not None}
+def _is_sentence(name: str) -> bool:
+    """Return whether a text has several words and is no file."""
+    if len(name.split()) < 2 or name.lower().endswith(".gguf"):
+        return False
+    try:
+        return not Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +112,28 @@ class OutputOptions:
             help="With --json: each token's log probability and those of the N likeliest.",
         ),
     ] = None
+    show_kept: Annotated[
+        bool,
+        _output(
+            "--show-kept",
+            help="With --compress auto: show the prompt on standard error, with what is left out in grey, "
+            "or as [-...-] without colours.",
+        ),
+    ] = False
     quiet: Quiet = False
 
-    def check(self) -> None:
+    def check(self, engine: EngineOptions) -> None:
         """Refuse options that contradict each other."""
         if self.logprobs is not None and not self.as_json:
             raise UsageError("--logprobs needs --json, which shows them")
+        if self.show_kept and engine.compress == "off":
+            raise UsageError("--show-kept needs --compress auto, which leaves something out")
 
 
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE)),
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE, *COMPRESS)),
 ]
 
 
@@ -220,7 +148,7 @@ def run(
     cache: KVCacheOptions,
     output: OutputOptions,
 ) -> None:
-    """Answer one prompt.
+    """Answer one prompt; on a terminal without a prompt, chat.
 
     The answer goes to standard output and everything else to standard error, so that it can be piped;
     reasoning is shown on a terminal only. The text is that of `--no-draft`, to the bit.
@@ -229,15 +157,24 @@ def run(
 
     git diff | treeflash run model.gguf -p "Write a commit message for this."
     """
-    speculation.check(speculating)
-    for options in (sampling, prompt, output):
-        options.check()
     screen = view.Screen(quiet=output.quiet, notes=not output.as_json)
+    speculation.check(speculating)
+    sampling.check(screen, system=prompt.system)
+    prompt.check()
+    output.check(engine)
+    model, prompt = prompt.apart_from(model)
     text = _read_prompt(prompt, screen)
+    if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
+        config = with_scorer(engine.config(cache), engine, screen)
+        loader = LocalModels(speculating, config, think=prompt.think, offline=engine.offline, screen=screen)
+        return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
+    if text is None:
+        raise UsageError("there is no prompt", f"treeflash run MODEL TEXT; {CHAT_HINT}")
     target, proposing = choose(model, speculating, think=prompt.think, offline=engine.offline, screen=screen)
     _check_sampling(sampling, screen)
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
-    session = load(target.path, engine_config(engine.config(cache), proposing), screen)
+    settings = engine_config(engine.config(cache), proposing)
+    session = load(target.path, with_scorer(settings, engine, screen), screen)
     if session.template.is_fallback and not prompt.raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     answer = view.Answer(shown=not output.as_json)
@@ -246,6 +183,9 @@ def run(
         session, text, prompt, sampling, logprobs=output.logprobs, cancelled=lambda: interrupt.requested
     )
     with interrupt:
+        if output.show_kept:
+            request = session.prepare(request)
+            _show_kept(request)
         finished = _generate(session, request, answer, screen)
     answer.end()
     if output.as_json:
@@ -254,14 +194,13 @@ def run(
         line = report.line(
             finished,
             plain=proposing.config is None,
-            drafted=proposing.draft is not None,
             sampled=request.sampling.temperature > 0,
             interrupted=interrupt.requested,
         )
         spent = report.spent_on_reasoning(
             finished,
             answer.text,
-            limit=sampling.n_gen,
+            limit=sampling.limit,
             switch=session.template.supports_thinking,
             raisable=session.engine.max_ctx_raisable,
         )
@@ -270,27 +209,64 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-def _read_prompt(options: PromptOptions, screen: view.Screen) -> str:
-    """Return the prompt from the command line, from standard input, or the one followed by the other."""
-    given = options.text if options.text is not None else options.prompt
-    piped = ""
-    if sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty():
-        with screen.waiting("Reading standard input"):
-            try:
-                piped = sys.stdin.buffer.read().decode(errors="replace")
-            except OSError as error:
-                raise UsageError(
-                    f"standard input cannot be read: {error.strerror}", "</dev/null gives it nothing"
-                ) from error
+def _show_kept(request: "TextRequest") -> None:
+    compressed = request.encoded.compressed if request.encoded is not None else None
+    messages = request.messages or [{"role": "prompt", "content": request.prompt}]
+    for index, message in enumerate(messages):
+        view.kept([(True, f"{message['role']}:")])
+        document = compressed.documents.get((index, None)) if compressed is not None else None
+        view.kept(document.runs() if document is not None else [(True, str(message["content"]))])
+
+
+def _on_terminal() -> bool:
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+
+
+def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+    """Return an empty conversation with the settings of the command line."""
+    from treeflash.cli.chat.conversation import Conversation, Settings
+
+    values = (GREEDY if sampling.greedy else {}) | sampling.given()
+    if values.pop("logit_bias", None) is not None:
+        raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
+    settings = Settings(values, sampling.stops, prompt.think)
+    if sampling.limit is not None:
+        settings.values["max_tokens"] = sampling.limit
+    return Conversation(prompt.system), settings
+
+
+def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
+    """Return the texts of the command line, of a file and of standard input, joined; None: there are none."""
+    given = options.text
+    if given is not None and not given.strip() and options.file is None:
+        raise UsageError("the prompt is empty", "treeflash run MODEL TEXT")
+    piped = _piped(screen)
     if not options.raw:
         piped = piped.strip("\n")
-    texts = [text for text in (given, piped) if text]
-    if not any(text.strip() for text in texts):
-        raise UsageError(
-            "there is no prompt" if given is None else "the prompt is empty",
-            "treeflash run MODEL TEXT, or --prompt TEXT, or text on standard input",
-        )
-    return "\n\n".join(texts)
+    texts = [text for text in (given, _content(options.file), piped) if text]
+    return "\n\n".join(texts) if any(text.strip() for text in texts) else None
+
+
+def _piped(screen: view.Screen) -> str:
+    """Return what there is on standard input, unless it is a terminal."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return ""
+    with screen.waiting("Reading standard input"):
+        try:
+            return sys.stdin.buffer.read().decode(errors="replace")
+        except OSError as error:
+            raise UsageError(
+                f"standard input cannot be read: {error.strerror}", "</dev/null gives it nothing"
+            ) from error
+
+
+def _content(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip("\n")
+    except OSError as error:
+        raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
 
 
 def _check_sampling(sampling: SamplingOptions, screen: view.Screen) -> None:
@@ -310,17 +286,22 @@ def _request(
     cancelled: Callable[[], bool],
 ) -> "TextRequest":
     from treeflash.engine.sampler import SamplingParams
+    from treeflash.session.requests import CompressOptions as Compressing
     from treeflash.session.session import TextRequest
 
+    # What is on the command line is asked of the file and of what was piped.
+    given = prompt.text
+    query = given if given and given != text and session.compresses else ""
     base = SamplingParams() if sampling.greedy else session.sampling_for(prompt.think)
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     return TextRequest(
         messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
         prompt=text if prompt.raw else None,
-        max_tokens=sampling.n_gen,
+        max_tokens=sampling.limit,
         sampling=replace(base, **sampling.given(), logprobs=logprobs),
-        stop=[unescape(each) for each in sampling.stop or ()],
+        stop=sampling.stops,
         thinking=prompt.think,
+        compress=Compressing(mode="auto", query=query) if query else None,
         cancelled=cancelled,
     )
 

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,16 +14,19 @@ import typer
 from treeflash.cli import daemon, speculation, view
 from treeflash.cli.flags import with_flags
 from treeflash.cli.interrupt import held
-from treeflash.cli.loading import LoadingBar, choose, describe, engine_config
+from treeflash.cli.loading import LoadingBar, choose, describe, engine_config, summary, with_scorer
 from treeflash.cli.options import (
     EngineOptions,
     KVCacheOptions,
     Model,
+    Only,
+    Parallel,
     Quiet,
     SpeculationOptions,
     grouped,
     panel,
 )
+from treeflash.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
 from treeflash.cli.speculation import Chosen, Speculation
 from treeflash.cli.values import byte_count, size
 from treeflash.config import EngineConfig, ServerConfig, environment
@@ -31,11 +34,12 @@ from treeflash.errors import UsageError
 from treeflash.server.listen import bind, check
 
 if TYPE_CHECKING:
+    from treeflash.session.session import Session
     from treeflash.session.worker import Loader
 
 DEFAULTS = ServerConfig()
 
-_server, _answers, _background = panel("Server"), panel("Answers"), panel("Background")
+_server, _answers, _background = panel("Server"), panel("Answers"), panel("Start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class ServerOptions:
             "https://example.org; may be given several times; * means all.",
         ),
     ] = None
+    parallel: Parallel = None
     max_queue: Annotated[
         int,
         _server("--max-queue", min=1, max=10000, metavar="N", help="Most requests that wait; more get 429."),
@@ -102,7 +107,7 @@ class ServerOptions:
         ),
     ] = None
 
-    def config(self, target: Chosen) -> ServerConfig:
+    def config(self, target: Chosen, sampling: SamplingOptions) -> ServerConfig:
         """Return the server's settings."""
         return ServerConfig(
             host=self.host,
@@ -114,6 +119,8 @@ class ServerOptions:
             max_body=self.max_body,
             thinking=self.think,
             thinking_budget=self.think_budget,
+            sampling=sampling.given(),
+            max_tokens=sampling.limit,
         )
 
     def _keys(self) -> tuple[str, ...]:
@@ -134,7 +141,9 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class BackgroundOptions:
+class StartOptions:
+    """How the server is started."""
+
     in_background: Annotated[
         bool,
         _background("--daemon", help="Go on in the background once the model is loaded; `treeflash stop`."),
@@ -143,6 +152,13 @@ class BackgroundOptions:
         Path | None,
         _background("--log-file", metavar="PATH", help="With --daemon: where the log goes. Default: shown."),
     ] = None
+    print_config: Annotated[
+        bool, _background("--print-config", help="Print what the server would be started with, as JSON.")
+    ] = False
+
+
+# For requests that do not say.
+ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES))]
 
 
 @grouped
@@ -150,36 +166,37 @@ def serve(
     *,
     model: Model = None,
     server: ServerOptions,
+    sampling: ServedSamplingOptions,
     speculating: SpeculationOptions,
     engine: EngineOptions,
     cache: KVCacheOptions,
-    background: BackgroundOptions,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print what the server would be started with, as JSON.")
-    ] = False,
+    start: StartOptions,
     quiet: Quiet = False,
 ) -> None:
     """Answer requests of OpenAI's and Anthropic's protocols, and show a page for the browser.
 
-    One request is answered at a time, in the order they came. docs/server.md has the routes and examples.
+    Several requests are answered at once, as many as fit; others wait in the order they came. docs/server.md
+    has the routes and examples.
 
     treeflash serve qwen3.6-27b
 
     treeflash serve model.gguf --port 8080 --daemon
     """
     speculation.check(speculating)
-    if background.log_file is not None and not background.in_background:
+    if start.log_file is not None and not start.in_background:
         raise UsageError("--log-file needs --daemon", "in the foreground: 2> FILE")
     screen = view.Screen(quiet=quiet)
+    sampling.check(screen)
     target, proposing = choose(model, speculating, think=server.think, offline=engine.offline, screen=screen)
-    config = server.config(target)
+    config = server.config(target, sampling)
     check(config)
     _warn_of_readable_keys(server.api_key_file, screen)
-    settings = engine_config(engine.config(cache), proposing)
-    if print_config:
+    settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
+    settings = dataclasses.replace(settings, parallel=server.parallel)
+    if start.print_config:
         return view.print_json(_as_json(target, config, settings))
-    if background.in_background:
-        return daemon.start(config, log_file=background.log_file, screen=screen)
+    if start.in_background:
+        return daemon.start(config, log_file=start.log_file, screen=screen)
     logging.getLogger("treeflash").setLevel(logging.WARNING if quiet else logging.INFO)
     _run(target, config, settings, proposing, screen)
 
@@ -205,6 +222,10 @@ def _as_json(target: Chosen, config: ServerConfig, engine: EngineConfig) -> Mapp
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in dataclasses.asdict(engine).items()
+    }
+    scorer = engine.compress.scorer
+    settings["compress"] = dataclasses.asdict(engine.compress) | {
+        "scorer": str(scorer) if scorer else "words"
     }
     if engine.draft is not None:
         settings["draft"] = dataclasses.asdict(engine.draft) | {"path": str(engine.draft.path)}
@@ -235,8 +256,9 @@ def _run(
     listening = bind(config)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.server import run as server
+        from treeflash.session.loading import load_session
     host, port = listening.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address = daemon.address(host, port)
     _log_to_stderr()
     loaded: dict[str, Any] = {}
     bar = LoadingBar(target.path.name, screen)
@@ -249,12 +271,14 @@ def _run(
             screen.note(proposing.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")
+        drafted, speculating = engine.draft is not None, engine.speculation is not None
+        screen.note(summary(session, drafted=drafted, speculating=speculating))
         screen.notice(f"{config.model_name} answers at {address}")
         screen.note(f"API {address}/v1 · page {address}/ · routes {address}/docs · Ctrl-C ends it")
 
     with bar:
         server.serve(
-            _loader(target, engine, bar, loaded),
+            _loader(load_session, target, engine, bar, loaded),
             config,
             listening,
             model_name=config.model_name or target.path.stem,
@@ -263,9 +287,13 @@ def _run(
         )
 
 
-def _loader(target: Chosen, engine: EngineConfig, bar: LoadingBar, loaded: dict[str, Any]) -> "Loader":
-    from treeflash.session.loading import load_session
-
+def _loader(
+    load_session: Callable[..., "Session"],
+    target: Chosen,
+    engine: EngineConfig,
+    bar: LoadingBar,
+    loaded: dict[str, Any],
+) -> "Loader":
     def load(progress: Any) -> Any:
         def reading(done: int, total: int) -> None:
             progress(done, total)
@@ -290,10 +318,13 @@ def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> M
         "device": str(model.device),
         "weights_bytes": session.plan.weights,
         "kv": format_names(session.plan.kv),
+        "parallel": session.parallel,
+        "shared_tokens": session.plan.kv_tokens,
         "window": session.engine.states.buffers.window,
-        "approximate": session.engine.states.approximate,
+        "approximate": session.engine.approximate,
         "draft": engine.draft.path.name if engine.draft else None,
         "budget": engine.speculation.budget if engine.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
+        "compress": engine.compress.mode,
         "chain": bool(engine.speculation and engine.speculation.chain),
     }

@@ -1,5 +1,8 @@
 """`treeflash show`: what a model file holds and needs, without loading it. Only --fit imports torch."""
 
+import contextlib
+import tempfile
+from collections.abc import Generator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,27 +11,33 @@ import typer
 
 from treeflash.cli import fit as shown
 from treeflash.cli import view
+from treeflash.cli.completion import model_names
 from treeflash.cli.flags import with_flags
-from treeflash.cli.footprint import on_cpu, on_gpu, stored, unused
-from treeflash.cli.inventory import card_of, local_draft
-from treeflash.cli.options import MODEL_HELP, Draft, MaxContext, VramLimit
-from treeflash.cli.speculation import NONE
+from treeflash.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
+from treeflash.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
+from treeflash.cli.speculation import AUTO, LOOKUP, MTP, NONE
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig, environment
-from treeflash.errors import ModelFileError, UsageError
-from treeflash.hub.catalog import Card
-from treeflash.hub.resolve import meaning, resolve, resolve_draft
+from treeflash.errors import DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
+from treeflash.hub.catalog import EMBEDDED, Card
+from treeflash.hub.download import fetch_heads, gguf_files
+from treeflash.hub.drafts import draft_head
+from treeflash.hub.resolve import Meaning, meaning, resolve, resolve_draft
+from treeflash.session.pairing import card_of, draft_at_hand
 
 if TYPE_CHECKING:
     from treeflash.gguf.reader import GGUFFile
     from treeflash.models.spec import ModelSpec
 
 CONTEXTS = (4096, 32768, 131072)
+HEADERS = (16 << 20, 64 << 20)  # bytes of a file on the hub that are tried
 
 
 def show(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else DFLASH_TARGET."),
+        typer.Argument(
+            metavar="MODEL", help=f"{MODEL_HELP}; else TREEFLASH_MODEL.", autocompletion=model_names
+        ),
     ] = None,
     fit: Annotated[
         bool,
@@ -39,41 +48,84 @@ def show(
     ] = False,
     vram_limit: VramLimit = None,
     max_ctx: MaxContext = None,
+    parallel: Parallel = None,
     draft: Draft = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a model is, how much memory it needs, its draft and what is recommended for it.
 
-    Nothing is downloaded: `treeflash pull` does that.
+    Nothing is downloaded: `treeflash pull` does that. Of a model that is not here the hub is asked for the
+    beginning of its files, some megabytes, which are not kept.
 
     treeflash show model.gguf
 
     treeflash show model.gguf --fit --vram-limit 24g
     """
-    from treeflash.gguf.reader import GGUFFile
-
-    name = model if model is not None else environment().target
-    if name is None:
-        raise UsageError("no model given", "treeflash show MODEL, or set DFLASH_TARGET")
-    if not fit and any(value is not None for value in (vram_limit, max_ctx, draft)):
-        raise UsageError("--vram-limit, --max-ctx and --draft belong to --fit", "treeflash show MODEL --fit")
+    name = model if model is not None else environment().target or EMBEDDED
+    if not fit and any(value is not None for value in (vram_limit, max_ctx, parallel, draft)):
+        raise UsageError(
+            "--vram-limit, --max-ctx, --parallel and --draft belong to --fit", "treeflash show MODEL --fit"
+        )
     meant = meaning(name)
-    with GGUFFile.open(resolve(meant, offline=True)) as file:
+    with _file(meant) as file:
         facts = describe(file)
         card = meant.card
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
-        facts |= _card(card)
+        facts |= _card(card) | {"draft": _draft(file.path, card)}
         if fit:
-            facts["fit"] = _fit(
-                file, facts, card, EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit), draft
-            )
+            config = EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit, parallel=parallel)
+            facts["fit"] = _fit(file, facts, card, config, draft)
     if as_json:
         view.print_json(facts)
     elif fit:
         shown.show(facts["fit"])
     else:
         _print(facts)
+    if fit and facts["fit"]["plan"] is None:
+        raise typer.Exit(ResourceError.exit_code)
+
+
+@contextlib.contextmanager
+def _file(meant: Meaning) -> "Generator[GGUFFile]":
+    """Open a model that is here, else one that has its header and holes instead of weights."""
+    from treeflash.gguf.reader import GGUFFile
+
+    try:
+        path = resolve(meant, offline=True)
+    except ModelNotFound as missing:
+        with (
+            tempfile.TemporaryDirectory(prefix="treeflash-show-") as folder,
+            _header(meant, Path(folder), missing) as file,
+        ):
+            yield file
+        return
+    with GGUFFile.open(path) as file:
+        yield file
+
+
+def _header(meant: Meaning, folder: Path, missing: ModelNotFound) -> "GGUFFile":
+    """Return a model with its header alone; raise `missing` where the hub cannot be asked.
+
+    Vocabularies of 250,000 tokens need some 11 MB.
+    """
+    from treeflash.gguf.reader import GGUFFile
+
+    name = meant.fetched
+    if name is None or environment().offline:
+        raise missing
+    for length in HEADERS:
+        try:
+            with view.Screen().waiting("Asking the hub"):
+                paths = fetch_heads(name, gguf_files(name), folder, length=length)
+        except DownloadFailed:
+            raise missing from None
+        try:
+            return GGUFFile.open(paths[0])
+        except ModelFileError:
+            if length == HEADERS[-1]:
+                raise
+    raise AssertionError("HEADERS is empty")
 
 
 def _fit(
@@ -83,14 +135,31 @@ def _fit(
 
     if facts["model"] is None:
         raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
-    named, path = draft or environment().draft, None
-    if named not in (None, NONE):
-        path = resolve_draft(named, offline=True)
-    elif named is None and card is not None:
-        path = local_draft(card)
-    speculation = None if named == NONE else SpecConfig(budget=card.budget if card else SpecConfig().budget)
-    config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
-    return shown.survey(file, ModelSpec.from_gguf(file), config)
+    named = draft or environment().draft or AUTO
+    budget = card.budget if card else SpecConfig().budget
+    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=named != LOOKUP)
+    with _draft_file(named, file.path, card) as path:
+        config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
+        planned = shown.survey(file, ModelSpec.from_gguf(file), config)
+    known = facts["draft"]["name"] if path is not None and facts["draft"] and named == AUTO else None
+    return planned | {"draft": known or planned["draft"]}
+
+
+@contextlib.contextmanager
+def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path | None]:
+    """Yield the draft that would be used; of one that is listed and not here, its shapes alone."""
+    if named not in (AUTO, NONE, MTP, LOOKUP):
+        yield resolve_draft(named, offline=True)
+        return
+    found = draft_at_hand(target, card) if named == AUTO else None
+    if found is not None or named != AUTO or card is None or card.draft is None:
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="treeflash-show-") as folder:
+        with contextlib.suppress(ModelNotFound):  # without a network the plan is one without a draft
+            if not environment().offline:
+                found = draft_head(card.draft, Path(folder), length=HEADERS[0])
+        yield found
 
 
 def describe(file: "GGUFFile") -> dict[str, Any]:
@@ -128,23 +197,24 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
 def _card(card: Card | None) -> dict[str, Any]:
     """Return what the model's card says."""
     if card is None:
-        return {"card": None, "draft": None, "recommended": None}
-    draft = None
-    if card.draft or card.pair:
-        path = local_draft(card)
-        draft = {
-            "name": str(card.draft or "comes with treeflash"),
-            "path": None if path is None else str(path),
-        }
+        return {"card": None, "recommended": None}
     return {
         "card": card.name,
-        "draft": draft,
         "recommended": {
             "budget": card.budget,
             "thinking": card.thinking,
             "sampling": {mode: asdict(values) for mode, values in card.sampling.items()},
         },
     }
+
+
+def _draft(target: Path, card: Card | None) -> dict[str, Any] | None:
+    """Return the draft that would be used, or is listed and not here."""
+    path = draft_at_hand(target, card)
+    if path is None and (card is None or card.draft is None):
+        return None
+    listed = card is not None and (card.draft or (card.pair and "comes with treeflash"))
+    return {"name": str(listed or "beside the model"), "path": None if path is None else str(path)}
 
 
 def _types(file: "GGUFFile") -> list[dict[str, Any]]:
@@ -162,7 +232,7 @@ def _model(spec: "ModelSpec") -> dict[str, Any]:
     shapes = asdict(spec)
     for key in ("architecture", "name", "family", "layers", "mtp_layers"):
         del shapes[key]
-    layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp_unused": spec.mtp_layers}
+    layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp": spec.mtp_layers}
     return {"layers": layers, **shapes}
 
 
@@ -170,13 +240,13 @@ def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
     """Return parameter counts. total: without prediction (MTP) blocks; active: used for one token."""
     total = active = mtp = 0
     for name, info in file.tensors.items():
-        if unused(name, spec):
+        if in_mtp_block(name, spec):
             mtp += info.elements
             continue
         total += info.elements
         routed = spec.experts is not None and "_exps." in name
         active += info.elements * spec.experts.used // spec.experts.count if routed else info.elements
-    return {"total": total, "active": active, "mtp_unused": mtp}
+    return {"total": total, "active": active, "mtp": mtp}
 
 
 def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
@@ -286,11 +356,9 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{model['vocab_size']:,}, head {'tied' if model['tied_head'] else 'separate'}"),
         ("context", f"{model['context_length']:,} tokens"),
     ]
-    if layers["mtp_unused"]:
-        share = view.count(parameters["mtp_unused"])
-        rows.append(
-            ("prediction", f"{layers['mtp_unused']} MTP block ({share} parameters), present but unused")
-        )
+    if layers["mtp"]:
+        share = view.count(parameters["mtp"])
+        rows.append(("prediction", f"{layers['mtp']} MTP block ({share} parameters), used without a draft"))
     return rows
 
 

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treeflash.cli import view
-from treeflash.cli.inventory import local_draft
 from treeflash.cli.options import DraftQuant, SpeculationOptions
 from treeflash.config import DraftConfig, SpecConfig, environment
 from treeflash.errors import ModelFileError, ModelNotFound, ResourceError, UsageError
 from treeflash.hub.catalog import Card
 from treeflash.hub.drafts import fetch_draft
+from treeflash.hub.local import drafts_beside
 from treeflash.hub.resolve import resolve_draft
+from treeflash.session.pairing import draft_at_hand
 
-NONE = "none"
+AUTO, NONE, MTP, LOOKUP = "auto", "none", "mtp", "lookup"  # values of --draft that are no names
+OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
 NO_DRAFT = "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
 
 
@@ -25,6 +27,7 @@ class Chosen:
     path: Path
     card: Card | None
     fetched: bool = False  # just now, so that its draft is wanted too
+    mtp: bool = False  # its file has a multi-token-prediction block
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def check(options: SpeculationOptions) -> None:
         raise UsageError(f"--draft {options.draft} and --no-draft exclude each other")
     if not _is_plain(options):
         return
-    cause = "--no-draft" if options.no_draft else "--draft none" if options.draft else "DFLASH_DRAFT=none"
+    cause = "--no-draft" if options.no_draft else "--draft none" if options.draft else "TREEFLASH_DRAFT=none"
     for flag in [*_tree_flags(options), *_draft_flags(options)]:
         raise UsageError(f"{flag} and {cause} exclude each other: nothing is proposed")
 
@@ -57,25 +60,57 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
     """Return how tokens are proposed for the target; its draft, or the named one, may be fetched."""
     if _is_plain(options):
         return Speculation(None)
-    card, name = target.card, options.draft or environment().draft
+    card, name = target.card, _named(options)
     recommended = card.budget if card else SpecConfig().budget
-    config = SpecConfig(budget=options.budget or recommended, chain=options.chain)
-    if name is not None:
+    config = SpecConfig(budget=options.budget or recommended, chain=options.chain, mtp=name != LOOKUP)
+    if name in (MTP, LOOKUP):
+        _check_without_draft(options, target, name)
+        path: Path | None = None
+    elif name is not None:
         with downloading(screen, f"the draft {name}", again="the same command") as bar:
-            path: Path | None = resolve_draft(name, offline=offline, progress=bar)
+            path = resolve_draft(name, offline=offline, progress=bar)
+    elif (path := draft_at_hand(target.path, card)) is not None:
+        pass
     elif card is None or (card.draft is None and card.pair is None):
         for flag in _draft_flags(options):
             raise UsageError(
                 f"{flag} needs a draft, and none is listed for {card.name if card else target.path.name}",
                 "--draft PATH|REPO names one",
             )
-        return Speculation(config, note=NO_DRAFT)
+        return Speculation(config, note=_without_draft(target, screen))
     else:
-        path = _card_draft(card, fetch=target.fetched and not offline, screen=screen)
+        path = _fetched_draft(card, fetch=target.fetched and not offline, screen=screen)
     if path is None:
+        if config.mtp and target.mtp:
+            screen.note(OWN_BLOCK)
         return Speculation(config)
     draft = DraftConfig(path, options.draft_quant.value, options.draft_ctx, options.draft_causal)
     return Speculation(config, draft)
+
+
+def _named(options: SpeculationOptions) -> str | None:
+    """Return what `--draft` or the environment names; None: what there is."""
+    name = options.draft or environment().draft
+    return None if name == AUTO else name
+
+
+def _check_without_draft(options: SpeculationOptions, target: Chosen, name: str) -> None:
+    if name == MTP and not target.mtp:
+        raise UsageError(
+            f"--draft mtp: {target.path.name} has no MTP block", "--draft auto takes what there is"
+        )
+    for flag in _draft_flags(options):
+        raise UsageError(f"{flag} and --draft {name} exclude each other: no draft is loaded")
+
+
+def _without_draft(target: Chosen, screen: view.Screen) -> str:
+    """Say at the start what proposes tokens where no draft is known; return what is said at the end."""
+    if target.mtp:
+        screen.note(OWN_BLOCK)
+        return ""
+    for beside in drafts_beside(target.path):
+        return f"A draft lies beside the model, only prompt lookup proposed tokens: --draft {beside}"
+    return NO_DRAFT
 
 
 def _is_plain(options: SpeculationOptions) -> bool:
@@ -98,10 +133,8 @@ def _draft_flags(options: SpeculationOptions) -> list[str]:
     return [flag for flag, is_given in given.items() if is_given]
 
 
-def _card_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:
-    """Return the draft that belongs to the target; None, with a warning, where it cannot be had."""
-    if (path := local_draft(card)) is not None:
-        return path
+def _fetched_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:
+    """Return the draft that is listed for the target; None, with a warning, where it cannot be had."""
     command = f"treeflash pull {card.name} --draft-only"
     if fetch and card.draft is not None:
         try:

@@ -1,6 +1,7 @@
 """`treeflash train`: a DFlash draft for a target, from prompts."""
 
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from treeflash.errors import UsageError
 from treeflash.hub.resolve import meaning, resolve
 
 if TYPE_CHECKING:
+    from treeflash.train.draft_eval import Evaluation
     from treeflash.train.draft_run import Job
     from treeflash.train.draft_settings import Event, Result
 
@@ -78,8 +80,23 @@ class TextOptions:
     ] = 0.95
 
 
+class Kind(StrEnum):
+    dflash = "dflash"
+    dflash2 = "dflash2"
+    mtp = "mtp"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
+    kind: Annotated[
+        Kind,
+        _draft(
+            "--kind",
+            help="dflash2 adds convolutions, and a choice that knows the token before; mtp: a block in a copy"
+            " of the target's file.",
+        ),
+    ] = Kind.dflash
+    rank: Annotated[int, _draft("--rank", min=1, max=4096, metavar="N", help="Of that choice's tables.")] = 64
     layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3
     block: Annotated[
         int, _draft("--block", min=2, max=64, metavar="N", help="Tokens of a block, the anchor included.")
@@ -201,6 +218,8 @@ def _job(
             seed=training.seed,
         ),
         config=TrainConfig(
+            kind=draft.kind.value,
+            rank=draft.rank,
             layers=draft.layers,
             block=draft.block,
             window=draft.window,
@@ -298,6 +317,7 @@ class _Progress:
                 self._screen.note(
                     f"step {event.step}: held-out loss {event.loss:.3f}, accepted tokens a step about"
                     f" {event.acceptance:.2f} in a chain and {event.tree_acceptance:.2f} in a tree"
+                    f"{_recall(event)}"
                 )
 
     def _at(self, phase: str, make: Any, label: str) -> view.Bar:
@@ -313,6 +333,12 @@ class _Progress:
         if not self._on_terminal and time.monotonic() - self._noted > _NOTES_EVERY_S:
             self._noted = time.monotonic()
             self._screen.note(text)
+
+
+def _recall(event: "Evaluation") -> str:
+    if event.recall is None:
+        return ""
+    return f"; the right token is a candidate {min(event.recall):.0%} to {max(event.recall):.0%} of the time"
 
 
 def _report(result: "Result", target: Path, *, as_json: bool) -> None:
@@ -343,7 +369,16 @@ def _report(result: "Result", target: Path, *, as_json: bool) -> None:
                     f" ({result.untrained:.2f} before training)",
                 ),
                 ("parity", f"trainer and engine agree to {result.parity:.1g}"),
-                ("use it", f"treeflash run {target} --draft {result.folder}"),
+                ("use it", _example(result, target)),
             ]
         },
     )
+
+
+def _example(result: "Result", target: Path) -> str:
+    """Return a command that runs as it is."""
+    from treeflash.train.mtp_export import MTP_TARGET
+
+    own = result.folder / MTP_TARGET
+    model = [own] if own.exists() else [target, "--draft", result.folder]
+    return f'treeflash run {shlex.join(map(str, model))} -p "def fibonacci(n):"'

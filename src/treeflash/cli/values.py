@@ -17,6 +17,17 @@ def size(text: str | int) -> int:
     return _whole(text, "tokens like 8192, 8k or 1m")
 
 
+def kept(text: str | int) -> float:
+    """Return how much of a prompt is kept: a share like 0.15 or 15%, or a number of tokens like 16k."""
+    match = re.fullmatch(r"(0?\.[0-9]+|1(?:\.0*)?)|([0-9]+(?:\.[0-9]+)?)%", str(text).strip())
+    if match is None:
+        return float(_whole(text, "tokens like 16k, nor a share like 0.15"))
+    share = float(match[1]) if match[1] else float(match[2]) / 100
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"{str(text)!r} is not a share above 0 and up to 1")
+    return share
+
+
 def byte_count(text: str | int) -> int:
     """Return a number of bytes: 65536, 64k or 32m; k is 1024."""
     return _whole(text, "bytes like 65536, 64k or 32m")

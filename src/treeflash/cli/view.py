@@ -8,7 +8,8 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from traceback import format_exc
 from typing import IO, Any, Self
 
 import typer
@@ -65,6 +66,31 @@ def plain(text: str) -> None:
         sys.stdout.write(guarded(text, sys.stdout) + "\n")
 
 
+def width() -> int:
+    """Return the columns of standard output."""
+    return _console(sys.stdout).width
+
+
+def help_page(lines: Iterable[tuple[str, bool]]) -> None:
+    """Print lines on standard output; those that are headings stand out on a terminal."""
+    console = _console(sys.stdout)
+    with delivered():
+        for line, heading in lines:
+            console.print(Text(line, style="bold" if heading else ""), soft_wrap=True)
+
+
+def kept(runs: Iterable[tuple[bool, str]]) -> None:
+    """Print a text on standard error, with the runs that are not kept in grey, or marked without colours."""
+    console = _console(sys.stderr)
+    with tolerated():
+        for keep, text in runs:
+            shown = guarded(text, sys.stderr)
+            if not keep and not console.is_terminal:
+                shown = f"[-{shown}-]"
+            console.print(Text(shown, style="" if keep else GREY), end="", soft_wrap=True)
+        console.print()
+
+
 def paragraphs(*texts: str) -> None:
     """Print texts on standard output, below an empty line; on a terminal broken between words."""
     with delivered():
@@ -94,6 +120,12 @@ def failure(error: TreeFlashError, *, as_json: bool) -> None:
     _labelled(("error", error.message, "bold red"), ("hint", error.hint, "bold cyan"))
 
 
+def traceback() -> None:
+    """Print Python's traceback of the error that is being handled, on standard error."""
+    with tolerated():
+        sys.stderr.write(format_exc())
+
+
 def _labelled(*rows: tuple[str, str, str]) -> None:
     """Print a line on standard error for each (label, text, style of the label) that has a text."""
     console = _console(sys.stderr)
@@ -101,7 +133,8 @@ def _labelled(*rows: tuple[str, str, str]) -> None:
         if text:
             line = Text.assemble((f"{label}:", style), " ", guarded(with_flags(text), sys.stderr))
             with tolerated():
-                console.print(line, soft_wrap=True)
+                # Hints hold commands, which are copied: only the terminal itself may break them.
+                console.print(line, soft_wrap=label == "hint" or not sys.stderr.isatty())
 
 
 def confirm(text: str) -> bool:

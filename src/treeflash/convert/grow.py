@@ -116,6 +116,9 @@ def _open_draft(path: Path, target: ModelSpec, stack: ExitStack) -> tuple[DraftS
         depth = len(target.layers)
         spec = DraftSpec.from_config(read_config(config), source=str(config), target_depth=depth)
         source = SafetensorsSource(weights)
+    spec = spec.with_heads(source.tensors)
+    if spec.second is not None or spec.markov is not None:
+        raise UnsupportedModel(f"{path}: DFlash2 and DSpark drafts cannot be grown, needed a DFlash draft")
     spec.check_target(target)
     spec.check_tensors(source.tensors, target, str(path))
     return spec, source

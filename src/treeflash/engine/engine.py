@@ -5,39 +5,53 @@ One idea: the scheduler picks the work, the runner runs it, the sampler decides,
 
 import time
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from treeflash.engine.events import Done, Event, Progress, Tokens, VerifiedTree
-from treeflash.engine.runner import EagerRunner, Forward, GraphRunner, Masks, StepTimes
+from treeflash.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
+from treeflash.engine.runner import Accepted, EagerRunner, Forward, GraphRunner, Masks, StepTimes, Verify
 from treeflash.engine.sampler import token_logprobs
-from treeflash.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler
-from treeflash.engine.sequence import Launched, Phase, Request, Sequence
+from treeflash.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler, Work
+from treeflash.engine.sequence import (
+    LaunchAhead,
+    Launched,
+    OwnConstraint,
+    Parked,
+    Phase,
+    Request,
+    Sequence,
+)
 from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.errors import ModelFileError, PromptTooLong, UsageError
 from treeflash.kernels.tree import MAX_ROWS
-from treeflash.memory.device import kv_formats, total_memory
+from treeflash.memory.device import kv_formats
 from treeflash.memory.estimate import chunk_size
 from treeflash.models.decoder import Target, check_taps
 from treeflash.models.step import Step
 from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends, snapshot_positions
 from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
-from treeflash.spec.drafter import Drafter, NoDrafter, StepOutcome
+from treeflash.spec.drafter import Drafter, NoDrafter, StepOutcome, Turn
 from treeflash.spec.tree import Tree
-from treeflash.state.sequences import CacheConfig, SequenceStates
-from treeflash.state.snapshots import SnapshotStore
+from treeflash.state.draft_ring import SavedRings
+from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
+from treeflash.state.snapshots import SavedSequence, SnapshotStore
+
+SHORT = 64  # tokens of a chunk that decode steps process, on a GPU: 20 ms for a 27B instead of 90 to 170
+_PARKED_PAGES = 4  # free for each that runs before a parked sequence comes back, so that it stays
 
 __all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens", "VerifiedTree"]
 
 
 class Engine:
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what an engine is made of)
         self,
         target: Target,
         *,
         max_ctx: int,
+        slots: int = 1,
         prefill_chunk: int | None = None,
         drafter: Drafter | None = None,
         max_rows: int = 1,
@@ -45,34 +59,47 @@ class Engine:
         prefix_cache: PrefixCacheConfig | None = None,
         runner: Literal["auto", "eager", "graph"] = "auto",
     ):
-        """`max_rows` of a tree, the root included; `runner` auto: graph on a GPU, eager on a CPU."""
-        assert 1 <= max_rows <= MAX_ROWS
+        """`slots`: sequences that run at once; `max_rows` of a tree, the root included.
+
+        `runner` auto: graph on a GPU, eager on a CPU.
+        """
+        assert 1 <= max_rows <= MAX_ROWS and 1 <= slots <= MAX_ROWS
         self.target = target
+        self.slots = slots
         self.max_ctx = max_ctx
         self.max_rows = max_rows
-        self.prefill_chunk = prefill_chunk or chunk_size(target.device.type, total_memory(target.device))
+        self.prefill_chunk = prefill_chunk or chunk_size(target.device.type)
         self.drafter = drafter or NoDrafter()
         check_taps(target.spec, self.drafter.taps)
         graphs = target.device.type == "cuda" if runner == "auto" else runner == "graph"
         kind = GraphRunner if graphs else EagerRunner
+        cache = cache or CacheConfig(*kv_formats(target.spec, target.device))
         self.states = SequenceStates(
             target.spec,
             max_ctx=max_ctx,
+            slots=slots,
             max_rows=kind.step_rows(max_rows),
             device=target.device,
-            cache=cache or CacheConfig(*kv_formats(target.spec, target.device)),
+            cache=cache,
             input_dtype=target.dtype,
             static=kind.asynchronous,
         )
         self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
         self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
-        self._scheduler = Scheduler()
+        # On a CPU a chunk of a few tokens takes no longer than a step.
+        self.reads_short = self.runner.read_rows > 0 and target.device.type == "cuda"
+        self._scheduler = Scheduler(slots)
+        self._pool_pages = cache.pages or self.states.buffers.page_table.numel()
+        self._prompts: dict[Sequence, PromptState] = {}  # of sequences whose prompt others wait for
+        self._asked_ahead = False  # the draft was launched for the next step of several sequences
+        # The sequences that the current step works for: if it raises, they have failed, and no others.
+        self.working: list[Sequence] = []
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
         """Capture the steps as CUDA graphs, between requests; return whether that was possible."""
         slot = self.states.open()
-        self.drafter.begin()
+        self.drafter.begin(slot)
         try:
             # Pages of its own: those that the slot had before may hold a cached prefix.
             self._reserve(slot, min(3 * MAX_ROWS, self.max_ctx + self.runner.step_rows(self.max_rows)))
@@ -82,12 +109,30 @@ class Engine:
         finally:
             self.states.close(slot)
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request; raises if it cannot run."""
+    @property
+    def running(self) -> int:
+        """Return how many sequences have a slot."""
+        return sum(not sequence.finished for sequence in self._scheduler.running)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do."""
+        return self._scheduler.idle
+
+    @torch.inference_mode()
+    def use_idle_time(self) -> bool:
+        """Do a piece of work that later steps will profit from; return whether there was any."""
+        return self.runner.capture_next()
+
+    def add(self, request: Request, *, leader: Sequence | None = None) -> Sequence:
+        """Queue a request; raises if it cannot run.
+
+        leader: a sequence that may have the same prompt, which is then processed only once.
+        """
         self.check(request)
         sampling = request.sampling.seeded()
         stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
-        stats.approximate = self.states.approximate
+        stats.approximate = self.approximate
         sequence = Sequence(
             request,
             sampling,
@@ -95,34 +140,64 @@ class Engine:
             launch_ahead=self._launch_ahead(request),
             # The last token needs no room in the KV cache: nothing is computed from it.
             max_tokens=min(request.max_tokens, self.max_ctx - len(request.prompt) + 1),
+            constraint=None if request.constraint is None else OwnConstraint(request.constraint),
             tokens=list(request.prompt),
         )
+        if leader is not None and leader.request.prompt == request.prompt:
+            sequence.leader = leader
         self._scheduler.add(sequence)
         return sequence
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Event]]:
-        """Run one step: admit a sequence, process a prompt chunk, or verify a tree; return what happened.
+        """Run one step: admit a sequence, process a chunk of a prompt, or verify a tree of each that decodes.
 
-        Finished sequences are released at the beginning.
+        Return what happened. Finished sequences are released at the beginning: their readers have the end of
+        the text before anything else is done.
         """
-        running = self._scheduler.running
-        if running is not None and running.finished:
-            self.release(running)
-        match self._scheduler.next():
+        for sequence in [each for each in self._scheduler.running if each.finished]:
+            self.working = [sequence]
+            self.release(sequence)
+        work = self._next_work()
+        if work is None:
+            return []
+        start = time.perf_counter()
+        try:
+            return self._run(work)
+        finally:
+            if (
+                not isinstance(work, Decode)
+                and self._scheduler.contended
+                and self.target.device.type == "cuda"
+            ):
+                torch.cuda.synchronize(self.target.device)  # decode steps wait for what a chunk really took
+            self._scheduler.took(work, time.perf_counter() - start)
+
+    def _next_work(self) -> Work | None:
+        """Return what is next; a forward in flight is finished before others run."""
+        in_flight = next((each for each in self._scheduler.running if each.in_flight), None)
+        if in_flight is not None and self._scheduler.contended:
+            return Decode([in_flight])
+        return self._scheduler.next(self._fits)
+
+    def _run(self, work: Work) -> list[tuple[Sequence, Event]]:
+        self.working = work.sequences if isinstance(work, Decode) else [work.sequence]
+        match work:
             case Admit(sequence):
                 return _tagged(sequence, self._admit(sequence))
             case PrefillChunk(sequence) as chunk:
                 return _tagged(sequence, self._prefill(chunk))
-            case Decode(sequence):
+            case Decode([sequence]):
+                self._asked_ahead = False
                 return _tagged(sequence, self._decode(sequence))
-        return []
+            case Decode(sequences):
+                return self._decode_all(sequences)
 
     def cancel(self, sequence: Sequence) -> Done:
         """End a sequence where it is."""
-        if sequence.phase is Phase.WAITING:
-            self._scheduler.remove(sequence)
         sequence.finish("cancelled")
+        if sequence.slot < 0:
+            self.release(sequence)
         return self._done(sequence)
 
     @torch.inference_mode()
@@ -152,16 +227,17 @@ class Engine:
         """
         self._scheduler.remove(sequence)
         slot, sequence.slot = sequence.slot, -1
-        if slot < 0:
-            sequence.phase = Phase.FINISHED
-            return
         try:
-            if sequence.finished and sequence.processed == len(sequence.request.prompt):
+            complete = sequence.processed == len(sequence.request.prompt) and sequence.error is None
+            if slot >= 0 and sequence.finished and complete:
                 processed = sequence.tokens[: self.states.lengths[slot]]
-                self._cache_prefix(sequence.request, processed, "answer", slot)
+                self._cache_prefix(sequence, processed, "answer", slot)
         finally:
             sequence.phase, sequence.launched = Phase.FINISHED, None
-            self.states.close(slot)
+            if slot >= 0:
+                self.states.close(slot)
+            self._drop_parked(sequence)
+            self._drop_prompts()
         self.prefixes.write()
 
     def generate(self, request: Request) -> Generator[Event]:
@@ -173,6 +249,8 @@ class Engine:
         try:
             while not sequence.finished:
                 for owner, event in self.step():
+                    if owner is sequence and isinstance(event, Failed):
+                        raise event.error
                     if owner is sequence:
                         yield event
         finally:
@@ -189,10 +267,15 @@ class Engine:
             self._draft(sequence, self._row_limit(sequence))
         forward = self._verify(sequence, tree, max_accepted=1)
         self.runner.accept(forward)
-        path, sampled, times = self.runner.read_back()
-        self.states.lengths[sequence.slot] += len(path)
-        sequence.tokens += sampled
+        [accepted], times = self.runner.read_back()
+        self.states.lengths[sequence.slot] += len(accepted.path)
+        sequence.tokens += accepted.tokens
         return times
+
+    @property
+    def approximate(self) -> tuple[str, ...]:
+        """Return what makes output differ from that of the reference over an 8-bit KV cache, in words."""
+        return (*self.target.approximate, *self.states.approximate)
 
     @property
     def max_ctx_raisable(self) -> bool:
@@ -215,7 +298,7 @@ class Engine:
             )
         request.sampling.check_vocabulary(vocabulary)
 
-    def _launch_ahead(self, request: Request) -> Literal["nothing", "draft", "forward"]:
+    def _launch_ahead(self, request: Request) -> LaunchAhead:
         """Return what of a next step may be launched before the caller has seen this one's tokens."""
         # A constraint reads proposals on the host; the others read buffers that the next step overwrites.
         reads = request.constraint is not None or request.sampling.logprobs is not None or request.trees
@@ -226,61 +309,111 @@ class Engine:
     # -- Prefill
 
     def _admit(self, sequence: Sequence) -> list[Event]:
-        """Open a slot and restore the longest cached prefix."""
+        """Open a slot: go on where a sequence was parked, after its leader's prompt, or a cached prefix."""
         request = sequence.request
         slot = sequence.slot = self.states.open()
-        self.drafter.begin()
-        self.runner.begin(sorted(request.stop_ids))
+        self.drafter.begin(slot)
+        self.runner.begin(slot, sorted(request.stop_ids))
         masked = request.constraint is not None
-        self.runner.sampler.begin(sequence.sampling, request.prompt, masked=masked)
+        generated = sequence.tokens[len(request.prompt) : -1]
+        self.runner.sampler.begin(slot, sequence.sampling, request.prompt, masked=masked, generated=generated)
+        if sequence.parked is not None:
+            return self._unpark(sequence, sequence.parked)
+        if sequence.leader in self._prompts:
+            return self._follow(sequence, self._prompts[sequence.leader])
         sequence.chunk_ends = chunk_ends(len(request.prompt), request.boundaries or {}, self.prefill_chunk)
         found = self.prefixes.restore(slot, request.prompt, sequence.chunk_ends)
         if found is not None:
-            self.drafter.restore(request.prompt[: found.length], found.draft)
+            self.drafter.restore(slot, request.prompt[: found.length], found.draft)
             sequence.processed = sequence.stats.cached_tokens = found.length
+            sequence.stats.cached_after_answer = found.after_answer
         sequence.phase = Phase.PREFILL
         return [self._progress(sequence)]
 
+    def _follow(self, sequence: Sequence, prompt: "PromptState") -> list[Event]:
+        """Go on after the prompt that another sequence has processed."""
+        slot = sequence.slot
+        self.prefixes.reserve_for(slot, prompt.state)
+        self.prefixes.store.restore(slot, prompt.state)
+        self.drafter.restore(slot, sequence.request.prompt, prompt.draft)
+        sequence.processed = sequence.stats.cached_tokens = prompt.state.length
+        assert sequence.leader is not None
+        sequence.stats.cached_after_answer = sequence.leader.stats.cached_after_answer
+        sequence.phase = Phase.DECODE
+        self._drop_prompts()
+        return [self._progress(sequence), *self._first_token(sequence, prompt.logits)]
+
     def _prefill(self, chunk: PrefillChunk) -> list[Event]:
         sequence, request = chunk.sequence, chunk.sequence.request
+        if not self._provide(sequence, chunk.stop - chunk.start):
+            return []
         kept = snapshot_positions(sequence.chunk_ends, request.boundaries or {})
-        hidden = self._forward_chunk(chunk, {*kept, len(request.prompt)})
+        logits = self._process(chunk, {*kept, len(request.prompt)})
         sequence.processed = chunk.stop
         if chunk.stop in kept:
-            self._cache_prefix(request, request.prompt[: chunk.stop], kept[chunk.stop], sequence.slot)
+            self._cache_prefix(sequence, request.prompt[: chunk.stop], kept[chunk.stop], sequence.slot)
         if chunk.stop < len(request.prompt):
             return [self._progress(sequence)]
         sequence.phase = Phase.DECODE
-        return [self._progress(sequence), *self._first_token(sequence, hidden)]
+        if any(each.leader is sequence for each in self._scheduler.waiting):
+            state, draft = self.prefixes.store.save(sequence.slot), self.drafter.save(sequence.slot)
+            self._prompts[sequence] = PromptState(state, draft, logits.clone())
+        return [self._progress(sequence), *self._first_token(sequence, logits)]
+
+    def _drop_prompts(self) -> None:
+        """Drop the states after prompts that nobody waits for any more."""
+        wanted = {each.leader for each in self._scheduler.waiting}
+        for leader in [each for each in self._prompts if each not in wanted]:
+            self.prefixes.store.release(self._prompts.pop(leader).state)
+
+    def _process(self, chunk: PrefillChunk, ends: Iterable[int]) -> Tensor:
+        """Process a chunk; return the logits [1, V] after the prompt, nothing of use before its end.
+
+        Which way a chunk is processed follows from its tokens alone: its bits do not depend on load.
+        """
+        if self.reads_short and chunk.stop - chunk.start <= SHORT:
+            return self._read_short(chunk.sequence, chunk.start, chunk.stop)
+        hidden = self._forward_chunk(chunk, ends)
+        return self.target.logits(hidden) if chunk.stop == len(chunk.sequence.request.prompt) else hidden
+
+    def _read_short(self, sequence: Sequence, start: int, stop: int) -> Tensor:
+        """Process a few tokens by the captured forward of decode steps: a chunk's launches take longer."""
+        logits = torch.empty(0)
+        for first in range(start, stop, self.runner.read_rows):
+            tokens = sequence.request.prompt[first : min(first + self.runner.read_rows, stop)]
+            self._reserve(sequence.slot, self.runner.step_rows(len(tokens)))
+            forward = self.runner.read(sequence.slot, tokens)
+            self.drafter.append(sequence.slot, tokens, forward.features[: len(tokens)])
+            if self.target.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the next piece is written to the same buffers
+            logits = forward.logits_of(0)[len(tokens) - 1 :]
+        return logits
 
     def _forward_chunk(self, chunk: PrefillChunk, ends: Iterable[int]) -> Tensor:
         """Return the last row's hidden state [1, width]; all else of a chunk is large and freed here."""
         sequence, device = chunk.sequence, self.target.device
         tokens = sequence.request.prompt[chunk.start : chunk.stop]
-        self._reserve(sequence.slot, len(tokens))
         slots = torch.tensor([sequence.slot], device=device)
         lengths = self.states.buffers.lengths[slots]
         step = Step.chunk(slots, torch.tensor([tokens], device=device), lengths)
         rows = feature_rows(chunk.start, chunk.stop, ends, self.drafter.context_length)
         output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=rows)
         self.states.advance(step)
-        self.drafter.append(tokens, output.features[0])
-        return output.hidden[:, -1].clone()
+        self.drafter.append(sequence.slot, tokens, output.features.flatten(0, -2))
+        return output.hidden.flatten(0, -2)[-1:].clone()
 
-    def _first_token(self, sequence: Sequence, hidden: Tensor) -> list[Event]:
-        """Sample the token after the prompt, from the last row's hidden state [1, width]."""
-        request, device = sequence.request, self.target.device
-        logits = self.target.logits(hidden)
+    def _first_token(self, sequence: Sequence, logits: Tensor) -> list[Event]:
+        """Sample the token after the prompt, from its last row's logits [1, V]."""
+        request = sequence.request
         if not bool(logits.isfinite().all()):
             raise ModelFileError(
                 "the model's logits after this prompt are not finite numbers: its weights are damaged",
                 "download the file again, or set `device` to cpu",
             )
-        if request.constraint is not None:
-            self.runner.sampler.set_masks(request.constraint.masks([request.prompt[-1]], [-1]))
-        position = torch.tensor([len(request.prompt)], device=device)
-        no_rows = torch.zeros(1, dtype=torch.int64, device=device)
-        sampled = self.runner.sampler.sample(logits, position, no_rows, no_rows).tolist()
+        if sequence.constraint is not None:
+            self.runner.sampler.set_masks(0, sequence.constraint.masks([request.prompt[-1]], [-1]))
+        sampler = self.runner.sampler
+        sampled = sampler.sample_first(logits, sequence.slot, len(request.prompt)).tolist()
         return self._token_events(sequence, sequence.deliver(sampled).tokens, logits, [0])
 
     def _warm_up_prefill(self, slot: int) -> None:
@@ -294,31 +427,79 @@ class Engine:
     # -- Decode
 
     def _decode(self, sequence: Sequence) -> list[Event]:
-        """Finish a step, perhaps launched before: draft, verify, sample, accept, commit; launch the next."""
+        """Finish a step of one sequence, perhaps launched before, and launch what may be of the next."""
         launched = sequence.launched or Launched(self._draft(sequence, self._row_limit(sequence)), None)
         sequence.launched = None
-        tree = launched.tree
-        forward = launched.forward or self._verify(sequence, tree, max_accepted=sequence.room)
-        self.runner.accept(forward, self._masks(sequence, tree))
-        next_forward = self._verify_ahead(sequence, tree)
-        path, sampled, times = self.runner.read_back()
-        self.states.lengths[sequence.slot] += len(path)
-        outcome = StepOutcome(tree.size, path, sampled, times.draft_s, times.verify_s)
+        tree, forward = launched.tree, launched.forward
+        if forward is None:
+            if not self._provide(sequence, self.runner.step_rows(tree.size)):
+                return []
+            forward = self.runner.verify([Verify(sequence.slot, tree, sequence.room)])
+        self.runner.accept(forward, [self._masks(sequence, tree)])
+        ahead = "nothing" if self._scheduler.contended else sequence.launch_ahead
+        next_forward = self._verify_ahead(sequence, tree) if ahead == "forward" else None
+        [accepted], times = self.runner.read_back()
+        outcome = self._outcome(sequence, tree, accepted, times)
+        self.drafter.observe(sequence.slot, outcome)
         delivered = self._deliver(sequence, outcome)
-        events: list[Event] = []
-        if sequence.request.trees:
-            step_s = times.draft_s + times.verify_s
-            verified = VerifiedTree(*tree.lists(), path, sampled, times.draft_s, step_s)
-            events.append(verified.cut(sequence.committed_rows))
-        events += self._token_events(sequence, delivered, forward.logits, path)
-        if not sequence.finished and sequence.launch_ahead != "nothing":
-            sequence.launched = self._launch(sequence, next_forward)
+        events = self._step_events(sequence, tree, outcome, delivered, forward.logits_of(0))
+        if not sequence.finished and ahead != "nothing":
+            sequence.launched = self._launch(sequence, next_forward, ahead)
         return events
 
+    def _decode_all(self, sequences: list[Sequence]) -> list[tuple[Sequence, Event]]:
+        """Run one step of several sequences: their trees share the rows of one forward pass."""
+        sequences = [each for each in sequences if self._provide(each, self._row_limit(each))]
+        sequences = [each for each in sequences if each.parked is None]
+        if len(sequences) < 2:
+            return [pair for each in sequences for pair in _tagged(each, self._decode(each))]
+        self.working = sequences
+        turns = [self._turn(each, len(sequences)) for each in sequences]
+        if not self._asked_ahead:
+            self.runner.draft(lambda: self.drafter.ask(turns))
+        self._asked_ahead = False
+        trees = self.drafter.share(turns)
+        parts = [Verify(each.slot, tree, each.room) for each, tree in zip(sequences, trees, strict=True)]
+        forward = self.runner.verify(parts)
+        pairs = list(zip(sequences, trees, strict=True))
+        self.runner.accept(forward, [self._masks(each, tree) for each, tree in pairs])
+        accepted, times = self.runner.read_back()
+        outcomes = {
+            each.slot: self._outcome(each, tree, found, times)
+            for (each, tree), found in zip(pairs, accepted, strict=True)
+        }
+        self.drafter.observe_all(outcomes)
+        delivered = [self._deliver(each, outcomes[each.slot]) for each in sequences]
+        self._ask_ahead([each for each in sequences if not each.finished])
+        # While the draft runs.
+        return [
+            (each, event)
+            for index, ((each, tree), found) in enumerate(zip(pairs, delivered, strict=True))
+            for event in self._step_events(each, tree, outcomes[each.slot], found, forward.logits_of(index))
+        ]
+
+    def _turn(self, sequence: Sequence, sequences: int) -> Turn:
+        slot = sequence.slot
+        sequence.launched = None  # a draft of its own, from when it was alone
+        limit = min(self._row_limit(sequence), self.runner.tree_rows(sequences))
+        position = self.states.lengths[slot]
+        return Turn(slot, sequence.anchor, position, limit, sequence.constraint)
+
+    def _ask_ahead(self, sequences: list[Sequence]) -> None:
+        """Launch the next step's draft, so that the host's work on the text hides behind it."""
+        if self.runner.asynchronous and len(sequences) > 1:
+            turns = [self._turn(each, len(sequences)) for each in sequences]
+            self.runner.draft(lambda: self.drafter.ask(turns))
+            self._asked_ahead = True
+
+    def _outcome(self, sequence: Sequence, tree: Tree, accepted: Accepted, times: StepTimes) -> StepOutcome:
+        self.states.lengths[sequence.slot] += len(accepted.path)
+        return StepOutcome(tree.size, accepted.path, accepted.tokens, times.draft_s, times.verify_s)
+
     def _draft(self, sequence: Sequence, max_rows: int) -> Tree:
-        position, constraint = self.states.lengths[sequence.slot], sequence.request.constraint
+        position, constraint = self.states.lengths[sequence.slot], sequence.constraint
         return self.runner.draft(
-            lambda: self.drafter.propose(sequence.anchor, position, max_rows, constraint)
+            lambda: self.drafter.propose(sequence.slot, sequence.anchor, position, max_rows, constraint)
         )
 
     def _row_limit(self, sequence: Sequence) -> int:
@@ -327,45 +508,56 @@ class Engine:
         return min(rows, self.max_ctx - self.states.lengths[sequence.slot])
 
     def _masks(self, sequence: Sequence, tree: Tree) -> Masks:
-        constraint = sequence.request.constraint
+        constraint = sequence.constraint
         return constraint.masks(*tree.lists()) if constraint is not None else ()
 
     def _verify(self, sequence: Sequence, tree: Tree, *, max_accepted: int) -> Forward:
         self._reserve(sequence.slot, self.runner.step_rows(tree.size))
-        return self.runner.verify(tree, max_accepted=max_accepted)
+        return self.runner.verify([Verify(sequence.slot, tree, max_accepted)])
 
     def _verify_ahead(self, sequence: Sequence, tree: Tree) -> Forward | None:
         """Launch the next forward before the read-back, where the next tree can only be its root.
 
         Wasted if this step's token is the last one.
         """
-        if sequence.launch_ahead != "forward" or tree.size > 1 or sequence.room < 2:
+        if tree.size > 1 or sequence.room < 2:
             return None
-        if sequence.request.draft_budget != 0 and self.max_rows > 1 and not self.drafter.plan_root():
+        drafts = sequence.request.draft_budget != 0 and self.max_rows > 1
+        if drafts and not self.drafter.plan_root(sequence.slot):
             return None
         self._reserve(sequence.slot, 1 + self.runner.step_rows(1))
         return self.runner.verify_sampled()
 
-    def _launch(self, sequence: Sequence, forward: Forward | None) -> Launched:
+    def _launch(self, sequence: Sequence, forward: Forward | None, ahead: LaunchAhead) -> Launched:
         """Enqueue the next step's draft and, unless the caller may stop here, its forward."""
         tree = self._draft(sequence, 1 if forward is not None else self._row_limit(sequence))
-        if forward is None and sequence.launch_ahead == "forward":
+        if forward is None and ahead == "forward":
             forward = self._verify(sequence, tree, max_accepted=sequence.room)
         return Launched(tree, forward)
 
     def _deliver(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
-        """Return the tokens that plain decoding would have delivered, and leave its state and statistics."""
-        start, stats = time.perf_counter(), sequence.stats
+        """Return the tokens that plain decoding would have delivered, and leave its state."""
+        start = time.perf_counter()
         delivered = sequence.deliver(outcome.tokens)
         sequence.committed_rows = delivered.rows
-        record = StepRecord(outcome.rows, len(outcome.tokens), outcome.draft_s + outcome.verify_s)
-        stats.step_done(record, committed=delivered.rows)
-        self.drafter.observe(outcome)
         self._rollback(sequence, len(outcome.path) - delivered.rows)
+        sequence.stats.commit_s += time.perf_counter() - start
+        return delivered.tokens
+
+    def _step_events(
+        self, sequence: Sequence, tree: Tree, outcome: StepOutcome, tokens: list[int], logits: Tensor
+    ) -> list[Event]:
+        """Return a step's events with the delivered tokens, and count the step."""
+        stats, step_s = sequence.stats, outcome.draft_s + outcome.verify_s
+        record = StepRecord(outcome.rows, len(outcome.tokens), step_s)
+        stats.step_done(record, committed=sequence.committed_rows)
         stats.draft_s += outcome.draft_s
         stats.verify_s += outcome.verify_s
-        stats.commit_s += time.perf_counter() - start
-        return delivered.tokens
+        events: list[Event] = []
+        if sequence.request.trees:
+            verified = VerifiedTree(*tree.lists(), outcome.path, outcome.tokens, outcome.draft_s, step_s)
+            events.append(verified.cut(sequence.committed_rows))
+        return [*events, *self._token_events(sequence, tokens, logits, outcome.path)]
 
     def _rollback(self, sequence: Sequence, rows: int) -> None:
         """Remove the last rows of the last commit: plain decoding would not have processed them.
@@ -373,10 +565,9 @@ class Engine:
         Happens only where a sequence ends inside a step's tokens.
         """
         if rows:
-            in_flight = sequence.launched is not None and sequence.launched.forward is not None
-            assert not in_flight, f"{rows} rows to roll back, but the next forward is in flight"
+            assert not sequence.in_flight, f"{rows} rows to roll back, but the next forward is in flight"
             self.states.rollback(sequence.slot, rows)
-            self.drafter.rollback(rows)
+            self.drafter.rollback(sequence.slot, rows)
 
     # -- Both
 
@@ -391,25 +582,92 @@ class Engine:
                 logprobs = token_logprobs(logits[path[: len(tokens)]], tokens, alternatives)
             events.append(Tokens(tokens, logprobs))
         if sequence.finished:
-            events.append(self._done(sequence))
+            events.append(self._end(sequence))
         return events
 
     def _progress(self, sequence: Sequence) -> Progress:
         return Progress(sequence.processed, len(sequence.request.prompt), sequence.stats.cached_tokens)
+
+    def _end(self, sequence: Sequence) -> Done | Failed:
+        return self._done(sequence) if sequence.error is None else Failed(sequence.error)
 
     def _done(self, sequence: Sequence) -> Done:
         assert sequence.reason is not None
         sequence.stats.notes = self.drafter.warnings()
         return Done(sequence.reason, sequence.stats)
 
-    def _cache_prefix(self, request: Request, tokens: list[int], kind: SnapshotKind, slot: int) -> None:
-        if request.boundaries is not None and tokens and self.prefixes.enabled:
-            self.prefixes.insert(slot, tokens, kind, self.drafter.save)
+    def _cache_prefix(self, sequence: Sequence, tokens: list[int], kind: SnapshotKind, slot: int) -> None:
+        if sequence.request.boundaries is not None and tokens and self.prefixes.enabled:
+            after_answer = sequence.stats.cached_after_answer
+            self.prefixes.insert(
+                slot, tokens, kind, lambda: self.drafter.save(slot), after_answer=after_answer
+            )
+
+    # -- Pages
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Return whether pages for a sequence that has no slot are free, and some for each that runs."""
+        running = len(self._scheduler.running) - (sequence in self._scheduler.running)
+        if not running:
+            return True
+        length = sequence.parked.state.length if sequence.parked is not None else len(sequence.request.prompt)
+        ahead = _PARKED_PAGES if sequence.parked is not None else 1
+        needed = -(-(length + self.runner.step_rows(self.max_rows)) // PAGE) + ahead * running
+        owned = self.states.pages.owned
+        # Pages that slots share are counted once only where that decides.
+        if needed <= self._pool_pages - sum(map(len, owned)):
+            return True
+        return needed <= self._pool_pages - len(set().union(*owned))
+
+    def _provide(self, sequence: Sequence, rows: int) -> bool:
+        """Allocate pages for a sequence's next rows, at the expense of cached prefixes and younger sequences.
+
+        Return whether it still runs: the youngest is parked, which may be itself.
+        """
+        if sequence.parked is not None:
+            return False
+        self.prefixes.reserve(sequence.slot, rows)
+        while self.states.shortage(sequence.slot, rows) and len(self._scheduler.running) > 1:
+            youngest = self._scheduler.youngest()
+            self._park(youngest)
+            if youngest is sequence:
+                return False
+        self.states.reserve(sequence.slot, rows)
+        return True
+
+    def _park(self, sequence: Sequence) -> None:
+        """Move a sequence's state to host memory, whole, until there are pages for it again."""
+        assert not sequence.in_flight
+        self._scheduler.park(sequence)
+        slot, sequence.slot, sequence.launched = sequence.slot, -1, None
+        draft = self.drafter.save(slot)
+        sequence.parked = Parked(self.prefixes.store.park(slot), draft)
+
+    def _unpark(self, sequence: Sequence, parked: Parked) -> list[Event]:
+        self.prefixes.reserve_for(sequence.slot, parked.state)
+        self.prefixes.store.unpark(sequence.slot, parked.state)
+        sequence.parked = None
+        self.drafter.restore(sequence.slot, sequence.tokens[: parked.state.length], parked.draft)
+        return []
+
+    def _drop_parked(self, sequence: Sequence) -> None:
+        if sequence.parked is not None:
+            self.prefixes.store.release(sequence.parked.state)
+            sequence.parked = None
 
     def _reserve(self, slot: int, rows: int) -> None:
         """Allocate pages for the rows, if need be at the expense of cached prefixes."""
         self.prefixes.reserve(slot, rows)
         self.states.reserve(slot, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptState:
+    """The state after a prompt, for other sequences with the same one."""
+
+    state: SavedSequence
+    draft: SavedRings | None
+    logits: Tensor  # [1, V] after its last token
 
 
 def feature_rows(start: int, stop: int, ends: Iterable[int], context: int) -> int:

@@ -59,4 +59,11 @@ class Done:
     stats: RequestStats
 
 
-Event = Progress | Tokens | VerifiedTree | Done
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a sequence by an error of its own; others go on."""
+
+    error: Exception
+
+
+Event = Progress | Tokens | VerifiedTree | Done | Failed

@@ -1,45 +1,74 @@
 """StepRunner: verifies trees and commits accepted paths over static buffers, eagerly or as CUDA graphs.
 
-A step is three functions: draft and tree (the drafter's), forward, then sample, accept and commit.
-`EagerRunner` runs them with exactly the tree's rows, which suits a CPU. `GraphRunner` pads a step to one of
-a few sizes, so that each size can be captured as CUDA graphs; padding rows have no parent, and acceptance
-never reaches them.
+A step is three functions: draft and trees (the drafter's), forward, then sample, accept and commit. A step of
+several sequences has ragged rows. `EagerRunner` runs steps with exactly the trees' rows, which suits a CPU.
+`GraphRunner` pads a step to one of a few sizes, so that each size can be captured as CUDA graphs; padding
+rows have no parent, and acceptance never reaches them.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treeflash.engine.sampler import Sampler
-from treeflash.kernels.slot_mapping import padded_tree
+from treeflash.kernels.sampling import RowOwners
+from treeflash.kernels.slot_mapping import padded_tree, ragged_rows
 from treeflash.kernels.tree import MAX_ROWS, Acceptance, accept_path
-from treeflash.models.decoder import Target
+from treeflash.models.decoder import Target, VerifyBuffers
 from treeflash.models.step import SIZES, Step, padded_rows
 from treeflash.spec.drafter import Drafter
 from treeflash.spec.tree import Tree
-from treeflash.state.graphs import CapturedFunction
+from treeflash.state.graphs import CapturedFunction, warn_eager
 from treeflash.state.sequences import SequenceStates
 
-log = logging.getLogger(__name__)
+Proposed = TypeVar("Proposed")
 
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
+# Sequences that a padded step holds; those that are missing cost little, but not nothing.
+CAPACITIES = (1, 2, 4, 8, 16, 32, 64)
 Masks = Sequence[np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """One sequence's part of a step: a tree, of which at most `max_accepted` rows are accepted."""
+
+    slot: int
+    tree: Tree
+    max_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a step accepted of one sequence's tree."""
+
+    path: list[int]  # rows of its tree, the root first
+    tokens: list[int]  # that they decided
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
-    """The target's forward pass over a tree; nothing of it is committed."""
+    """The target's forward pass over the trees of a step; nothing of it is committed.
+
+    Its tensors may be static buffers, which the next forward overwrites.
+    """
 
     step: Step
-    features: Tensor  # [T, taps * width]
-    logits: Tensor  # [T, vocabulary]
+    features: Tensor  # [R, taps * width]
+    logits: Tensor  # [R, vocabulary]
+    bounds: list[int]  # [S + 1] first row of each sequence, and the end of the last
+
+    def logits_of(self, index: int) -> Tensor:
+        """Return the logits [rows, vocabulary] of the step's sequence `index`."""
+        return self.logits[self.bounds[index] : self.bounds[index + 1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +99,13 @@ class StepClock:
 
     def __init__(self, device: torch.device):
         self._times = [0.0] * len(Mark)
+        self._drafted = False  # whether the step has a draft
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in Mark]
 
     def mark(self, mark: Mark) -> None:
+        self._drafted |= mark is Mark.DRAFT
         if self._events:
             self._events[mark].record()
         else:
@@ -91,145 +122,251 @@ class StepClock:
         return self._times[last] - self._times[first]
 
     def times(self) -> StepTimes:
+        """Return the times of the step, once."""
+        drafted, self._drafted = self._drafted, False
         return StepTimes(
-            draft_s=self.seconds(Mark.DRAFT, Mark.DRAFTED),
+            draft_s=self.seconds(Mark.DRAFT, Mark.DRAFTED) if drafted else 0.0,
             forward_s=self.seconds(Mark.FORWARD, Mark.FORWARDED),
             accept_s=self.seconds(Mark.ACCEPT, Mark.ACCEPTED),
-            whole_s=self.seconds(Mark.DRAFT, Mark.ACCEPTED),
+            whole_s=self.seconds(Mark.DRAFT if drafted else Mark.FORWARD, Mark.ACCEPTED),
         )
 
 
+class StepInputs:
+    """The trees of a step in static buffers, for `capacity` sequences at most.
+
+    One sequence: its tree may lie on the device. Several: ragged rows, whose trees lie on the host; a
+    sequence that is missing has no rows and the slot of the first one.
+    """
+
+    def __init__(self, capacity: int, device: torch.device):
+        self._sizes = [4 * MAX_ROWS, capacity + 1, capacity, capacity]
+        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self._staged = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        rows, self.first, self.slots, self.limits = self._flat.split(self._sizes)
+        self.rows = rows.view(4, MAX_ROWS)  # tokens, parents, ancestors, depths
+        self.load_one(Verify(0, Tree.root(0), 1))
+
+    def load_one(self, part: Verify) -> list[int]:
+        """Load one sequence's tree; return the bounds of its rows."""
+        numbers, packed = self._staged.numpy(), part.tree.packed
+        tables = numbers[4 * MAX_ROWS :]
+        capacity = self._sizes[2]
+        tables[: capacity + 1], tables[0] = part.tree.size, 0
+        tables[capacity + 1 : 2 * capacity + 1] = part.slot
+        tables[2 * capacity + 1 :] = part.max_accepted
+        if packed.device == self._flat.device:
+            self.rows.copy_(packed)
+            self._flat[4 * MAX_ROWS :].copy_(self._staged[4 * MAX_ROWS :], non_blocking=True)
+        else:
+            self._staged[: 4 * MAX_ROWS].view(4, MAX_ROWS).copy_(packed)
+            self._flat.copy_(self._staged, non_blocking=True)
+        return [0, part.tree.size]
+
+    def load(self, parts: Sequence[Verify]) -> list[int]:
+        """Load the trees of several sequences; return the bounds of their rows."""
+        numbers, bounds = self._staged.numpy(), [0]
+        rows = numbers[: 4 * MAX_ROWS].reshape(4, MAX_ROWS)
+        first, slots, limits = np.split(numbers[4 * MAX_ROWS :], np.cumsum(self._sizes[1:3]))
+        slots[:], limits[:] = parts[0].slot if parts else 0, 1
+        for index, part in enumerate(parts):
+            begin, end = bounds[-1], bounds[-1] + part.tree.size
+            rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
+            slots[index], limits[index] = part.slot, part.max_accepted
+            bounds.append(end)
+        first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
+        self._flat.copy_(self._staged, non_blocking=True)
+        return bounds
+
+
 class StepRunner:
-    """Steps of the sequence in slot 0; `EagerRunner` and `GraphRunner` are its two forms."""
+    """Steps of the decoding sequences; `EagerRunner` and `GraphRunner` are its two forms."""
 
     # Whether launches return before the device is done, so that launching ahead hides the host's time.
     # Where they are, buffers must never move.
     asynchronous: bool
-    sizes: Sequence[int] = ()  # rows of a padded step; none: steps have exactly the tree's rows
+    sizes: Sequence[int] = ()  # rows of a padded step; none: steps have exactly the trees' rows
+    max_sequences = MAX_ROWS  # of a step
     captured = False
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter):
-        device = target.device
-        self._target, self._states, self._drafter = target, states, drafter
-        self.sampler = Sampler(MAX_ROWS, target.spec.vocab_size, device)
-        self._slots = torch.zeros(1, dtype=torch.int64, device=device)
-        self._tree = Tree.root(0).packed.to(device)
-        self._limits = torch.ones(2, dtype=torch.int64, device=device)  # rows of the tree, accepted at most
-        self._stops = torch.full((_STOPS,), -1, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._staged_tree = torch.zeros(4, MAX_ROWS, dtype=torch.int64, pin_memory=pinned)
-        self._staged_limits = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
-        self._host_acceptance = torch.zeros(Acceptance.SIZE, dtype=torch.int64, pin_memory=pinned)
+        device, slots = target.device, len(states.lengths)
+        self._target, self._states, self._drafter, self._device = target, states, drafter, device
+        self.sampler = Sampler(slots, MAX_ROWS, target.spec.vocab_size, device)
+        self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
+        self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
+        self._host_acceptance = torch.zeros(0, dtype=torch.int64)
         self._clock = StepClock(device)  # of the step that is being enqueued
         self._next_clock = StepClock(device)  # of the next one, which may start before this one is read back
         self._accepted_clock = self._clock
         self._acceptance = Acceptance(self._host_acceptance)
+        self._verified = 0  # sequences of the step that was accepted last
 
     @staticmethod
-    def step_rows(rows: int) -> int:
-        """Return the rows that a step for a tree of `rows` rows has."""
+    def step_rows(rows: int, sequences: int = 1) -> int:
+        """Return the rows that a step of `sequences` trees with `rows` rows in all has."""
         return rows
 
-    def begin(self, stop_ids: Sequence[int]) -> None:
+    @staticmethod
+    def tree_rows(sequences: int) -> int:
+        """Return the rows that a tree may have in a step of so many sequences.
+
+        The delta rule's kernel reserves memory for the largest: with less of it twice as many run at a time.
+        """
+        return MAX_ROWS if sequences == 1 else 32 if sequences <= 4 else 16
+
+    def begin(self, slot: int, stop_ids: Sequence[int]) -> None:
         """Start a request whose accepted paths end at these tokens."""
         stops = list(stop_ids)[:_STOPS]
-        self._stops.copy_(torch.tensor(stops + [-1] * (_STOPS - len(stops))))
+        self._stops[slot] = torch.tensor(stops + [-1] * (_STOPS - len(stops)), device=self._device)
 
-    def draft(self, propose: Callable[[], Tree]) -> Tree:
-        """Run the drafter's proposal as the timed first part of the step."""
+    def draft(self, propose: Callable[[], Proposed]) -> Proposed:
+        """Run the drafter's proposals as the timed first part of the step."""
         self._clock.mark(Mark.DRAFT)
-        tree = propose()
+        proposed = propose()
         self._clock.mark(Mark.DRAFTED)
-        return tree
+        return proposed
 
-    def verify(self, tree: Tree, *, max_accepted: int) -> Forward:
-        """Launch the target's forward pass over a tree, of which at most `max_accepted` rows are accepted."""
-        if tree.packed.device == self._tree.device:
-            self._tree.copy_(tree.packed)
-        else:
-            self._staged_tree.copy_(tree.packed)
-            self._tree.copy_(self._staged_tree, non_blocking=True)
-        self._staged_limits.numpy()[:] = tree.size, max_accepted
-        self._limits.copy_(self._staged_limits, non_blocking=True)
-        return self._timed_forward(self.step_rows(tree.size))
+    def verify(self, parts: Sequence[Verify]) -> Forward:
+        """Launch the target's forward pass over one tree for each of some sequences, in different slots."""
+        if len(parts) == 1:
+            bounds = self._inputs[1].load_one(parts[0])
+            return self._timed_forward(1, self.step_rows(bounds[-1]), bounds)
+        rows, most = sum(part.tree.size for part in parts), self.tree_rows(len(parts))
+        assert all(part.tree.size <= most for part in parts), f"a tree of more than {most} rows"
+        assert rows <= MAX_ROWS, f"{rows} rows of {len(parts)} sequences, at most {MAX_ROWS}"
+        capacity, size = self._capacity(len(parts)), self.step_rows(rows, len(parts))
+        self._prepare(capacity, size)
+        return self._timed_forward(capacity, size, self._inputs_of(capacity).load(parts))
+
+    @property
+    def read_rows(self) -> int:
+        """The most tokens that `read` takes; 0: prompts are read as chunks."""
+        return 0
+
+    def read(self, slot: int, tokens: list[int]) -> Forward:
+        """Process and commit a short piece of a prompt as a chain, by the forward pass of a decode step.
+
+        A chunk's many launches take longer than its work. The caller passes the features on to the drafter.
+        """
+        forward = self.verify([Verify(slot, Tree.chain(tokens), len(tokens))])
+        last = torch.tensor([len(tokens) - 1], device=self._device)
+        self._states.commit_on_device(forward.step, last)
+        self._states.lengths[slot] += len(tokens)
+        return forward
 
     def verify_sampled(self) -> Forward:
         """Launch the forward pass over the token that the last `accept` sampled, before it is read back.
 
-        For a tree that is only its root: the rest of the buffers and the limits are those of the next step
-        too.
+        For a step of one sequence whose tree is only its root: the rest of the buffers are those of the next
+        step, too.
         """
         self._clock, self._next_clock = self._next_clock, self._clock
-        self._tree[0, :1].copy_(self._acceptance.next_token)
-        return self._timed_forward(self.step_rows(1))
+        self._inputs[1].rows[0, :1].copy_(self._acceptance.next_tokens)
+        return self._timed_forward(1, self.step_rows(1), [0, 1])
 
-    def accept(self, forward: Forward, masks: Masks = ()) -> None:
-        """Launch sampling after every row, acceptance and the commit of the accepted path.
+    def accept(self, forward: Forward, masks: Sequence[Masks] = ()) -> None:
+        """Launch sampling after every row, acceptance and the commit of the accepted paths.
 
-        masks: which tokens may follow each row, under a constraint.
+        masks: for each sequence which tokens may follow its rows; none: without a constraint.
         """
         self._clock.mark(Mark.ACCEPT)
-        if masks:
-            self.sampler.set_masks(masks)
+        for row, own in zip(forward.bounds, masks, strict=False):
+            if own:
+                self.sampler.set_masks(row, own)
         self._acceptance = self._run_accept(forward)
-        self._host_acceptance.copy_(self._acceptance.flat, non_blocking=True)
+        self._verified = len(forward.bounds) - 1
+        self._read(self._acceptance.flat)
         self._clock.mark(Mark.ACCEPTED)
         self._accepted_clock = self._clock
 
-    def read_back(self) -> tuple[list[int], list[int], StepTimes]:
-        """Return the accepted rows, the tokens they decided and the times; synchronises with the device."""
+    def read_back(self) -> tuple[list[Accepted], StepTimes]:
+        """Return what was accepted of each tree, and the times; synchronises with the device."""
         self._accepted_clock.synchronize()
-        rows, tokens = Acceptance(self._host_acceptance).path()
-        return rows, tokens, self._accepted_clock.times()
+        paths = Acceptance(self._host_acceptance).paths()[: self._verified]
+        return [Accepted(*path) for path in paths], self._accepted_clock.times()
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Capture the steps as CUDA graphs; return whether that was possible. Overwrites the slot's state."""
+        """Capture the steps of one sequence as CUDA graphs; return whether that was possible.
+
+        Overwrites the state of slot 0.
+        """
         return False
 
-    def _timed_forward(self, size: int) -> Forward:
-        self._clock.mark(Mark.FORWARD)
-        forward = self._run_forward(size)
-        self._clock.mark(Mark.FORWARDED)
-        return forward
+    def capture_next(self) -> bool:
+        """Capture one more size of steps, while nothing runs; return whether there was one."""
+        return False
 
-    def _run_forward(self, size: int) -> Forward:
-        return self._forward(size)
+    def _read(self, flat: Tensor) -> None:
+        """Begin to copy an acceptance to the host."""
+        self._host_acceptance = flat
+
+    def _capacity(self, sequences: int) -> int:
+        """Return how many sequences the step for `sequences` holds."""
+        return sequences
+
+    def _inputs_of(self, capacity: int) -> StepInputs:
+        if capacity not in self._inputs:
+            self._inputs[capacity] = StepInputs(capacity, self._device)
+        return self._inputs[capacity]
+
+    def _prepare(self, capacity: int, size: int) -> None:
+        """Get ready for a step of several sequences."""
+
+    def _timed_forward(self, capacity: int, size: int, bounds: list[int]) -> Forward:
+        self._clock.mark(Mark.FORWARD)
+        forward = self._run_forward(capacity, size)
+        self._clock.mark(Mark.FORWARDED)
+        return replace(forward, bounds=bounds)
+
+    def _run_forward(self, capacity: int, size: int) -> Forward:
+        return self._forward(capacity, size)
 
     def _run_accept(self, forward: Forward) -> Acceptance:
         return self._accept(forward)
 
-    def _commit_draft(self, features: Tensor, acceptance: Acceptance) -> None:
+    def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
         raise NotImplementedError
 
-    def _forward(self, size: int) -> Forward:
-        lengths = self._states.buffers.lengths
-        rows = padded_tree(self._tree, self._limits[:1], self._slots, lengths, size=size)
-        tokens, parents, ancestors, positions = rows.unsqueeze(1).unbind()
-        step = Step(self._slots, tokens, positions, parents, ancestors)
-        features, logits = self._target.verify(step, self._states.buffers, taps=self._drafter.taps)
-        return Forward(step, features[0], logits[0])
+    def _forward(self, capacity: int, size: int, into: VerifyBuffers | None = None) -> Forward:
+        inputs, lengths = self._inputs_of(capacity), self._states.buffers.lengths
+        if capacity == 1:
+            rows, first = padded_tree(inputs.rows, inputs.first[1:], inputs.slots, lengths, size=size), None
+        else:
+            rows, first = (
+                ragged_rows(inputs.rows, inputs.first, inputs.slots, lengths, size=size),
+                inputs.first,
+            )
+        tokens, parents, ancestors, positions, slots, starts = rows.unbind()
+        tree = (tokens[None], positions[None], parents[None], ancestors[None])
+        step = Step(inputs.slots, *tree, first, RowOwners(slots, starts), self.tree_rows(capacity))
+        found = self._target.verify(step, self._states.buffers, taps=self._drafter.taps, into=into)
+        features, logits = found
+        return Forward(step, features[0], logits[0], [])
 
     def _accept(self, forward: Forward) -> Acceptance:
         step = forward.step
         assert step.parents is not None and step.ancestors is not None
-        tokens, parents, ancestors = step.tokens[0], step.parents[0], step.ancestors[0]
-        sampled = self.sampler.sample(forward.logits, step.positions[0] + 1, tokens, ancestors)
+        sampled = self.sampler.sample(forward.logits, step)
         acceptance = accept_path(
-            tokens,
-            parents,
-            ancestors,
+            step.tokens[0],
+            step.parents[0],
+            step.ancestors[0],
             sampled,
+            first=step.first,
+            slots=step.slots,
             stops=self._stops,
-            limit=self._limits[1:],
+            limits=self._inputs[len(step.slots)].limits,
             counts=self.sampler.counts,
         )
-        self._states.commit_on_device(step, acceptance.last_row)
-        self._commit_draft(forward.features, acceptance)
+        self._states.commit_on_device(step, acceptance.last_rows)
+        if self._drafter.taps:
+            self._commit_draft(forward, acceptance)
         return acceptance
 
 
 class EagerRunner(StepRunner):
-    """Runs every step as it is called, with exactly the tree's rows."""
+    """Runs every step as it is called, with exactly the trees' rows."""
 
     asynchronous = False
 
@@ -237,69 +374,150 @@ class EagerRunner(StepRunner):
         super().__init__(target, states, drafter)
         drafter.bind(self.sampler.rank)
 
-    def _commit_draft(self, features: Tensor, acceptance: Acceptance) -> None:
-        self._drafter.commit_eager(features[acceptance.rows[: int(acceptance.count)]])
+    def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
+        begins = forward.bounds[:-1]
+        for slot, begin, (path, _) in zip(
+            forward.step.slots.tolist(), begins, acceptance.paths(), strict=True
+        ):
+            rows = torch.tensor(path, device=self._device) + begin
+            self._drafter.commit_eager(slot, forward.features[rows])
 
 
 class GraphRunner(StepRunner):
-    """Pads steps to a few sizes and replays them as CUDA graphs once they are captured."""
+    """Pads steps to a few sizes and replays them as CUDA graphs once they are captured.
+
+    The steps of one sequence are captured at the start; those of several when they are first needed, or
+    while nothing runs. All of them share the buffers of features and logits.
+    """
 
     asynchronous = True
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
         super().__init__(target, states, drafter)
+        device, slots = target.device, len(states.lengths)
         self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
         self._draft_functions = drafter.bind(self.sampler.rank)
-        self._forwards = {size: CapturedFunction(partial(self._forward, size)) for size in self.sizes}
-        self._accepts = {size: CapturedFunction(partial(self._accept_last, size)) for size in self.sizes}
-        self._last: dict[int, Forward] = {}  # by size; an accept graph reads what the forward graph writes
+        width = len(drafter.taps) * target.spec.width
+        self._into = VerifyBuffers(
+            torch.zeros(MAX_ROWS, width, device=device),
+            torch.zeros(MAX_ROWS, target.spec.vocab_size, device=device),
+        )
+        self._forwards: dict[tuple[int, int], CapturedFunction[Forward]] = {}  # by capacity and rows
+        self._accepts: dict[tuple[int, int], CapturedFunction[Acceptance]] = {}
+        for key in [(1, size) for size in self.sizes] + _batched_sizes(slots):
+            self._forwards[key] = CapturedFunction(partial(self._forward, *key, self._into))
+            self._accepts[key] = CapturedFunction(partial(self._accept_last, key))
+        self._last: dict[tuple[int, int], Forward] = {}  # an accept graph reads what the forward graph writes
+        self._pool: Any = None  # of graphs that are captured later; None: they are not
+        self._later = [key for key in self._forwards if key[0] > 1]
+        self._pinned = torch.zeros(
+            Acceptance.SIZE * self._capacity(min(slots, MAX_ROWS)),
+            dtype=torch.int64,
+            pin_memory=device.type == "cuda",
+        )
 
     @staticmethod
-    def step_rows(rows: int) -> int:
-        return padded_rows(rows)
+    def step_rows(rows: int, sequences: int = 1) -> int:
+        return padded_rows(rows if sequences == 1 else max(rows, 2))
+
+    @property
+    def read_rows(self) -> int:
+        return self.sizes[-1]
 
     @property
     def captured(self) -> bool:
         return all(function.captured for function in self._functions())
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Capture all functions, the largest size first. If that fails, warn and run them eagerly."""
-        pool, total = torch.cuda.graph_pool_handle(), len(self.sizes) + len(self._draft_functions)
+        """Capture all functions of one sequence, the largest size first.
+
+        If that fails, warn and run them eagerly.
+        """
+        drafts = self._draft_functions[:1]
+        pool, total = torch.cuda.graph_pool_handle(), len(self.sizes) + len(drafts)
         report = progress or (lambda done, total: None)
-        self._limits.fill_(1)
+        self._inputs[1].load_one(Verify(0, Tree.root(0), 1))
         try:
-            for done, function in enumerate(self._draft_functions, 1):
+            for done, function in enumerate(drafts, 1):
                 function.capture(pool)
                 report(done, total)
-            for done, size in enumerate(reversed(self.sizes), 1 + len(self._draft_functions)):
-                self._forwards[size].capture(pool)
-                self._last[size] = self._forwards[size]()
-                self._accepts[size].capture(pool)
+            for done, size in enumerate(reversed(self.sizes), 1 + len(drafts)):
+                self._capture_step((1, size), pool)
                 report(done, total)
             torch.cuda.synchronize()
         except (RuntimeError, AssertionError) as error:
             for function in self._functions():
                 function.release()
             self._last = {}
-            reason = str(error).partition("\n")[0]
-            details = log.isEnabledFor(logging.DEBUG)
-            log.warning("steps run without CUDA graphs, more slowly: %s", reason, exc_info=details)
+            warn_eager(error)
             return False
+        self._pool = pool
+        for function in self._draft_functions[1:]:
+            function.capture_on_call(pool)
         return True
 
-    def _functions(self) -> list[CapturedFunction]:
-        steps = [function for size in self.sizes for function in (self._forwards[size], self._accepts[size])]
-        return [*self._draft_functions, *steps]
+    def capture_next(self) -> bool:
+        if self._pool is None:
+            return False
+        for function in self._draft_functions[1:]:
+            if not function.captured:
+                function.try_capture(self._pool)
+                return True
+        if self._later:
+            self._prepare(*self._later[0])
+            return True
+        return False
 
-    def _run_forward(self, size: int) -> Forward:
-        self._last[size] = forward = self._forwards[size]()
+    def _prepare(self, capacity: int, size: int) -> None:
+        """Capture a step of several sequences, unless it is; without rows it changes no state."""
+        if self._pool is None or (capacity, size) not in self._later:
+            return
+        self._later.remove((capacity, size))
+        self._inputs_of(capacity).load([])
+        try:
+            self._capture_step((capacity, size), self._pool)
+        except (RuntimeError, AssertionError) as error:
+            for functions in (self._forwards, self._accepts):
+                functions[capacity, size].release()
+            warn_eager(error)
+
+    def _capture_step(self, key: tuple[int, int], pool: Any) -> None:
+        self._forwards[key].capture(pool)
+        self._last[key] = self._forwards[key]()
+        self._accepts[key].capture(pool)
+
+    def _capacity(self, sequences: int) -> int:
+        return next(capacity for capacity in CAPACITIES if sequences <= capacity)
+
+    def _functions(self) -> list[CapturedFunction]:
+        keys = [(1, size) for size in self.sizes]
+        steps = [functions[key] for key in keys for functions in (self._forwards, self._accepts)]
+        return [*self._draft_functions[:1], *steps]
+
+    def _read(self, flat: Tensor) -> None:
+        self._host_acceptance = self._pinned[: len(flat)]
+        self._host_acceptance.copy_(flat, non_blocking=True)
+
+    def _run_forward(self, capacity: int, size: int) -> Forward:
+        self._last[capacity, size] = forward = self._forwards[capacity, size]()
         return forward
 
     def _run_accept(self, forward: Forward) -> Acceptance:
-        return self._accepts[forward.step.rows]()
+        return self._accepts[len(forward.step.slots), forward.step.rows]()
 
-    def _accept_last(self, size: int) -> Acceptance:
-        return self._accept(self._last[size])
+    def _accept_last(self, key: tuple[int, int]) -> Acceptance:
+        return self._accept(self._last[key])
 
-    def _commit_draft(self, features: Tensor, acceptance: Acceptance) -> None:
-        self._drafter.commit(features[acceptance.source[: len(features)]], acceptance.count)
+    def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
+        features, step = forward.features, forward.step
+        rows = acceptance.source[:, : len(features)]
+        if step.first is not None:
+            rows = (rows + step.first[:-1, None]).clamp(max=len(features) - 1)
+        self._drafter.commit(features, rows, acceptance.counts, step.slots)
+
+
+def _batched_sizes(slots: int) -> list[tuple[int, int]]:
+    """Return the capacities and rows of steps of several sequences, the likeliest first."""
+    # The step of a capacity has more sequences than the capacity before it, and so as many rows.
+    bounds = [(low, n) for low, n in pairwise(CAPACITIES) if low < slots]
+    return [(n, size) for low, n in bounds for size in reversed(SIZES) if size > low]

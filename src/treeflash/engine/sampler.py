@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import SamplingState, make_workspace, rank_rows, sample_rows
+from treeflash.kernels.sampling import RowOwners, SamplingState, make_workspace, rank_rows, sample_rows
+from treeflash.models.step import Step
 
 _LEAST = -1e30  # the least logit that may still be sampled
 
@@ -79,26 +80,38 @@ class TokenLogprob:
 
 
 class Sampler:
-    """Samples for the running sequence over static buffers, so that a CUDA graph can hold the calls."""
+    """Samples for the running sequences over static buffers, so that a CUDA graph can hold the calls."""
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+    def __init__(self, slots: int, rows: int, vocabulary: int, device: torch.device):
         self._device, self._vocabulary = device, vocabulary
-        self._state = SamplingState.empty(rows, vocabulary, device)
+        self._state = SamplingState.empty(rows, vocabulary, device, slots=slots)
         self._workspace = make_workspace(rows, vocabulary, device)
         words = self._state.allowed.shape
         self._staged_masks = torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @property
     def counts(self) -> Tensor:
-        """[V] float32: occurrences of each generated token; accepting a path adds to it."""
+        """[slots, V] float32: occurrences of each generated token; accepting a path adds to it."""
         return self._state.counts
 
-    def begin(self, params: SamplingParams, prompt: list[int], *, masked: bool) -> None:
-        """Start a request; `masked`: a constraint gives masks for its rows."""
+    def begin(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: list[int],
+        *,
+        masked: bool,
+        generated: Sequence[int] = (),
+    ) -> None:
+        """Start a request in a slot; `masked`: a constraint gives masks for its rows.
+
+        `generated`: for a request that goes on, its tokens without the last one, the root of its next tree.
+        """
         assert params.seed is not None
         params.check_vocabulary(self._vocabulary)
         bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self._device)
         self._state.begin(
+            slot,
             **params.filters,
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
@@ -110,28 +123,49 @@ class Sampler:
             bias=bias.clamp(min=_LEAST if masked else -torch.inf),
             masked=masked,
         )
+        if generated:
+            tokens = torch.tensor(generated, dtype=torch.int64, device=self._device)
+            self.counts[slot].copy_(tokens.bincount(minlength=self._vocabulary))
 
-    def set_masks(self, masks: Sequence[np.ndarray | None]) -> None:
-        """Set which tokens may follow the first rows: [V / 32] int32, a bit a token; None: any token."""
-        for row, mask in enumerate(masks):
-            self._staged_masks[row] = -1 if mask is None else torch.tensor(mask)
-        count = len(masks)
-        self._state.allowed[:count].copy_(self._staged_masks[:count], non_blocking=True)
+    def set_masks(self, row: int, masks: Sequence[np.ndarray | None]) -> None:
+        """Set which tokens may follow the step's rows from `row` on: [V / 32] int32, a bit a token.
 
-    def sample(self, logits: Tensor, positions: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
-        """Sample a token [R] after each row of a tree: logits [R, V], positions [R] of the new tokens.
-
-        tokens [T] of the tree's rows; ancestors [R]: bit j set, row j is this row or above it.
+        None: any token.
         """
-        return sample_rows(logits.contiguous(), positions, tokens, ancestors, self._state, self._workspace)
+        for place, mask in enumerate(masks, row):
+            self._staged_masks[place] = -1 if mask is None else torch.tensor(mask)
+        end = row + len(masks)
+        self._state.allowed[row:end].copy_(self._staged_masks[row:end], non_blocking=True)
 
-    def rank(self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Rank a draft's rows [K, V] as the request samples: the `count` best ids and log probabilities.
+    def sample(self, logits: Tensor, step: Step) -> Tensor:
+        """Sample a token [R] after each row of a step's trees, logits [R, V]."""
+        assert step.ancestors is not None
+        tree = (step.positions.flatten() + 1, step.tokens.flatten(), step.ancestors.flatten())
+        return sample_rows(logits.contiguous(), *tree, step.row_owners(), self._state, self._workspace)
+
+    def sample_first(self, logits: Tensor, slot: int, position: int) -> Tensor:
+        """Sample the token [1] at `position`, the first after a prompt, from logits [1, V]."""
+        at, slots = torch.tensor([[position], [slot]], device=self._device)
+        none = torch.zeros_like(at)
+        owners = RowOwners(slots, none)
+        return sample_rows(logits.contiguous(), at, none, none, owners, self._state, self._workspace)
+
+    def rank(
+        self, logits: Tensor, positions: Tensor, anchors: Tensor, slots: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rank a draft's rows [S, K, V] as each request samples: the `count` best ids and log probabilities.
 
         Adds the noise that verification will add: what it lifts is what will be sampled. Masks are not
         applied: what they forbid is rejected when the tree is verified.
         """
-        return rank_rows(logits.contiguous(), positions, anchor, count, self._state, self._workspace)
+        shape = logits.shape[:2]
+        starts = torch.arange(len(slots), device=self._device)
+        owners = RowOwners(
+            *(part[:, None].expand(shape).reshape(-1).contiguous() for part in (slots, starts))
+        )
+        rows = (logits.flatten(0, 1).contiguous(), positions.flatten(), anchors.contiguous(), owners)
+        ids, scores = rank_rows(*rows, count, self._state, self._workspace)
+        return ids.unflatten(0, shape), scores.unflatten(0, shape)
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:

@@ -1,14 +1,23 @@
-"""What the next engine step does: admit a sequence, process a prompt chunk, or decode. One at a time."""
+"""What the next engine step does: admit a sequence, process a chunk of one prompt, or decode all that can.
+
+First come, first served. A sequence is admitted when a slot and pages for its prompt are free. While some
+sequences decode and others have prompts to process, chunks get a share of the time: after a chunk, decode
+steps run until they have had their part. A chunk's size never depends on load, only when it runs does. When
+pages run out, the youngest sequence is parked, its state whole; it comes back before any other is admitted.
+"""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from treeflash.engine.sequence import Phase, Sequence
 
+PREFILL_SHARE = 0.5  # of the time, while others decode
+
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a waiting sequence a slot."""
+    """Give a waiting or parked sequence a slot."""
 
     sequence: Sequence
 
@@ -24,43 +33,77 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Verify one tree."""
+    """Verify one tree of each sequence, all in one forward pass."""
 
-    sequence: Sequence
+    sequences: list[Sequence]
+
+
+Work = Admit | PrefillChunk | Decode
 
 
 class Scheduler:
-    """First come, first served; the next sequence is admitted when the running one is removed."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Sequence] = deque()
-        self._running: Sequence | None = None
+    def __init__(self, slots: int, *, prefill_share: float = PREFILL_SHARE):
+        assert slots >= 1 and 0 < prefill_share < 1
+        self._slots = slots
+        self._decode_per_prefill = (1 - prefill_share) / prefill_share
+        self._owed_s = 0.0  # decode time that chunks have taken from sequences that could have decoded
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # with a slot, in the order of arrival
+        self.parked: list[Sequence] = []  # in the order of arrival
+        self._arrivals = 0
 
     @property
-    def running(self) -> Sequence | None:
-        return self._running
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.parked)
+
+    @property
+    def contended(self) -> bool:
+        """Whether there may be other work than the next step of one decoding sequence."""
+        others = self.waiting or self.parked
+        return len(self.running) > 1 or (len(self.running) < self._slots and bool(others))
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        if sequence is self._running:
-            self._running = None
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        for sequences in (self.waiting, self.running, self.parked):
+            if sequence in sequences:
+                sequences.remove(sequence)
 
-    def next(self) -> Admit | PrefillChunk | Decode | None:
-        """Return the next step's work; None: no sequence can run."""
-        if self._running is None:
-            if not self._waiting:
-                return None
-            self._running = self._waiting.popleft()
-            return Admit(self._running)
-        sequence = self._running
-        match sequence.phase:
-            case Phase.PREFILL:
-                stop = next(end for end in sequence.chunk_ends if end > sequence.processed)
-                return PrefillChunk(sequence, sequence.processed, stop)
-            case Phase.DECODE:
-                return Decode(sequence)
-        return None
+    def park(self, sequence: Sequence) -> None:
+        """Take a running sequence's slot."""
+        self.running.remove(sequence)
+        self.parked = sorted([*self.parked, sequence], key=lambda each: each.arrival)
+
+    def youngest(self) -> Sequence:
+        """Return the running sequence that is parked first."""
+        return max(self.running, key=lambda each: each.arrival)
+
+    def next(self, fits: Callable[[Sequence], bool]) -> Work | None:
+        """Return the next step's work, if any can run; `fits`: whether pages for a sequence are free."""
+        if (sequence := self._admissible(fits)) is not None:
+            self.remove(sequence)
+            self.running.append(sequence)
+            return Admit(sequence)
+        decoding = [each for each in self.running if each.phase is Phase.DECODE]
+        prefilling = [each for each in self.running if each.phase is Phase.PREFILL]
+        if prefilling and not (decoding and self._owed_s > 0):
+            sequence = min(prefilling, key=lambda each: each.arrival)
+            stop = next(end for end in sequence.chunk_ends if end > sequence.processed)
+            return PrefillChunk(sequence, sequence.processed, stop)
+        return Decode(decoding) if decoding else None
+
+    def took(self, work: Work, seconds: float) -> None:
+        """Account for the measured time of a step's work."""
+        if isinstance(work, Decode):
+            self._owed_s = max(0.0, self._owed_s - seconds)
+        elif any(each.phase is Phase.DECODE and each is not work.sequence for each in self.running):
+            self._owed_s += seconds * self._decode_per_prefill
+
+    def _admissible(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        if len(self.running) >= self._slots or not (self.parked or self.waiting):
+            return None
+        first = self.parked[0] if self.parked else self.waiting[0]
+        return first if first.ready and fits(first) else None

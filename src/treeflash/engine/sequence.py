@@ -1,9 +1,12 @@
 """One request and the sequence that runs it: its phase, its tokens, and where it ends."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from treeflash.engine.events import FinishReason
 from treeflash.engine.runner import Forward
@@ -12,6 +15,11 @@ from treeflash.engine.stats import RequestStats
 from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.spec.drafter import Constraint
 from treeflash.spec.tree import Tree
+from treeflash.state.draft_ring import SavedRings
+from treeflash.state.snapshots import SavedSequence
+
+LaunchAhead = Literal["nothing", "draft", "forward"]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class Request:
 
 
 class Phase(Enum):
-    WAITING = auto()  # for a slot
+    WAITING = auto()  # for a slot and pages
     PREFILL = auto()
     DECODE = auto()
     FINISHED = auto()
@@ -48,19 +56,63 @@ class Launched:
     forward: Forward | None
 
 
+class OwnConstraint:
+    """A request's constraint, whose first error is kept: it ends this request, not the step of several.
+
+    After an error it allows everything; the sequence's tokens are then not delivered.
+    """
+
+    def __init__(self, constraint: Constraint):
+        self._constraint = constraint
+        self.error: Exception | None = None
+
+    def forced(self, limit: int) -> list[int]:
+        return self._try(lambda: self._constraint.forced(limit), [])
+
+    def kept(self, tokens: Sequences[int], parents: Sequences[int]) -> list[int]:
+        return self._try(lambda: self._constraint.kept(tokens, parents), [0])
+
+    def masks(self, tokens: Sequences[int], parents: Sequences[int]) -> list[np.ndarray | None]:
+        return self._try(lambda: self._constraint.masks(tokens, parents), [None] * len(tokens))
+
+    def accept(self, tokens: Sequences[int]) -> int | None:
+        return self._try(lambda: self._constraint.accept(tokens), None)
+
+    def _try(self, work: Callable[[], Found], otherwise: Found) -> Found:
+        if self.error is None:
+            try:
+                return work()
+            except Exception as error:  # of any kind: a constraint is the caller's
+                self.error = error
+        return otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A sequence's state while it has no slot."""
+
+    state: SavedSequence
+    draft: SavedRings | None
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
     sampling: SamplingParams  # the request's, with a seed
     stats: RequestStats
     # What of the next step may be launched before its events are returned.
-    launch_ahead: Literal["nothing", "draft", "forward"]
+    launch_ahead: LaunchAhead
     max_tokens: int  # to generate: the request's limit and what fits in the context
+    constraint: OwnConstraint | None = None  # the request's
     slot: int = -1
     phase: Phase = Phase.WAITING
     chunk_ends: list[int] = field(default_factory=list)  # of the prompt
     processed: int = 0  # prompt tokens
     tokens: list[int] = field(default_factory=list)  # prompt and generated tokens
+    arrival: int = 0  # its number in the order of arrival
+    # A sequence with the same prompt that processes it for both.
+    leader: "Sequence | None" = None
+    parked: Parked | None = None
     reason: FinishReason | None = None
     launched: Launched | None = None
     committed_rows: int = 0  # of the last step, which `Engine.stop` may roll back
@@ -80,9 +132,25 @@ class Sequence:
     def finished(self) -> bool:
         return self.phase is Phase.FINISHED
 
+    @property
+    def ready(self) -> bool:
+        """Whether it may be admitted: not while another processes its prompt."""
+        return self.leader is None or self.leader.phase not in (Phase.WAITING, Phase.PREFILL)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the next step's forward is launched."""
+        return self.launched is not None and self.launched.forward is not None
+
+    @property
+    def error(self) -> Exception | None:
+        return self.constraint.error if self.constraint is not None else None
+
     def deliver(self, sampled: list[int]) -> "Delivered":
         """Append what plain decoding would have delivered of a step's sampled tokens."""
-        delivered = _delivered(sampled, self.request, self.room)
+        delivered = self._delivered(sampled)
+        if self.error is not None:
+            delivered = Delivered([], "cancelled", 0)
         self.tokens += delivered.tokens
         self.stats.generated_tokens += len(delivered.tokens)
         self.new_tokens = len(delivered.tokens)
@@ -95,24 +163,23 @@ class Sequence:
     def finish(self, reason: FinishReason) -> None:
         self.reason, self.phase = reason, Phase.FINISHED
 
+    def _delivered(self, sampled: list[int]) -> "Delivered":
+        kept = sampled[: self.room]
+        delivered = Delivered(kept, "length" if len(sampled) >= self.room else None, len(kept))
+        for count, token in enumerate(kept):
+            if token in self.request.stop_ids:
+                # An end token is sampled after the row before it, which has therefore been processed.
+                delivered = Delivered(kept[:count], "stop", count + 1)
+                break
+        if self.constraint is not None:
+            complete = self.constraint.accept(delivered.tokens)
+            if complete is not None:
+                return Delivered(delivered.tokens[:complete], "stop", complete)
+        return delivered
+
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
     tokens: list[int]
-    reason: Literal["stop", "length"] | None  # why the text ends here; None: it goes on
+    reason: FinishReason | None  # why the text ends here; None: it goes on
     rows: int  # of the step that plain decoding would have processed by now
-
-
-def _delivered(sampled: list[int], request: Request, room: int) -> Delivered:
-    kept = sampled[:room]
-    delivered = Delivered(kept, "length" if len(sampled) >= room else None, len(kept))
-    for count, token in enumerate(kept):
-        if token in request.stop_ids:
-            # An end token is sampled after the row before it, which has therefore been processed.
-            delivered = Delivered(kept[:count], "stop", count + 1)
-            break
-    if request.constraint is not None:
-        complete = request.constraint.accept(delivered.tokens)
-        if complete is not None:
-            return Delivered(delivered.tokens[:complete], "stop", complete)
-    return delivered

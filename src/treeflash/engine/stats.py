@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from treeflash.compress.compressor import Report
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -20,6 +22,8 @@ class RequestStats:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    # Decoding computed some of the cached state: it differs in the last bits from processing all as a prompt.
+    cached_after_answer: bool = False
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
     steps: int = 0
@@ -36,10 +40,17 @@ class RequestStats:
     seed: int = 0
     approximate: tuple[str, ...] = ()  # lossy settings, which may change the text
     notes: list[str] = field(default_factory=list)  # what the user should know, in sentences
+    compression: Report | None = None  # None: the prompt was read as it is, and nothing else was asked for
     _start: float = field(default_factory=time.perf_counter)
     _first: float | None = None
     _last: float | None = None
     _last_step: float | None = None
+
+    def compressed(self, report: Report) -> None:
+        """Note what compression did to the prompt."""
+        self.compression = report
+        if report.approximate:
+            self.approximate = (*self.approximate, report.approximate)
 
     def token_arrived(self) -> None:
         self._last = time.perf_counter()
@@ -74,9 +85,20 @@ class RequestStats:
         return self.verified_rows / self.steps if self.steps else 0.0
 
     @property
-    def ttft_s(self) -> float:
-        """Time to first token."""
+    def sent_tokens(self) -> int:
+        """Return the tokens of the prompt before compression."""
+        return self.prompt_tokens if self.compression is None else self.compression.sent_tokens
+
+    @property
+    def prefill_s(self) -> float:
+        """Return the time from the start to the first token, without that of compression."""
         return (self._first - self._start) if self._first is not None else 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token, that of compression included."""
+        scored = self.compression.score_s if self.compression is not None else 0.0
+        return self.prefill_s + scored if self._first is not None else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -99,12 +121,27 @@ class RequestStats:
 
     @property
     def prefill_tok_s(self) -> float:
-        return (self.prompt_tokens - self.cached_tokens) / self.ttft_s if self.ttft_s else 0.0
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
+
+    def compression_dict(self) -> dict[str, Any]:
+        """Return what compression did; empty where it was not asked for."""
+        if self.compression is None:
+            return {}
+        report = self.compression
+        found = {
+            "sent_tokens": report.sent_tokens,
+            "kept_tokens": report.kept_tokens,
+            "scorer": report.scorer,
+            "score_ms": round(1000 * report.score_s, 1),
+            "prefill_ms": round(1000 * self.prefill_s, 1),
+        }
+        return found | ({"exact": report.reason} if report.reason else {})
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "cached_after_answer": self.cached_after_answer,
             "generated_tokens": self.generated_tokens,
             "reasoning_tokens": self.reasoning_tokens,
             "steps": self.steps,
@@ -121,4 +158,5 @@ class RequestStats:
             "seed": self.seed,
             "approximate": list(self.approximate),
             "notes": self.notes,
+            **({"compression": compression} if (compression := self.compression_dict()) else {}),
         }

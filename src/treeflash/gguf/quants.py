@@ -302,7 +302,7 @@ def _grid(type: QuantType, device: torch.device) -> Tensor:
     except ImportError as error:
         raise UnsupportedQuant(
             f"{type.name} weights need the code book of the gguf package, which is not installed",
-            hint="pip install 'treeflash[iq3]'",
+            hint="pip install gguf",
         ) from error
     source = getattr(quants, type.name)
     source.init_grid()

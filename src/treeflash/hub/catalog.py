@@ -18,6 +18,7 @@ from treeflash.hub.names import RepoName, parse_repo
 FOLDER = Path(__file__).with_name("cards")
 PACKAGE = Path(__file__).parents[1]
 MODES = ("thinking", "plain")
+EMBEDDED = "treeflash-40m"  # the card of the pair inside the package
 
 
 @dataclass(frozen=True, slots=True)

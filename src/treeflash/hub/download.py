@@ -146,6 +146,45 @@ def fetch_files(
     return [Path(str(paths[file])) for file in files]
 
 
+def fetch_heads(
+    name: RepoName, pick: Pick, folder: Path, *, length: int, endpoint: str | None = None
+) -> list[Path]:
+    """Write the first `length` bytes of the files that `pick` selects into a folder; return their paths.
+
+    The files have their full size, with holes: enough to read shapes from, without the download.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_url
+
+    paths = []
+    with explained(name, endpoint or constants.ENDPOINT):
+        info = HfApi(endpoint=endpoint).model_info(name.repo, files_metadata=True, timeout=TIMEOUT_S)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+        for file in pick(list(sizes.items())):
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as out:
+                out.write(_head(hf_hub_url(name.repo, file, endpoint=endpoint), min(length, sizes[file])))
+                out.truncate(sizes[file])
+            paths.append(path)
+    return paths
+
+
+def _head(url: str, length: int) -> bytes:
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes=0-{max(0, length - 1)}"}
+    received = bytearray()
+    with get_session().stream(
+        "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True
+    ) as response:
+        hf_raise_for_status(response)
+        for chunk in response.iter_bytes():  # all of the file, if the server ignores ranges
+            received += chunk
+            if len(received) >= length:
+                break
+    return bytes(received[:length])
+
+
 def cache_folder() -> Path:
     """Return the cache folder of the hub's client."""
     from huggingface_hub import constants

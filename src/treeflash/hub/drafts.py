@@ -5,11 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from treeflash.errors import ModelNotFound, UnsupportedModel
-from treeflash.hub.download import FetchProgress, Pick, cached, fetch_files
-from treeflash.hub.names import RepoName, choose, draft_sidecars, group, one_checkpoint
+from treeflash.hub.download import FetchProgress, Pick, cached, fetch_files, fetch_heads
+from treeflash.hub.names import (
+    DRAFT_ARCHITECTURES,
+    RepoName,
+    choose,
+    draft_sidecars,
+    group,
+    is_draft_architecture,
+    one_checkpoint,
+)
 
 CONFIG = "config.json"
-ARCHITECTURE = "DFlashDraftModel"
 # The mask is not a token of the target: such drafts are unsupported, which is reported before the download.
 _MASK_FILE = "mask_embedding.pt"
 
@@ -34,6 +41,11 @@ def fetch_draft(
             check=_check_config,
         )
     )
+
+
+def draft_head(name: RepoName, folder: Path, *, length: int) -> Path:
+    """Write a draft's config and the beginning of its weights into a folder; return the weights' path."""
+    return _weights(fetch_heads(name, draft_files(name), folder, length=length))
 
 
 def cached_draft(name: RepoName, *, cache: Path | None = None) -> Path | None:
@@ -79,14 +91,15 @@ def _gguf_draft(name: RepoName, files: list[tuple[str, int]]) -> tuple[str, ...]
 
 def is_draft_config(path: Path) -> bool:
     """Return whether a config.json belongs to a supported draft."""
-    return _architecture(path) == ARCHITECTURE
+    return is_draft_architecture(_architecture(path))
 
 
 def _check_config(path: Path) -> None:
     """Refuse other models by their config, before gigabytes of weights are downloaded."""
-    if path.name == CONFIG and (found := _architecture(path)) not in (ARCHITECTURE, None):
+    found = _architecture(path) if path.name == CONFIG else None
+    if found is not None and not is_draft_architecture(found):
         raise UnsupportedModel(
-            f"{path}: architectures is {found!r}, needed {ARCHITECTURE!r} for a draft",
+            f"{path}: architectures is {found!r}, needed {' or '.join(DRAFT_ARCHITECTURES)} for a draft",
             "drafts are small models made for one target; treeflash list shows the available ones",
         )
 

@@ -67,7 +67,7 @@ def _explain(error: Exception, name: RepoName, site: str) -> TreeFlashError:
     if response is None:
         return DownloadFailed(
             f"{site} cannot be reached: {str(error) or type(error).__name__}",
-            "check the network; `offline` uses the cache only",
+            "check the network; what is in the cache needs none: HF_HUB_OFFLINE=1",
         )
     if response.status_code == 401:
         return ModelNotFound(f"{site} refused the token it was sent (401)", LOG_IN)

@@ -29,6 +29,10 @@ def model_in(folder: Path) -> Path:
         raise ModelNotFound(
             f"{folder} holds a Hugging Face model, needed: a .gguf file", f"treeflash convert {folder}"
         )
+    if drafts := drafts_beside(folder / CONFIG):
+        raise ModelNotFound(
+            f"{folder} holds only a draft, {drafts[0].name}; needed: a .gguf file of a target"
+        )
     raise ModelNotFound(f"{folder} holds no .gguf file")
 
 
@@ -47,6 +51,14 @@ def drafts_beside(path: Path) -> list[Path]:
     """Return the GGUF drafts, by their names, in the folder of a file."""
     files = ((each.name, each.stat().st_size) for each in path.parent.iterdir() if each.is_file())
     return [path.parent / each.files[0] for each in draft_sidecars(files)]
+
+
+def paired_draft(path: Path) -> Path | None:
+    """Return the draft beside a model where the folder holds just these two."""
+    found = drafts_beside(path)
+    sets = group((each.name, each.stat().st_size) for each in path.parent.iterdir() if each.is_file())
+    alone = len(sets) == 1 and path.name in sets[0].files
+    return found[0] if len(found) == 1 and alone else None
 
 
 def meant_as_file(name: str) -> bool:
@@ -78,4 +90,5 @@ def no_such_file(name: str, similar: Sequence[str] = ()) -> ModelNotFound:
         hint = ""
     else:
         hint = "treeflash list shows short names; models on huggingface.co are named USER/REPO[:QUANT]"
-    return ModelNotFound(f"{name}: no such file", hint)
+    what = "no such file" if "/" in name or path.suffix == ".gguf" else "no such file or short name"
+    return ModelNotFound(f"{name}: {what}", hint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from treeflash.errors import ModelNotFound, UsageError
 
 DEFAULT_QUANT = "Q4_K_M"
+DRAFT_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")  # in the config.json of a checkpoint
 SITES = (
     "https://huggingface.co/",
     "http://huggingface.co/",
@@ -18,8 +19,10 @@ SITES = (
 # Files that are not models: image encoders, importance matrices.
 _COMPANIONS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 # Drafts that some publish beside their target, by the start of the file name; never a target.
-_SIDECARS = re.compile(r"(?:mtp|eagle3?|dflash|dspark)[-_.]", re.IGNORECASE)
-_DRAFT_SIDECARS = re.compile(r"dflash[-_.]", re.IGNORECASE)  # of these, the kinds that we run
+_SIDECARS = re.compile(r"(?:mtp|eagle3?|dflash|dspark|draft)[-_.]", re.IGNORECASE)
+_DRAFT_SIDECARS = re.compile(
+    r"(?:dflash|dspark|draft)[-_.]", re.IGNORECASE
+)  # of these, the kinds that we run
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -106,6 +109,11 @@ def group(files: Iterable[tuple[str, int]], *, sidecars: bool = False) -> list[G
 def draft_sidecars(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
     """Return the drafts that lie beside their target, of the kinds that we run."""
     return [each for each in group(files, sidecars=True) if each.complete and is_draft_file(each.files[0])]
+
+
+def is_draft_architecture(name: object) -> bool:
+    """Return whether an entry of a config's `architectures` is a draft's; those of DSpark have many names."""
+    return isinstance(name, str) and (name in DRAFT_ARCHITECTURES or "DSpark" in name)
 
 
 def is_draft_file(name: str) -> bool:

@@ -20,6 +20,7 @@ class Meaning:
     path: Path | None = None
     repo: RepoName | None = None
     card: Card | None = None
+    name: str = ""  # as it was given
 
     @property
     def fetched(self) -> RepoName | None:
@@ -37,8 +38,8 @@ def meaning(name: str) -> Meaning:
         card, quant = found
         if card.target is None:
             return Meaning(path=card.pair.target if card.pair else None, card=card)
-        return Meaning(repo=RepoName(card.target.repo, quant), card=card)
-    return Meaning(repo=_repo(name))
+        return Meaning(repo=RepoName(card.target.repo, quant), card=card, name=name)
+    return Meaning(repo=_repo(name), name=name)
 
 
 def here(meant: Meaning) -> Path | None:
@@ -63,7 +64,12 @@ def resolve(name: str | Meaning, *, offline: bool = False, progress: FetchProgre
     if meant.card is not None and (path := here(meant)) is not None:
         return path
     assert meant.fetched is not None
-    return fetch(meant.fetched, offline=offline, progress=progress)
+    try:
+        return fetch(meant.fetched, offline=offline, progress=progress)
+    except ModelNotFound as error:
+        if offline and meant.card is not None:  # its short name brings the draft, too
+            error.hint = f"fetch it while online: treeflash pull {meant.name}"
+        raise
 
 
 def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress | None = None) -> Path:

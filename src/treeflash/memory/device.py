@@ -64,13 +64,6 @@ def available_memory(device: torch.device) -> int:
     return free
 
 
-def total_memory(device: torch.device) -> int:
-    """Return a GPU's total bytes; for a CPU, the bytes that can be allocated now."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return available_memory(device)
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -115,7 +108,9 @@ def limit_allocator(budget: MemoryBudget, device: torch.device) -> None:
     """Make torch's CUDA allocator fail beyond the budget."""
     total = torch.cuda.mem_get_info(device)[1]
     if budget.limit < total:
-        share = max(0, budget.free - CUDA_LIBRARIES) / total
+        # What torch holds already, for a scorer of prompts, is in use and not free, but it is torch's own.
+        own = torch.cuda.memory_reserved(device)
+        share = max(0, budget.free + own - CUDA_LIBRARIES) / total
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_per_process_memory_fraction(share, index)
 

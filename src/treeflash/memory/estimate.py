@@ -6,7 +6,7 @@ on the meta device. Workspaces are upper bounds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,13 +21,14 @@ from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import KVFormats
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import PIECE, DFlashDraft, open_draft
-from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.measure import META, MeasuringLoader, held_bytes
+from treeflash.models.mtp import MTPBlock
 from treeflash.models.native import packed_model_bytes, packed_tensors_bytes
 from treeflash.models.native_draft import draft_gap, packed_draft_bytes
-from treeflash.models.spec import ModelSpec
+from treeflash.models.spec import ModelSpec, has_mtp
 from treeflash.models.step import SIZES, DeltaBuffers, padded_rows
-from treeflash.state.draft_ring import draft_buffers
+from treeflash.spec.mtp import BEAMS, STEPS
+from treeflash.state.draft_ring import draft_buffers, mtp_buffers
 from treeflash.state.sequences import PAGE, SequenceStates
 
 DeviceType = Literal["cpu", "cuda"]
@@ -37,15 +38,16 @@ EMBEDDING = "token embedding"  # may be in host memory instead
 KV_CACHE = "keys and values"
 PARTIAL_SUMS = "products"
 
+_ENTRY = 8  # bytes of a page table's entry
 _SPLIT_K_BLOCKS = 2 * 148  # thread blocks of a split-K matmul: two on each SM of the largest card
 _SPLIT_K_BYTES = 4 * _SPLIT_K_BLOCKS * 128 * 64 * 4  # partial sums of four launches
 _MIN_CHUNK = 512  # tokens; prefill chunks are halved down to this where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
 CPU_CHUNK = 512  # a larger chunk is no faster on a CPU, and reports progress less often
-# Bytes of a GPU and tokens of a chunk: the more rows share a dequantised weight, the less it costs (18% of
-# the arithmetic at 2048 on an H200, 4.5% at 8192).
-CHUNKS = ((60 << 30, 8192), (30 << 30, 4096), (0, 2048))
+# Tokens of a chunk on a GPU: 250 ms for a 27B on an H200, which is how long others wait for their next token
+# while a prompt is processed. 8,192 would be 6% faster and take a second.
+GPU_CHUNK = 2048
 EXPANDED_WEIGHTS = 1 << 26  # float16 values dequantised at a time for matmuls of many rows
 EXPANDED_PAGES = 64 << 20  # bytes of KV pages gathered at a time
 
@@ -57,26 +59,42 @@ class MemoryEstimate:
     spec: ModelSpec
     parts: Mapping[str, int]
     prefill: Mapping[int, int]  # workspace by chunk size, the preferred size first
-    rows: int  # of a step; they need KV slots after the context
+    rows: int  # of a sequence's tree; they need KV slots after the context
     expanded: bool  # weights are used as stored in memory; else each use dequantises them
     widened: Mapping[str, int]  # extra bytes of the quant types that a GPU stores as float16
     native: bool = False  # the native CPU library runs the model
     native_gap: str = ""  # why it does not, although it is asked for
+    sequences: int = 1  # that run at once
 
     def without_kv(self, *, host_embedding: bool = False) -> int:
         return sum(self.parts.values()) - (self.parts[EMBEDDING] if host_embedding else 0)
 
     def page_bytes(self, formats: KVFormats) -> int:
-        """Return the bytes of a KV page and its page table entry."""
-        return PAGE * kv_bytes_per_token(self.spec, formats) + 8
+        """Return the bytes of a KV page."""
+        return PAGE * kv_bytes_per_token(self.spec, formats)
 
-    def kv_bytes(self, formats: KVFormats, context: int) -> int:
-        return -(-(context + self.rows) // PAGE) * self.page_bytes(formats)
+    def pool_pages(self, tokens: int) -> int:
+        """Return the pages for so many tokens: a tree's rows after them, a page more for each sequence."""
+        return -(-(tokens + self.rows) // PAGE) + self.sequences - 1
+
+    def kv_bytes(self, formats: KVFormats, context: int, tokens: int = 0) -> int:
+        """Return the bytes of a pool for `tokens` tokens, at least one context, and of the page tables."""
+        pages = self.pool_pages(max(context, tokens)) + 1  # for the rows that pad a step
+        return pages * self.page_bytes(formats) + self._table_bytes(context)
 
     def max_context(self, formats: KVFormats, free: int) -> int:
-        """Return the most tokens whose KV cache fits in `free` bytes, up to the model's context length."""
-        pages = free // self.page_bytes(formats)
+        """Return the longest context whose KV cache fits in `free` bytes, up to the model's."""
+        page = self.page_bytes(formats)
+        pages = (free - self.sequences * page) // (page + _ENTRY * self.sequences)
         return min(self.spec.context_length, max(0, pages * PAGE - self.rows))
+
+    def max_tokens(self, formats: KVFormats, context: int, free: int) -> int:
+        """Return how many tokens of all sequences fit in `free` bytes, each of at most `context`."""
+        pages = (free - self._table_bytes(context)) // self.page_bytes(formats) - self.sequences
+        return max(0, min(pages * PAGE - self.rows, self.sequences * context))
+
+    def _table_bytes(self, context: int) -> int:
+        return _ENTRY * self.sequences * -(-(context + self.rows) // PAGE)
 
 
 def kv_bytes_per_token(spec: ModelSpec, formats: KVFormats) -> int:
@@ -107,58 +125,39 @@ def estimate_memory(
     device_type: DeviceType,
     *,
     context: int,
-    memory: int,
     expand: bool = True,
     native: bool = False,
 ) -> MemoryEstimate:
-    """Estimate a model and its draft on a device with `memory` bytes, which decide the chunk size.
+    """Estimate a model and its draft on a device.
 
     `expand`: a CPU dequantises the weights at load; a GPU always stores them in tiles. `native`: the native
     library has them packed.
     """
-    on_gpu = device_type == "cuda"
+    on_gpu, sequences = device_type == "cuda", config.parallel or 1
     loader = MeasuringLoader(file, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand)
     target = Decoder(spec, loader, _CPU)
     parts = _packed_bytes(file, spec) if native else _weight_bytes(target)
-    draft_spec: DraftSpec | None = None
-    if config.speculation is not None and config.draft is not None:
-        quant = draft_quant(config.draft, device_type, native=native)
-        with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as (
-            draft_spec,
-            source,
-        ):
-            draft_loader = MeasuringLoader(
-                source, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand
-            )
-            draft = held_bytes(DFlashDraft(draft_spec, draft_loader, _CPU))
-            if native and draft_gap(source, draft_spec) is None:
-                draft = packed_draft_bytes(source)
-        rings = draft_buffers(
-            draft_spec,
-            max_ctx=context,
-            context=config.draft.context,
-            device=META,
-            dtype=ring_dtype(device_type),
-        )
-        parts |= {"draft": draft, "draft context": held_bytes(rings)}
+    rings = {"max_ctx": context, "slots": sequences, "device": META, "dtype": ring_dtype(device_type)}
+    draft = _draft_need(file, spec, config, device_type, rings=rings, expand=expand, native=native)
+    parts |= draft.parts
     rows = config.max_rows if not on_gpu else padded_rows(config.max_rows)
-    parts |= _state_bytes(spec, rows, target.dtype)
+    parts |= _state_bytes(spec, rows, sequences, target.dtype)
     if on_gpu:
         parts |= {
             "sampling": held_bytes(
-                SamplingState.empty(MAX_ROWS, spec.vocab_size, META),
+                SamplingState.empty(MAX_ROWS, spec.vocab_size, META, slots=sequences),
                 make_workspace(MAX_ROWS, spec.vocab_size, META),
             ),
-            "steps": _step_bytes(spec, rows, draft_spec),
+            "steps": _step_bytes(spec, rows if sequences == 1 else MAX_ROWS, draft, sequences),
             PARTIAL_SUMS: _SPLIT_K_BYTES,
         }
     widened = {type.name: size for type, size in loader.widened.items()}
-    taps = len(draft_spec.taps) if draft_spec else 0
     prefill = {
-        chunk: prefill_bytes(spec, chunk, taps) if on_gpu else 0
-        for chunk in _chunk_sizes(config, device_type, memory)
+        chunk: prefill_bytes(spec, chunk, draft.taps) if on_gpu else 0
+        for chunk in _chunk_sizes(config, device_type)
     }
-    return MemoryEstimate(spec, parts, prefill, rows, on_gpu or native or expand, widened, native)
+    expanded = on_gpu or native or expand
+    return MemoryEstimate(spec, parts, prefill, rows, expanded, widened, native, sequences=sequences)
 
 
 def _weight_bytes(target: Decoder) -> dict[str, int]:
@@ -173,19 +172,72 @@ def _packed_bytes(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
     return {"weights": packed_model_bytes(file, spec) - embedding, EMBEDDING: embedding}
 
 
-def _chunk_sizes(config: EngineConfig, device_type: DeviceType, memory: int) -> list[int]:
+def uses_mtp(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> bool:
+    """Return whether the MTP block of the target's file proposes tokens."""
+    speculation = config.speculation
+    return speculation is not None and speculation.mtp and config.draft is None and has_mtp(file, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftNeed:
+    """What a draft adds to a target's memory."""
+
+    parts: Mapping[str, int]
+    taps: int = 0
+    values: int = 0  # of a captured draft call, each of 4 bytes
+
+
+def _draft_need(
+    file: GGUFFile,
+    spec: ModelSpec,
+    config: EngineConfig,
+    device_type: DeviceType,
+    *,
+    rings: Mapping[str, Any],
+    expand: bool,
+    native: bool,
+) -> _DraftNeed:
+    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
+    if uses_mtp(config, file, spec):
+        loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
+        block, buffers = MTPBlock(spec, loader, _CPU), mtp_buffers(spec, **rings)
+        values = 2 * BEAMS * spec.vocab_size
+        values += BEAMS * _attention_values(STEPS, spec.heads, spec.kv_heads, spec.head_dim) if tiles else 0
+        held = {"draft": held_bytes(block), "draft context": held_bytes(buffers)}
+        return _DraftNeed(held, len(block.taps), values)
+    if config.speculation is None or config.draft is None:
+        return _DraftNeed({})
+    quant = draft_quant(config.draft, device_type, native=native)
+    with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as (found, source):
+        loader = MeasuringLoader(source, tiles=tiles, dtype=dtype, expand=expand)
+        weights = held_bytes(DFlashDraft(found, loader, _CPU, spec.vocab_size))
+        if native and draft_gap(source, found) is None:
+            weights = packed_draft_bytes(source)
+    held = {
+        "draft": weights,
+        "draft context": held_bytes(draft_buffers(found, context=config.draft.context, **rings)),
+    }
+    values = 2 * found.block_size * spec.vocab_size
+    if tiles:
+        values += _attention_values(found.block_size, found.heads, found.kv_heads, found.head_dim)
+    return _DraftNeed(held, len(found.taps), values)
+
+
+def _chunk_sizes(config: EngineConfig, device_type: DeviceType) -> list[int]:
     """Return the prefill chunk sizes to consider, the preferred one first."""
     if config.prefill_chunk:
         return [config.prefill_chunk]
-    preferred = chunk_size(device_type, memory)
+    preferred = chunk_size(device_type)
     if device_type == "cpu":
         return [preferred]
     return [size for size in (preferred, preferred // 2, preferred // 4) if size >= _MIN_CHUNK]
 
 
-def _state_bytes(spec: ModelSpec, rows: int, input_dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of one sequence's state without its KV cache: an empty pool has no pages."""
-    states = SequenceStates(spec, max_ctx=1, max_rows=rows, device=META, input_dtype=input_dtype)
+def _state_bytes(spec: ModelSpec, rows: int, sequences: int, input_dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of the sequences' states without their KV cache: an empty pool has no pages."""
+    states = SequenceStates(
+        spec, max_ctx=1, slots=sequences, max_rows=rows, device=META, input_dtype=input_dtype
+    )
     buffers = states.buffers
     deltas = [layer for layer in buffers.layers if isinstance(layer, DeltaBuffers)]
     tree_rows = [(layer.tree_inputs, layer.tree_gates) for layer in deltas]
@@ -195,21 +247,16 @@ def _state_bytes(spec: ModelSpec, rows: int, input_dtype: torch.dtype) -> dict[s
     }
 
 
-def _step_bytes(spec: ModelSpec, rows: int, draft: DraftSpec | None) -> int:
+def _step_bytes(spec: ModelSpec, rows: int, draft: _DraftNeed, sequences: int) -> int:
     """Return the bytes of captured steps: each size has its own logits and features and shares the rest."""
-    taps = len(draft.taps) if draft else 0
-    outputs = sum(size for size in SIZES if size <= rows) * (spec.vocab_size + taps * spec.width)
+    outputs = sum(size for size in SIZES if size <= rows) * (spec.vocab_size + draft.taps * spec.width)
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
     padded = max(rows, BUCKETS[0])  # as the matmul kernels pad them
     activations = padded * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _SPLIT_K_BLOCKS * 128)
     activations += _attention_values(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    draft_values = 0
-    if draft is not None:
-        draft_values = 2 * draft.block_size * spec.vocab_size
-        draft_values += _attention_values(draft.block_size, draft.heads, draft.kv_heads, draft.head_dim)
-    return 4 * (outputs + max(activations, draft_values))
+    return 4 * (outputs + max(activations, sequences * draft.values))
 
 
 def _attention_values(rows: int, heads: int, kv_heads: int, dim: int) -> int:
@@ -218,11 +265,9 @@ def _attention_values(rows: int, heads: int, kv_heads: int, dim: int) -> int:
     return (SPLITS + 2) * kv_heads * padded * (dim + 2)
 
 
-def chunk_size(device_type: str, memory: int) -> int:
-    """Return the preferred prefill chunk, in tokens, of a device with `memory` usable bytes."""
-    if device_type == "cpu":
-        return CPU_CHUNK
-    return next(tokens for least, tokens in CHUNKS if memory >= least)
+def chunk_size(device_type: str) -> int:
+    """Return the preferred prefill chunk, in tokens."""
+    return GPU_CHUNK if device_type == "cuda" else CPU_CHUNK
 
 
 def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0) -> int:

@@ -3,6 +3,9 @@
 Formats are tried best first: 16 bits if a tenth of the memory stays free, 8 bits, fewer bits for V, fewer for
 both. The token embedding in host memory and smaller prefill chunks are tried before a format with fewer bits.
 Unless a context was requested, it is shortened before formats below 8 bits are used.
+
+Sequences that run at once share one pool of KV pages, which holds at least one whole context. Where their
+number was not requested, it is what fits beside the plan for one of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +18,7 @@ from treeflash.config import EngineConfig
 from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import CUDA_LIBRARIES, KVFormats, MemoryBudget, gib, kv_formats, memory_budget
 from treeflash.memory.estimate import (
     EMBEDDING,
@@ -41,6 +45,9 @@ DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
 _PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
 _MIN_CTX = 256
 _SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
+# Sequences to try on a GPU where their number was not requested, and the share of memory that those beyond
+# the first may take from a context that had to be shortened anyway.
+_SEQUENCES, _SEQUENCES_SHARE = (8, 6, 4, 3, 2), 1 / 16
 _SPARE = 0.1  # share kept free of a CPU's memory, and of a GPU's with 16-bit formats
 
 
@@ -75,6 +82,16 @@ class MemoryPlan:
     estimate: MemoryEstimate
     prefill_chunk: int
     host_embedding: bool = False
+    kv_tokens: int = 0  # of all sequences together; at least `max_ctx`
+
+    @property
+    def sequences(self) -> int:
+        """Return how many run at once, at most."""
+        return self.estimate.sequences
+
+    @property
+    def kv_pages(self) -> int:
+        return self.estimate.pool_pages(self.kv_tokens)
 
     @property
     def total(self) -> int:
@@ -123,8 +140,9 @@ class MemoryPlan:
     def line(self) -> str:
         """Return formats, context and total in one line, printed at start-up."""
         embedding = f", token embedding in host memory ({gib(self.estimate.parts[EMBEDDING])})"
+        shared = f", {self.sequences} requests at once share {self.kv_tokens:,}" if self.sequences > 1 else ""
         return (
-            f"KV cache in {format_names(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens, "
+            f"KV cache in {format_names(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens{shared}, "
             f"{gib(self.total)} of {gib(self.budget.limit)}{embedding if self.host_embedding else ''}"
         )
 
@@ -164,11 +182,11 @@ class MemoryPlanner:
                 f"`max_ctx` is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens",
                 param="max_ctx",
             )
+        if config.parallel is not None and not 1 <= config.parallel <= MAX_ROWS:
+            raise UsageError(f"`parallel` is {config.parallel}, needed 1 to {MAX_ROWS}", param="parallel")
         device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
-        estimated = partial(
-            estimate_memory, file, spec, config, device_type, context=context, memory=budget.limit
-        )
+        estimated = partial(estimate_memory, file, spec, config, device_type, context=context)
         candidates = _candidates(spec, config, device)
         gap = _native_gap(file, spec, config, candidates[0]) if device_type == "cpu" else ""
         if gap is None:
@@ -187,6 +205,25 @@ class MemoryPlanner:
 
     def plan(self) -> MemoryPlan:
         """Return the best plan that fits; raise ResourceError with alternatives if none does."""
+        plan = self._planned()
+        return self._widened(plan) if self.config.parallel is None and self._on_gpu else plan
+
+    def _widened(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan for as many sequences as fit, with the same formats and load options."""
+        options = _LoadOptions(plan.host_embedding, plan.prefill_chunk)
+        shortened = plan.max_ctx < self.context
+        for sequences in _SEQUENCES:
+            config = replace(self.config, parallel=sequences)
+            wider = MemoryPlanner.create(self.file, self.spec, config, self.device, self.budget)
+            wider = replace(wider, candidates=self.candidates)
+            context = min(plan.max_ctx, wider._longest(plan.kv, options))
+            more = wider.estimate.without_kv() - self.estimate.without_kv()
+            if context == plan.max_ctx or (shortened and more <= _SEQUENCES_SHARE * self.budget.limit):
+                return wider._plan(plan.kv, options, context, plan.reason)
+        return plan
+
+    def _planned(self) -> MemoryPlan:
+        """Return the plan for the requested number of sequences, or for one."""
         context = self.context
         # The default context is no reason to use fewer than 8 bits for K or V.
         precise = self if self.config.max_ctx is not None else self._without_lossy()
@@ -283,16 +320,23 @@ class MemoryPlanner:
 
     def _plan(self, formats: KVFormats, options: _LoadOptions, context: int, reason: str) -> MemoryPlan:
         estimate, budget = self.estimate, self.budget
+        tokens = max(context, self._most_tokens(formats, options, context))
         parts = dict(estimate.parts) | {"prefill": estimate.prefill[options.chunk]}
         if options.host_embedding:
             parts.pop(EMBEDDING)
-        parts[KV_CACHE] = estimate.kv_bytes(formats, context)
+        # On a CPU the pool grows with use; one context is what a request may need.
+        parts[KV_CACHE] = estimate.kv_bytes(formats, context, tokens if self._on_gpu else 0)
         if self._on_gpu:
             parts |= {"CUDA libraries": CUDA_LIBRARIES, "in use before": budget.in_use}
         parts = {name: size for name, size in parts.items() if size}
         return MemoryPlan(
-            parts, formats, context, reason, budget, estimate, options.chunk, options.host_embedding
+            parts, formats, context, reason, budget, estimate, options.chunk, options.host_embedding, tokens
         )
+
+    def _most_tokens(self, formats: KVFormats, options: _LoadOptions, context: int) -> int:
+        """Return how many tokens of all sequences fit, with a tenth of the memory free."""
+        empty = self._total(formats, 0, options) - self.estimate.kv_bytes(formats, 0)
+        return self.estimate.max_tokens(formats, context, int((1 - _SPARE) * self.budget.limit) - empty)
 
     def _option(self, formats: KVFormats) -> FormatOption:
         alone = replace(self, candidates=(formats,))
@@ -361,9 +405,9 @@ def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> 
 
 def _lighter_drafts(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Yield settings that shrink or drop the draft, and the configuration with each."""
-    draft = config.draft
-    if draft is None or config.speculation is None:
+    draft, speculation = config.draft, config.speculation
+    if speculation is None or (draft is None and not speculation.mtp):
         return
-    if draft.quant != "q4_k" and draft.path.suffix != ".gguf":
+    if draft is not None and draft.quant != "q4_k" and draft.path.suffix != ".gguf":
         yield "`draft_quant` q4_k", replace(config, draft=replace(draft, quant="q4_k"))
-    yield "`no_draft`", replace(config, draft=None)
+    yield "`no_draft`", replace(config, draft=None, speculation=replace(speculation, mtp=False))

@@ -30,11 +30,21 @@ from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 
+EMBEDDING_TAP = -1  # as a tap: the embedding of the token
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
     hidden: Tensor  # [B, T, width] after the final norm; `Decoder.logits` turns rows of it into logits
     features: Tensor  # [B, n, taps * width]: the residual stream after the tapped layers, of the last rows
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBuffers:
+    """Static buffers for the results of a forward pass over trees."""
+
+    features: Tensor  # [rows, taps * width]
+    logits: Tensor  # [rows, vocabulary]
 
 
 class Target(Protocol):
@@ -51,13 +61,20 @@ class Target(Protocol):
         ...
 
     @property
+    def approximate(self) -> tuple[str, ...]:
+        """Return which settings may change the text, in words."""
+        ...
+
+    @property
     def embed(self) -> Callable[[Tensor], Tensor]: ...
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output: ...
 
-    def verify(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]: ...
+    def verify(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), into: VerifyBuffers | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -164,23 +181,35 @@ class Decoder:
     def threads(self) -> int:
         return torch.get_num_threads()
 
+    @property
+    def approximate(self) -> tuple[str, ...]:
+        return ()
+
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output:
         """Run one forward pass over a step's rows.
 
         A chunk advances the recurrent states; a tree only saves its rows for the commit. The caller advances
-        lengths and pages. A tap is the residual stream after a layer, of the last `tapped` rows; None: all.
+        lengths and pages. A tap is the residual stream after a layer, or before the first one (-1), of the
+        last `tapped` rows; None: all.
         """
         hidden, features = self._forward(step, buffers, taps, tapped, pack=False)
         assert isinstance(hidden, Tensor)
         return Output(hidden, features)
 
-    def verify(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Run the forward pass over a tree; return features and the logits [B, T, vocabulary] of all rows."""
+    def verify(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), into: VerifyBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the forward pass over trees; return features and the logits [B, T, vocabulary] of all rows.
+
+        `into`: where they are put, for one batch item.
+        """
         pack = self._head_takes_packed(step.tokens.numel())
-        hidden, features = self._forward(step, buffers, taps, None, pack=pack)
-        return features, by_sequence((self._head(hidden, exact=True),), len(step.slots))[0]
+        features = None if into is None else into.features[None, : step.rows]
+        hidden, features = self._forward(step, buffers, taps, None, pack=pack, features=features)
+        logits = self._head(hidden, exact=True, into=None if into is None else into.logits)
+        return features, by_sequence((logits,), len(step.tokens))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocabulary] of hidden [..., width]."""
@@ -191,14 +220,22 @@ class Decoder:
         return self.logits(hidden)
 
     def _forward(
-        self, step: Step, buffers: Buffers, taps: Sequence[int], tapped: int | None, *, pack: bool
+        self,
+        step: Step,
+        buffers: Buffers,
+        taps: Sequence[int],
+        tapped: int | None,
+        *,
+        pack: bool,
+        features: Tensor | None = None,
     ) -> tuple[Tensor | PackedRows, Tensor]:
-        """Return hidden states, packed for the head with `pack`, and features."""
+        """Return hidden states, packed for the head with `pack`, and features, in `features` if given."""
         check_taps(self.spec, taps)
         context = self._context(step, buffers)
         x, add = self.embed(step.tokens), None
         skipped = 0 if tapped is None else max(0, step.rows - tapped)
-        features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
+        if features is None:
+            features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
         parts = features.split(self.spec.width, -1) if taps else ()
         rows, copies = step.tokens.numel(), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
@@ -209,7 +246,8 @@ class Decoder:
             # A chunk's streams are large; a tree's are copied at the end, off the critical path.
             if step.is_chunk:
                 _copy_taps(copies, skipped)
-        buffers.pending.count.index_fill_(0, step.slots, 0)  # every delta layer has committed its path
+        # Every delta layer has committed its path. A slot without rows has none: it may be that of another.
+        buffers.pending.count.index_add_(0, step.slots, context.pending.count, alpha=-1)
         total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps, pack=pack)
         end = len(self._blocks) - 1
         copies += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == end]
@@ -220,17 +258,24 @@ class Decoder:
         cos, sin = rope_angles(step.positions, self._frequencies)
         page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
-        mapping = slot_mapping(step.slots, *tables, rows=step.rows, page=page)
+        ragged = {"first": step.first, "spare_page": buffers.spare_page}
+        mapping = slot_mapping(step.slots, *tables, rows=step.rows, page=page, **ragged)
         pending, index, order = _pending(mapping), None, None
         if self.spec.delta is not None:
             parents = step.tokens[:, :0] if step.parents is None else step.parents
-            index = conv_index(parents, self.spec.delta.conv_width, pending.count, pending.path.shape[1])
-            order = None if step.ancestors is None else tree_order(step.ancestors)
+            tree, width = step.ancestors, self.spec.delta.conv_width
+            if step.first is not None and tree is not None:
+                parents, tree = parents[0], tree[0]
+            index = conv_index(parents, width, pending.count, pending.path.shape[1], step.first)
+            order = None if tree is None else tree_order(tree, step.first, step.most)
         return ForwardContext(
+            batch=len(step.tokens),
             slots=step.slots,
             cos=cos,
             sin=sin,
             ancestors=step.ancestors,
+            first=step.first,
+            most=step.most,
             conv_index=index,
             tree_order=order,
             page_table=mapping.page_table,
@@ -264,7 +309,8 @@ def check_all_read(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
 
 
 def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:
-    outside = [tap for tap in taps if not 0 <= tap < len(spec.layers)]
+    """Raise for taps that are neither layers nor -1, the embedding."""
+    outside = [tap for tap in taps if not -1 <= tap < len(spec.layers)]
     if outside:
         raise UnsupportedModel(
             f"tap at layer {outside[0]}, the target has layers 0 to {len(spec.layers) - 1}"

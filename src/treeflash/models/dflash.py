@@ -1,12 +1,13 @@
 """The DFlash draft: predicts a block of masked tokens from the target's hidden states. Owns no state."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
 
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
@@ -34,6 +35,86 @@ class DraftBuffers:
     starts: Tensor  # [slots] int64: positions below it were skipped
 
 
+class DynamicConvolution:
+    """A causal convolution over a block's rows, whose kernel is a constant plus what each row asks for.
+
+    One projection of a half layer's input gives the dynamic parts of two: before and after that half.
+    """
+
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, name: str):
+        assert spec.second is not None
+        self._taps, self._group = spec.second.kernel, spec.second.group
+        suffix = ".weight" if loader.has(f"{name}_base.weight") else ""
+        self._base = loader.vector(f"{name}_base{suffix}", 2, self._taps, spec.width)
+        rows = 2 * self._taps * spec.width // self._group
+        self._project = loader.matrix(f"{name}_proj.weight", rows, spec.width)
+
+    def around(self, x: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the output of half a layer [B, T, width] of x [B, T, width], convolved before and after."""
+        kernels = self._project(x).unflatten(-1, (2, self._taps, -1))
+        return self._convolve(half(self._convolve(x, kernels, 0)), kernels, 1)
+
+    def _convolve(self, x: Tensor, kernels: Tensor, side: int) -> Tensor:
+        out = torch.zeros_like(x)
+        for back in range(min(self._taps, x.shape[1])):
+            dynamic = kernels[:, :, side, back].repeat_interleave(self._group, -1)
+            # Rows before the block are zero.
+            earlier = pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+            out = out + (self._base[side, back] + dynamic) * earlier
+        return out
+
+
+class CandidateSelector:
+    """Scores pairs of candidates of neighbouring positions: a low-rank bilinear form, gated by the row."""
+
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, vocabulary: int):
+        assert spec.second is not None
+        rank = spec.second.rank
+        self.candidates = spec.second.candidates
+        self._before = loader.embedding("selector_predecessor.weight", vocabulary, rank)
+        self._after = loader.embedding("selector_successor.weight", vocabulary, rank)
+        self._hidden = loader.matrix("selector_hidden.weight", rank, spec.width)
+
+    def __call__(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
+        """Return scores [K, n, k] of ids [K, k] after each of the tokens before [K, n]; hidden [K, width]."""
+        gated = self._before(before) * self._hidden(hidden)[:, None]
+        return gated @ self._after(ids).transpose(1, 2)
+
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """Return None: DFlash2 does not predict acceptance."""
+        return None
+
+
+class MarkovHead:
+    """DSpark's head: scores a token after another one, and predicts how likely the next is accepted."""
+
+    # Of a position. The head scores the whole vocabulary; what it lifts from below these is not proposed.
+    candidates = 24
+
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, vocabulary: int):
+        assert spec.markov is not None
+        rank = spec.markov.rank
+        self._before = loader.embedding("markov_w1.weight", vocabulary, rank)
+        self._after = loader.embedding("markov_w2.weight", vocabulary, rank)
+        self._width, self._confidence, self._bias = spec.width, None, None
+        if spec.markov.confidence:
+            self._confidence = loader.vector("conf_proj.weight", spec.width + rank)
+            if loader.has("conf_proj.bias"):
+                self._bias = loader.vector("conf_proj.bias", 1)
+
+    def __call__(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
+        """Return scores [K, n, k] of ids [K, k] after each of the tokens before [K, n]."""
+        return self._before(before) @ self._after(ids).transpose(1, 2)
+
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """Return the log probability [K, n, 1] that the next token is accepted after the tokens before it."""
+        if self._confidence is None:
+            return None
+        own, pair = self._confidence.split([self._width, len(self._confidence) - self._width])
+        logits = (hidden @ own)[:, None] + self._before(before) @ pair
+        return logsigmoid(logits if self._bias is None else logits + self._bias)[..., None]
+
+
 class DraftLayer:
     def __init__(self, spec: DraftSpec, loader: WeightLoader, index: int):
         self._spec, self._index = spec, index
@@ -49,6 +130,12 @@ class DraftLayer:
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
         self._takes_packed = PackedInput(self._query, self.to_key_value)
         self.key_value_takes_packed = PackedInput(self.to_key_value)
+        self._convolutions: tuple[DynamicConvolution, DynamicConvolution] | None = None
+        if spec.second is not None:
+            self._convolutions = (
+                DynamicConvolution(spec, loader, f"{block}.attn_conv"),
+                DynamicConvolution(spec, loader, f"{block}.ffn_conv"),
+            )
 
     def key_value(self, x: Tensor | PackedRows, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return k and v [B, T, KV, D] of x [B, T, width]: context features or normed block rows."""
@@ -65,13 +152,12 @@ class DraftLayer:
         angles: tuple[Tensor, Tensor],
         slots: Tensor,
         buffers: DraftBuffers,
-        count: Tensor,
+        **tables: Tensor,
     ) -> None:
-        """Write the first `count` [B] rows of `to_key_value`'s output to the layer's ring."""
+        """Write rows of `to_key_value`'s output to the layer's ring: those that `ring_heads` is told."""
         k, v = self._heads(rows, len(slots))
         pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
-        tables = {"slots": slots, "lengths": buffers.lengths, "count": count}
-        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, **tables)
+        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, slots=slots, **tables)
 
     def __call__(
         self,
@@ -86,10 +172,30 @@ class DraftLayer:
 
         x [B, T, width] and `add`, the previous layer's output, are the residual stream before this layer.
         """
-        spec, index = self._spec, self._index
         rows = x.shape[0] * x.shape[1]
-        x, h = add_rms_norm(x, add, self._norm, spec.eps, pack=self._takes_packed(rows))
-        q = self._query(h).view(*x.shape[:2], spec.heads, -1)
+        if self._convolutions is None:
+            x, h = add_rms_norm(x, add, self._norm, self._spec.eps, pack=self._takes_packed(rows))
+            out = self._attend(h, positions, angles, slots, buffers)
+            pack = self._ffn.takes_packed(rows)
+            x, h = add_rms_norm(x, out, self._ffn_norm, self._spec.eps, pack=pack)
+            return x, self._ffn(h).view_as(x)
+        around_attention, around_ffn = self._convolutions
+        x, h = add_rms_norm(x, add, self._norm, self._spec.eps)
+        out = around_attention.around(h, lambda h: self._attend(h, positions, angles, slots, buffers))
+        x, h = add_rms_norm(x, out, self._ffn_norm, self._spec.eps)
+        return x, around_ffn.around(h, lambda h: self._ffn(h).view_as(h))
+
+    def _attend(
+        self,
+        h: Tensor | PackedRows,
+        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
+        slots: Tensor,
+        buffers: DraftBuffers,
+    ) -> Tensor:
+        """Return the attention of normed rows [B, T, width] over the context and each other."""
+        spec, index = self._spec, self._index
+        q = self._query(h).view(*positions.shape, spec.heads, -1)
         q = head_rope(q, self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self.key_value(h, angles)
         out = block_attention(
@@ -105,9 +211,7 @@ class DraftLayer:
             window=spec.window if spec.layers[index] == "sliding" else None,
             causal=spec.causal[index],
         )
-        out = self._out(out.flatten(-2))
-        x, h = add_rms_norm(x, out, self._ffn_norm, spec.eps, pack=self._ffn.takes_packed(rows))
-        return x, self._ffn(h).view_as(x)
+        return self._out(out.flatten(-2))
 
 
 @contextmanager
@@ -117,7 +221,7 @@ def open_draft(
     """Open a draft and yield its spec, checked against the target, and its tensors."""
     if path.suffix == ".gguf":
         with GGUFFile.open(path) as file:
-            spec = DraftSpec.from_gguf(file, causal=causal)
+            spec = DraftSpec.from_gguf(file, causal=causal).with_heads(file.tensors)
             spec.check_target(target)
             spec.check_tensors(file.tensors, target, str(path))
             yield spec, file
@@ -128,13 +232,20 @@ def open_draft(
     )
     spec.check_target(target)
     source = SafetensorsSource(weights, quant=quant)
+    spec = spec.with_heads(source.tensors)
     spec.check_tensors(source.tensors, target, str(weights))
     yield spec, source
 
 
 class DFlashDraft:
-    def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device):
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device, vocabulary: int = 0):
+        """`vocabulary`: rows of the target's embedding, and of the tables that score pairs of tokens."""
         self.spec = spec
+        self.selector: CandidateSelector | MarkovHead | None = None  # of DFlash2 and DSpark
+        if spec.second is not None:
+            self.selector = CandidateSelector(spec, loader, vocabulary)
+        elif spec.markov is not None:
+            self.selector = MarkovHead(spec, loader, vocabulary)
         self.device = device
         self.layouts = loader.layouts
         self._fuse = loader.matrix("fc.weight", spec.width, len(spec.taps) * spec.width)
@@ -165,13 +276,13 @@ class DFlashDraft:
         """
         device = torch.device(device)
         with open_draft(path, target, quant=quant, causal=causal) as (spec, source):
-            space = None
+            space, rows = None, target.vocab_size
             if device.type == "cuda":
-                space = tile_space(source, lambda measuring: cls(spec, measuring, torch.device("cpu")))
+                space = tile_space(source, lambda measuring: cls(spec, measuring, torch.device("cpu"), rows))
             loader = WeightLoader(
                 source, device=device, dtype=dtype, expand=expand, space=space, progress=progress
             )
-            return cls(spec, loader, device)
+            return cls(spec, loader, device, rows)
 
     def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, skipped: int = 0) -> None:
         """Append the features [B, n, taps * width] of newly committed positions to the slots' rings.
@@ -205,23 +316,36 @@ class DFlashDraft:
             for pool, rows in zip((keys, values), layer.key_value(x, angles), strict=True):
                 pool[indices[ring]] = rows[:, -ring:].to(pool.dtype)
 
-    def commit(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
-        """Append the first `count` [B] positions only, without host/device synchronisation."""
+    def commit(
+        self,
+        features: Tensor,
+        slots: Tensor,
+        buffers: DraftBuffers,
+        count: Tensor,
+        after: Tensor | None = None,
+    ) -> None:
+        """Append the first `count` [B] positions only, without host/device synchronisation.
+
+        after [B]: positions of the same slot that other items of the batch append before.
+        """
         batch, rows = features.shape[:2]
         positions = buffers.lengths[slots][:, None] + self._columns[:rows]
+        if after is not None:
+            positions = positions + after[:, None]
         pack = all(layer.key_value_takes_packed(batch * rows) for layer in self._layers)
         fused = self._fuse(features)
         _, x = add_rms_norm(fused, None, self._fuse_norm, self.spec.eps, pack=pack)
         angles = rope_angles(positions, self._frequencies)
         projected = project_all(x, [layer.to_key_value for layer in self._layers])
         for layer, key_value in zip(self._layers, projected, strict=True):
-            layer.commit(key_value, angles, slots, buffers, count)
+            layer.commit(key_value, angles, slots, buffers, positions=positions, count=count)
         buffers.lengths.index_add_(0, slots, count)
 
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
         """Return hidden rows [B, block, width] of the embeddings [B, block, width] of anchor and masks.
 
-        Row i predicts the token at its own position, lengths + i; row 0, the anchor, predicts nothing.
+        Row i predicts the token at its own position, lengths + i; row 0, the anchor, predicts nothing. With
+        `from_anchor` row i predicts the token after it.
         """
         positions = buffers.lengths[slots][:, None] + torch.arange(embeddings.shape[1], device=self.device)
         angles = rope_angles(positions, self._frequencies)

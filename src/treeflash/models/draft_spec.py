@@ -1,12 +1,13 @@
-"""The shapes and settings of a DFlash checkpoint, in either of its formats. Imports no torch."""
+"""The shapes and settings of a DFlash, DFlash2 or DSpark checkpoint, in either format. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from treeflash.errors import ModelFileError, UnsupportedModel
 from treeflash.gguf.header import TensorInfo, shorten
 from treeflash.gguf.reader import GGUFFile
+from treeflash.hub.names import DRAFT_ARCHITECTURES, is_draft_architecture
 from treeflash.models.spec import ModelSpec
 
 LayerKind = Literal["full", "sliding"]
@@ -15,6 +16,12 @@ _LAYER_TENSORS = (
     *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
+# What DFlash2 adds: dynamic convolutions around each half of a layer, and the candidate selector.
+_LAYER_CONVOLUTIONS = ("attn_conv_base", "attn_conv_proj", "ffn_conv_base", "ffn_conv_proj")
+# What DSpark adds: a score of each token after each other one, and how likely the next is accepted.
+_MARKOV_TENSORS = ("markov_w1.weight", "markov_w2.weight")
+_CONFIDENCE_TENSORS = ("conf_proj.weight", "conf_proj.bias")
+_SELECTOR_TENSORS = ("selector_predecessor", "selector_successor", "selector_hidden")
 # The target's own are used; some checkpoints contain copies.
 SHARED_TENSORS = ("token_embd.weight", "output.weight")
 # Settings that change the backbone's computation, or the position that a row predicts, without a tensor of
@@ -23,16 +30,33 @@ _FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "use_swa": False,
-    "sample_from_anchor": False,
     "shift_label": False,
-    "aux_hidden_state_layer_ids": None,
 }
 _LARGEST = 1 << 30
 _LARGEST_NUMBER = 1e30  # float32 holds it
 _MOST_LAYERS = 256
+_MOST_CANDIDATES = 32  # of a position; with those of prompt lookup they are columns of a tree
 MIN_BLOCK, MAX_BLOCK = 2, 64  # tokens of a block, the anchor included
 # transformers' default: where layer_types is absent, layers from this one on may slide
 _WINDOW_FROM = 28
+
+
+@dataclass(frozen=True, slots=True)
+class SecondSpec:
+    """What DFlash2 adds to a draft."""
+
+    kernel: int  # taps of a convolution
+    group: int  # channels that share the dynamic part of a kernel
+    rank: int  # of the selector's code books
+    candidates: int  # of a position that the selector compares
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovSpec:
+    """What DSpark adds to a draft."""
+
+    rank: int  # of the tables that score pairs of tokens
+    confidence: bool  # whether there is a head that predicts acceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +79,28 @@ class DraftSpec:
     output_multiplier: float = 1.0
     softcap: float = 0.0
     vocab_size: int | None = None  # rows of the embedding it was trained with; None: the file does not say
+    second: SecondSpec | None = None  # of a DFlash2 draft
+    markov: MarkovSpec | None = None  # of a DSpark draft
+    # Whether a row predicts the token after its own position, the anchor's row too; None: by the kind.
+    from_anchor: bool | None = None
+
+    @property
+    def depth(self) -> int:
+        """Positions that one call proposes for."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    def with_heads(self, tensors: Mapping[str, TensorInfo]) -> "DraftSpec":
+        """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash."""
+        table = tensors.get(_MARKOV_TENSORS[0])
+        if table is None:
+            if self.from_anchor:
+                raise UnsupportedModel(
+                    f"{self.source}: sample_from_anchor is True, "
+                    "needed False for a draft without a Markov head"
+                )
+            return replace(self, from_anchor=False)
+        markov = MarkovSpec(rank=table.shape[-1], confidence=_CONFIDENCE_TENSORS[0] in tensors)
+        return replace(self, markov=markov, from_anchor=self.from_anchor is not False)
 
     def check_target(self, target: ModelSpec) -> None:
         """Raise for a target that this draft was not trained for, naming both values."""
@@ -82,6 +128,14 @@ class DraftSpec:
         names |= {
             f"blk.{layer}.{name}.weight" for layer in range(len(self.layers)) for name in _LAYER_TENSORS
         }
+        if self.second is not None:
+            names |= {f"{name}.weight" for name in _SELECTOR_TENSORS}
+            layers = range(len(self.layers))
+            names |= {f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER_CONVOLUTIONS}
+            # llama.cpp writes the base kernels without a suffix.
+            names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
+        if self.markov is not None:
+            names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
         shape = (target.vocab_size, target.width)
         for name, info in tensors.items():
             if name in SHARED_TENSORS and info.shape != shape:
@@ -104,7 +158,10 @@ class DraftSpec:
         `causal` overrides what the file says of the sliding layers.
         """
         nested = _Settings(source, config).table("dflash_config")
-        keys = _Settings(source, {**config, **{k: v for k, v in nested.items() if v is not None}})
+        # Where the speculators library keeps the backbone's settings.
+        backbone = _Settings(source, config).table("transformer_layer_config")
+        given = {k: v for table in (config, nested) for k, v in table.items() if v is not None}
+        keys = _Settings(source, {**backbone, **given})
         _check_architecture(keys)
         for key, needed in _FIXED.items():
             if keys.values.get(key) not in (None, needed):
@@ -117,6 +174,8 @@ class DraftSpec:
         if causal is None:
             causal = keys.flag("causal")
         taps = keys.layer_ids("target_layer_ids")
+        if taps is None and (after := keys.layer_ids("aux_hidden_state_layer_ids", low=1)) is not None:
+            taps = [layer - 1 for layer in after]
         return cls(
             source=source,
             layers=layers,
@@ -137,6 +196,8 @@ class DraftSpec:
             softcap=keys.number("final_logit_softcapping", 0.0, zero=True),
             # A draft with a vocabulary of its own needs a table of the target's ids, which we do not read.
             vocab_size=keys.optional("draft_vocab_size") or keys.optional("vocab_size"),
+            second=_second(keys, "") if config.get("architectures") == [DRAFT_ARCHITECTURES[1]] else None,
+            from_anchor=keys.flag("sample_from_anchor"),
         )
 
     @classmethod
@@ -154,7 +215,6 @@ class DraftSpec:
             "dflash.attention.value_length": head_dim,
             "dflash.rope.dimension_count": head_dim,
             "dflash.rope.scaling.type": "none",
-            "dflash.sample_from_anchor": False,
             "dflash.hidden_activation": "silu",
             "dflash.embedding_scale": 1.0,
             "dflash.logit_scale": 1.0,
@@ -186,6 +246,8 @@ class DraftSpec:
             taps=tuple(layer - 1 for layer in taps),
             mask_id=keys.whole(mask, low=0),
             vocab_size=keys.optional("dflash.vocab_size") or (len(tokens) if type(tokens) is list else None),
+            second=_second(keys, "dflash.") if "dflash.selector_rank" in file.metadata else None,
+            from_anchor=keys.flag("dflash.sample_from_anchor"),
         )
 
     def __post_init__(self) -> None:
@@ -205,6 +267,9 @@ class DraftSpec:
             ),
             ("target_layer_ids", list(self.taps), bool(self.taps) and min(self.taps) >= 0, "layers from 0"),
         ]
+        if self.second is not None:
+            group = self.second.group
+            faults.append(("conv_group_size", group, self.width % group == 0, f"a divisor of {self.width}"))
         for key, seen, sound, needed in faults:
             if not sound:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
@@ -214,7 +279,7 @@ def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> Unsu
     depth = "" if layers is None else f" of {layers} layers"
     return UnsupportedModel(
         f"{source}: tensor {shorten(name)} is not part of a DFlash draft{depth}",
-        "DFlash2, DSpark and other heads on top of a draft are not supported: take a plain DFlash draft",
+        "other heads and reduced vocabularies are not supported: take a DFlash, DFlash2 or DSpark draft",
     )
 
 
@@ -229,12 +294,22 @@ def _check_architecture(keys: "_Settings") -> None:
     found = keys.values.get("architectures")
     if found is None or found == []:
         return
-    if type(found) is not list or found[0] != "DFlashDraftModel":
+    if type(found) is not list or not is_draft_architecture(found[0]):
         seen = shorten(found[0] if type(found) is list else found)
         raise UnsupportedModel(
-            f"{keys.source}: architectures is {seen}, needed 'DFlashDraftModel'",
-            "take a plain DFlash draft of the first kind",
+            f"{keys.source}: architectures is {seen}, needed {' or '.join(map(repr, DRAFT_ARCHITECTURES))}",
+            "take a DFlash, DFlash2 or DSpark draft",
         )
+
+
+def _second(keys: "_Settings", prefix: str) -> SecondSpec:
+    """Return the settings of DFlash2, by default those of the published draft."""
+    return SecondSpec(
+        kernel=keys.whole(f"{prefix}conv_kernel_size", 2, high=MAX_BLOCK),
+        group=keys.whole(f"{prefix}conv_group_size", 16),
+        rank=keys.whole(f"{prefix}selector_rank", 256),
+        candidates=keys.whole(f"{prefix}selector_top_k", 16, low=4, high=_MOST_CANDIDATES),
+    )
 
 
 def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:

@@ -21,14 +21,17 @@ from treeflash.models.weights import Matrix, Projections, WeightLoader
 class ForwardContext:
     """What all layers of one forward pass share, computed once from the step and the buffers."""
 
-    slots: Tensor  # [B]
+    batch: int  # B: of equally many rows each, or 1 for ragged rows
+    slots: Tensor  # [S]
     cos: Tensor  # [B, T, 1, rope/2]
     sin: Tensor
     ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
+    first: Tensor | None  # [S + 1] first row of each sequence, for ragged rows
+    most: int  # rows of a tree, at most
     conv_index: Tensor | None  # [B, P + T, conv width] for delta layers; a chunk has no tree rows
-    tree_order: Tensor | None  # [B, T] visits of a tree's rows, for delta layers
-    page_table: Tensor  # [B, P]
-    lengths: Tensor  # [B]
+    tree_order: Tensor | None  # [B, T] visits of a tree's rows, for delta layers; [T] of ragged rows
+    page_table: Tensor  # [S, P]
+    lengths: Tensor  # [S]
     pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
     offsets: Tensor  # [B * T] and the offset in it
     window: int | None  # tokens that a row attends to; None for a chunk: all
@@ -91,7 +94,7 @@ class Attention:
     ) -> Tensor | PartialSums:
         """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
         spec = self._spec
-        q, k, v = by_sequence(self._qkv(x), len(context.slots))
+        q, k, v = by_sequence(self._qkv(x), context.batch)
         gate = None
         if spec.family.gated_query:
             q, gate = q.unflatten(-1, (spec.heads, 2 * spec.head_dim)).split(spec.head_dim, -1)
@@ -107,13 +110,13 @@ class Attention:
         if context.ancestors is None:
             out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
         else:
-            tree = context.ancestors
-            out = paged_attention(q, keys, values, *tables, tree, window=context.window, gate=gate)
+            tree = (context.ancestors, context.first)
+            out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
         out = out.flatten(-2)
         if not (partial_sums and self._out_takes_packed(out.shape[0] * out.shape[1])):
             return self._out(out)[0]
         sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
-        return sums if isinstance(sums, PartialSums) else by_sequence((sums,), len(context.slots))[0]
+        return sums if isinstance(sums, PartialSums) else by_sequence((sums,), context.batch)[0]
 
 
 class GatedDelta:
@@ -142,7 +145,7 @@ class GatedDelta:
         partial_sums: bool = False,
     ) -> Tensor | PartialSums:
         """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
-        batch = len(context.slots)
+        batch = context.batch
         inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
         out = (self._chunk if context.ancestors is None else self._tree)(
             inputs, alpha, beta, context, buffers
@@ -156,6 +159,8 @@ class GatedDelta:
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
     ) -> Tensor:
         assert context.conv_index is not None and context.tree_order is not None
+        if context.first is not None:
+            inputs, alpha, beta = inputs[0], alpha[0], beta[0]
         rows = tree_conv(
             inputs,
             alpha,
@@ -171,14 +176,18 @@ class GatedDelta:
             count=context.pending.count,
             index=context.conv_index,
             key_heads=self._delta.key_heads,
+            first=context.first,
         )
-        return tree_delta(
+        out = tree_delta(
             *rows,
             buffers.state,
             slots=context.slots,
             count=context.pending.count,
             order=context.tree_order,
+            first=context.first,
+            most=context.most,
         )
+        return out if context.first is None else out[None]
 
     def _chunk(
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers

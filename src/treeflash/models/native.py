@@ -6,16 +6,25 @@ function with activations rounded to 16 bits.
 
 import ctypes
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from treeflash.gguf.reader import GGUFFile, TensorInfo
 from treeflash.kernels import native
-from treeflash.kernels.kv_cache.format import HeadPool, KVFormat
+from treeflash.kernels.kv_cache.format import BLOCK, HeadPool, KVFormat
 from treeflash.kernels.native import INT8, INT16, Cache, Layer, LayerState, Library, Model, PackedMatrix
 from treeflash.kernels.quant_matmul import Layout
-from treeflash.models.decoder import Output, check_all_read, check_taps, rope_frequencies
+from treeflash.models.decoder import (
+    EMBEDDING_TAP,
+    Output,
+    VerifyBuffers,
+    check_all_read,
+    check_taps,
+    rope_frequencies,
+)
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, Step
 from treeflash.models.weights import Progress, TensorSource, WeightLoader
@@ -37,6 +46,8 @@ def native_gap(
     for format in kv:
         if format.name not in native.CACHE_FORMATS:
             return f"the KV cache is in {format.name}"
+        if format.quantised and spec.head_dim % BLOCK:
+            return f"a head size of {spec.head_dim} with a KV cache in {format.name}"
     sizes = {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}
     if spec.delta is not None:
         sizes |= {"state": spec.delta.head_dim}
@@ -93,13 +104,29 @@ class NativeLoader(WeightLoader):
         return self.library.pack(self._packed(name), type, (rows, columns), values)
 
 
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """Where a step's results go: [B, T, ...], or of one slot [T, ...]."""
+
+    features: Tensor
+    hidden: Tensor | None
+    logits: Tensor | None
+
+    def of(self, batch: int, begin: int = 0) -> "_Outputs":
+        """Return those of one batch item, from row `begin` on."""
+        hidden, logits = (
+            None if part is None else part[batch, begin:] for part in (self.hidden, self.logits)
+        )
+        return _Outputs(self.features[batch, begin:], hidden, logits)
+
+
 class NativeDecoder:
     """A model of a supported family in the native library."""
 
     def __init__(self, spec: ModelSpec, loader: NativeLoader, *, mode: int = INT16):
         self.spec, self.device, self.dtype = spec, _CPU, torch.float32
         self.layouts: set[Layout] = set()
-        self.library = loader.library
+        self.library, self._mode = loader.library, mode
         self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head = loader.packed_matrix(head, spec.vocab_size, spec.width)
@@ -112,22 +139,31 @@ class NativeDecoder:
         self._scratch = torch.empty(
             self.library.c.tf_step_scratch(self._model, self.library.threads), dtype=torch.uint8
         )
-        self._scores = torch.empty(0)
+        self._scores, self._span = torch.empty(0), 0  # and the tokens that they are enough for
         self._bound: Buffers | None = None
         self._states: dict[int, ctypes.Array[LayerState]] = {}  # by slot, of the bound buffers
 
     @classmethod
-    def load(cls, file: GGUFFile, library: Library, *, progress: Progress | None = None) -> "NativeDecoder":
-        """Read and pack all weights; `native_gap` has found nothing missing."""
+    def load(
+        cls, file: GGUFFile, library: Library, *, mode: int = INT16, progress: Progress | None = None
+    ) -> "NativeDecoder":
+        """Read and pack all weights; `native_gap` has found nothing missing.
+
+        mode: what activations are rounded to; with INT8 the text may differ from the reference's.
+        """
         spec = ModelSpec.from_gguf(file)
         loader = NativeLoader(file, library, progress=progress)
-        decoder = cls(spec, loader)
+        decoder = cls(spec, loader, mode=mode)
         check_all_read(file, spec, loader.unread())
         return decoder
 
     @property
     def threads(self) -> int:
         return self.library.threads
+
+    @property
+    def approximate(self) -> tuple[str, ...]:
+        return ("activations in int8",) if self._mode == INT8 else ()
 
     @property
     def packed_bytes(self) -> int:
@@ -141,7 +177,7 @@ class NativeDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocabulary] of hidden [..., width]."""
-        return self.library.matmul(self._head, hidden)
+        return self.library.matmul(self._head, hidden, mode=self._mode)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return the same for a draft, whose numbers never reach the text: activations have 8 bits."""
@@ -154,8 +190,10 @@ class NativeDecoder:
         hidden = torch.empty(*step.tokens.shape, self.spec.width)
         return Output(hidden, self._run(step, buffers, taps, tapped, hidden=hidden))
 
-    def verify(self, step: Step, buffers: Buffers, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """See Decoder.verify."""
+    def verify(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), into: VerifyBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See Decoder.verify; never into static buffers: there are no graphs on a CPU."""
         logits = torch.empty(*step.tokens.shape, self.spec.vocab_size)
         return self._run(step, buffers, taps, None, logits=logits), logits
 
@@ -169,58 +207,82 @@ class NativeDecoder:
         hidden: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        """Run a step of every slot; return features [B, n, taps * width] of the last rows."""
+        """Run a step, slot by slot; return features [B, n, taps * width] of each slot's last rows."""
         check_taps(self.spec, taps)
         assert buffers.window is None and (step.is_chunk or step.rows <= native.MAX_ROWS)
         skipped = 0 if tapped is None else max(0, step.rows - tapped)
-        features = torch.empty(len(step.slots), step.rows - skipped, len(taps) * self.spec.width)
+        features = torch.empty(len(step.tokens), step.rows - skipped, len(taps) * self.spec.width)
         wanted = (ctypes.c_int32 * len(taps))(*taps)
-        counts = buffers.pending.count.numpy()
-        for b, slot in enumerate(step.slots.tolist()):
-            length, pending = int(buffers.lengths[slot]), int(counts[slot])
-            states = self._slot_states(buffers, slot)
-            self._reserve_scores(length + step.rows)
-            table, path = buffers.page_table[slot], buffers.pending.path[slot]
-            tokens = step.tokens[b].contiguous()
-            parents = None if step.parents is None else step.parents[b].contiguous()
-            call = native.Step(
-                chunk=step.is_chunk,
-                pages=self._pages,
-                page=self._page,
-                table=len(table),
-                saved=len(path),
-                page_table=table.data_ptr(),
-                path=path.data_ptr(),
-                parents=None if parents is None else parents.data_ptr(),
-                tap=ctypes.addressof(wanted),
-            )
-            # A chunk is cut into pieces, which makes no difference to a row.
-            for start in range(0, step.rows, native.MAX_ROWS):
-                call.rows = min(native.MAX_ROWS, step.rows - start)
-                call.length = length + start
-                call.pending = pending if start == 0 else 0
-                call.tokens = tokens[start:].data_ptr()
-                call.skipped = min(max(0, skipped - start), call.rows)
-                call.taps = len(taps) if call.skipped < call.rows else 0
-                call.features = features[b, max(0, start - skipped) :].data_ptr() if call.taps else None
-                call.hidden = None if hidden is None else hidden[b, start:].data_ptr()
-                call.logits = None if logits is None else logits[b, start:].data_ptr()
-                wrong = self.library.c.tf_step(
-                    self.library.pool,
-                    self._model,
-                    states,
-                    call,
-                    self._scratch.data_ptr(),
-                    self._scores.data_ptr(),
-                )
-                assert not wrong, f"native step refused with code {wrong}: {call.rows} rows at {call.length}"
-            counts[slot] = 0  # every delta layer has advanced over its path
+        outputs = _Outputs(features, hidden, logits)
+        if step.first is None:
+            for b, slot in enumerate(step.slots.tolist()):
+                rows = step.tokens[b], None if step.parents is None else step.parents[b]
+                self._run_slot(slot, rows, buffers, wanted, outputs.of(b), skipped)
+        else:
+            assert step.parents is not None and not skipped
+            for slot, (begin, end) in zip(step.slots.tolist(), pairwise(step.first.tolist()), strict=True):
+                if end > begin:
+                    rows = step.tokens[0, begin:end], step.parents[0, begin:end]
+                    self._run_slot(slot, rows, buffers, wanted, outputs.of(0, begin), 0)
+        if EMBEDDING_TAP in taps:
+            place = taps.index(EMBEDDING_TAP) * self.spec.width
+            features[..., place : place + self.spec.width] = self.embed(step.tokens[:, skipped:])
         return features
 
+    def _run_slot(
+        self,
+        slot: int,
+        tree: tuple[Tensor, Tensor | None],
+        buffers: Buffers,
+        taps: "ctypes.Array[ctypes.c_int32]",
+        outputs: "_Outputs",
+        skipped: int,
+    ) -> None:
+        """Run the rows of one slot: tokens [T], and parents [T] unless it is a chunk."""
+        tokens, parents = (None if part is None else part.contiguous() for part in tree)
+        assert tokens is not None
+        total, counts = len(tokens), buffers.pending.count.numpy()
+        length, pending = int(buffers.lengths.numpy()[slot]), int(counts[slot])
+        states = self._slot_states(buffers, slot)
+        self._reserve_scores(length + total)
+        table, path = buffers.page_table, buffers.pending.path
+        call = native.Step(
+            chunk=parents is None,
+            pages=self._pages,
+            page=self._page,
+            table=table.shape[1],
+            saved=path.shape[1],
+            page_table=table.data_ptr() + 8 * slot * table.stride(0),
+            path=path.data_ptr() + 8 * slot * path.stride(0),
+            parents=None if parents is None else parents.data_ptr(),
+            tap=ctypes.addressof(taps),
+        )
+        # A chunk is cut into pieces, which makes no difference to a row.
+        for start in range(0, total, native.MAX_ROWS):
+            call.rows = min(native.MAX_ROWS, total - start)
+            call.length = length + start
+            call.pending = pending if start == 0 else 0
+            call.tokens = tokens.data_ptr() + 8 * start
+            call.skipped = min(max(0, skipped - start), call.rows)
+            call.taps = len(taps) if call.skipped < call.rows else 0
+            call.features = _address(outputs.features, max(0, start - skipped)) if call.taps else None
+            call.hidden = None if outputs.hidden is None else _address(outputs.hidden, start)
+            call.logits = None if outputs.logits is None else _address(outputs.logits, start)
+            wrong = self.library.c.tf_step(
+                self.library.pool,
+                self._model,
+                states,
+                call,
+                self._scratch.data_ptr(),
+                self._scores.data_ptr(),
+            )
+            assert not wrong, f"native step refused with code {wrong}: {call.rows} rows at {call.length}"
+        counts[slot] = 0  # every delta layer has advanced over its path
+
     def _reserve_scores(self, span: int) -> None:
-        size = self.library.c.tf_step_scores(self.library.threads, span)
-        if self._scores.numel() < size:
-            self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, 2 * span))
+        if self._span < span:
+            self._span = 2 * span
+            self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, self._span))
 
     def _slot_states(self, buffers: Buffers, slot: int) -> "ctypes.Array[LayerState]":
         """Return pointers to a slot's buffers, made once for each `Buffers`."""
@@ -317,6 +379,11 @@ class NativeDecoder:
         )
 
 
+def _address(x: Tensor, row: int) -> int:
+    """Return the address of a row of x [T, n], contiguous float32."""
+    return x.data_ptr() + 4 * row * x.shape[1]
+
+
 _BIASED = ("attn_q", "attn_k", "attn_v")
 
 
@@ -334,11 +401,14 @@ def _layer_state(layer, slot: int) -> LayerState:
 
 
 def _cache(pool: HeadPool) -> Cache:
-    codes = pool.codes
-    assert codes.stride(3) == 1 and codes.stride(2) == pool.dim and pool.page % 16 == 0, f"{codes.stride()}"
-    return Cache(
-        codes.data_ptr(),
-        codes.stride(0) * codes.itemsize,
-        codes.stride(1) * codes.itemsize,
-        native.CACHE_FORMATS[pool.format.name],
-    )
+    cache = Cache(*_plane(pool.codes), format=native.CACHE_FORMATS[pool.format.name])
+    assert pool.codes.shape[-1] == pool.dim and pool.page % 16 == 0, f"{pool.codes.shape}"
+    if pool.scales is not None:
+        cache.scales, cache.scales_page, cache.scales_head = _plane(pool.scales)
+    return cache
+
+
+def _plane(plane: Tensor) -> tuple[int, int, int]:
+    """Return the address of [pages, heads, tokens, row], and the bytes from page to page and head to head."""
+    assert plane.stride(3) == 1 and plane.stride(2) == plane.shape[3], f"{plane.stride()}"
+    return plane.data_ptr(), plane.stride(0) * plane.itemsize, plane.stride(1) * plane.itemsize

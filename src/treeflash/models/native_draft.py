@@ -22,6 +22,8 @@ def draft_gap(source: TensorSource, spec: DraftSpec) -> str | None:
     """Return why the native library cannot run this draft, in words; None: it can."""
     if (reason := native.unavailable()) is not None:
         return reason
+    if spec.second is not None or spec.markov is not None:
+        return f"the draft is a {'DFlash2' if spec.second else 'DSpark'} draft"
     for name, size in {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}.items():
         if size % 8:
             return f"the draft has a {name} size of {size}, needed a multiple of 8"
@@ -37,6 +39,7 @@ class NativeDraft(DFlashDraft):
 
     def __init__(self, spec: DraftSpec, loader: NativeLoader):
         self.spec, self.device, self.layouts = spec, _CPU, set()
+        self.selector = None
         self._library = loader.library
         self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
         layers = [self._layer(loader, index) for index in range(len(spec.layers))]
@@ -75,12 +78,19 @@ class NativeDraft(DFlashDraft):
                 )
                 assert not wrong, f"native draft refused with code {wrong}: {len(part)} rows"
 
-    def commit(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, count: Tensor) -> None:
+    def commit(
+        self,
+        features: Tensor,
+        slots: Tensor,
+        buffers: DraftBuffers,
+        count: Tensor,
+        after: Tensor | None = None,
+    ) -> None:
         """See DFlashDraft.commit."""
+        first = buffers.lengths[slots] if after is None else buffers.lengths[slots] + after
         for b, rows in enumerate(count.tolist()):
-            own = slots[b : b + 1]
             if rows:
-                self._append(features[b : b + 1, :rows], buffers.lengths[own], own, buffers)
+                self._append(features[b : b + 1, :rows], first[b : b + 1], slots[b : b + 1], buffers)
         buffers.lengths.index_add_(0, slots, count)
 
     def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:

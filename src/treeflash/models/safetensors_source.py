@@ -1,4 +1,4 @@
-"""A DFlash checkpoint in safetensors, with GGUF's tensor names; optionally quantised while loading."""
+"""A DFlash, DFlash2 or DSpark checkpoint in safetensors, with GGUF names; quantised while loading."""
 
 import json
 from collections.abc import Mapping
@@ -23,6 +23,13 @@ _GLOBAL = {
     # Copies of the target's tensors that other tools leave in a checkpoint.
     "embed_tokens.weight": "token_embd.weight",
     "lm_head.weight": "output.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -36,7 +43,10 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
+_BASE_KERNELS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 _TYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
 # A mask that is not a row of the target's embedding.
 _MASK_FILE = "mask_embedding.pt"
@@ -79,9 +89,11 @@ class SafetensorsSource:
             raise UnsupportedModel(
                 f"{self.path}: tensor {name} is of type {dtype}, needed {', '.join(_TYPES)}"
             )
-        if len(shape) not in (1, 2):
+        dimensions = (3,) if "_conv_base" in renamed else (1, 2)
+        if len(shape) not in dimensions:
+            needed = " or ".join(map(str, dimensions))
             raise ModelFileError(
-                f"{self.path}: tensor {name} has shape {list(shape)}, needed 1 or 2 dimensions"
+                f"{self.path}: tensor {name} has shape {list(shape)}, needed {needed} dimensions"
             )
         quant = self._quant
         quantised = quant is not None and len(shape) == 2 and shape[1] % quant.block_elements == 0
@@ -172,6 +184,8 @@ def gguf_name(name: str) -> str | None:
     stem = rest.removesuffix(".weight")
     if name.startswith("layers.") and part.isdecimal() and stem in _LAYER and rest.endswith(".weight"):
         return f"blk.{part}.{_LAYER[stem]}.weight"
+    if name.startswith("layers.") and part.isdecimal() and rest in _BASE_KERNELS:
+        return f"blk.{part}.{_BASE_KERNELS[rest]}.weight"
     return None
 
 
@@ -181,5 +195,8 @@ def checkpoint_name(name: str) -> str:
         if theirs == name:
             return ours
     _, layer, part, _ = name.split(".")
+    for ours, theirs in _BASE_KERNELS.items():
+        if theirs == part:
+            return f"layers.{layer}.{ours}"
     ours = next(ours for ours, theirs in _LAYER.items() if theirs == part)
     return f"layers.{layer}.{ours}.weight"

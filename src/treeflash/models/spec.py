@@ -120,10 +120,12 @@ class ModelSpec:
         heads = keys.count("attention.head_count")
         width = keys.count("embedding_length")
         head_dim = keys.count("attention.key_length", default=width // heads)
+        if not head_dim:
+            raise keys.unsupported("attention.key_length", "a positive number")
         if keys.count("attention.value_length", default=head_dim) != head_dim:
             raise keys.unsupported("attention.value_length", f"the same as attention.key_length ({head_dim})")
         kv_heads = keys.count("attention.head_count_kv", default=heads)
-        if heads % kv_heads:
+        if not kv_heads or heads % kv_heads:
             raise keys.unsupported("attention.head_count_kv", f"a divisor of attention.head_count ({heads})")
         rope_dim = keys.count("rope.dimension_count", default=head_dim)
         if rope_dim > head_dim or rope_dim % 2:
@@ -159,6 +161,15 @@ class ModelSpec:
             delta=_delta(keys) if family.hybrid else None,
             experts=_experts(keys) if family.experts else None,
         )
+
+
+def has_mtp(file: GGUFFile, spec: ModelSpec) -> bool:
+    """Return whether the file has a multi-token-prediction block that can propose tokens."""
+    block = f"blk.{len(spec.layers)}.nextn"
+    # Other families' blocks may have an embedding and a head of their own.
+    own = (f"{block}.embed_tokens.weight", f"{block}.shared_head_head.weight")
+    known = spec.family.hybrid and spec.mtp_layers == 1 and f"{block}.eh_proj.weight" in file.tensors
+    return known and not any(name in file.tensors for name in own)
 
 
 @dataclass(frozen=True, slots=True)

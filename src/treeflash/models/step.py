@@ -1,10 +1,11 @@
 """The rows of one forward pass and the buffers it reads and writes, as plain tensors.
 
-A step holds the same number of rows for each of its sequence slots. The rows of a *tree* continue the
-committed tokens along their parents and change nothing until a commit; a *chunk* is prompt text, each row
-following the one before it, committed at once.
+The rows of a *tree* continue the committed tokens along their parents and change nothing until a commit; a
+*chunk* is prompt text, each row following the one before it, committed at once. A step holds the same number
+of rows for each of its sequence slots, or trees of different sizes as ragged rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.quant_matmul import BUCKETS
+from treeflash.kernels.sampling import RowOwners
 from treeflash.kernels.tree import MAX_ROWS
 
 # Rows of padded steps. A root has its own size: matmuls cost what 8 rows cost, all else less.
@@ -26,11 +28,16 @@ def padded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    slots: Tensor  # [B] int64
-    tokens: Tensor  # [B, T] int64
+    slots: Tensor  # [S] int64
+    tokens: Tensor  # [B, T] int64: B = S, or for ragged rows 1
     positions: Tensor  # [B, T] int64, absolute
     parents: Tensor | None  # [B, T] int64 row of the parent, -1 = the committed text; None for a chunk
     ancestors: Tensor | None  # [B, T] int64, bit j set: row j is this row or above it; None for a chunk
+    # [S + 1] int64: rows first[s] to first[s + 1] - 1 are the tree of the slot s, numbered from 0 in parents
+    # and ancestors; rows from first[S] on are padding, and a slot without rows is nobody's. None: not ragged.
+    first: Tensor | None = None
+    owners: RowOwners | None = None  # of all rows, where they were computed with the rows
+    most: int = MAX_ROWS  # rows of one slot, at most
 
     @property
     def is_chunk(self) -> bool:
@@ -38,6 +45,7 @@ class Step:
 
     @property
     def rows(self) -> int:
+        """Rows of each slot; of a ragged step all rows."""
         return self.tokens.shape[1]
 
     @classmethod
@@ -56,6 +64,28 @@ class Step:
         ancestors = (seen * bits[:, None, :]).sum(-1)
         positions = lengths[:, None] + seen.sum(-1) - 1
         return cls(slots, tokens, positions, parents, ancestors)
+
+    @classmethod
+    def ragged(cls, slots: Tensor, trees: Sequence[tuple[list[int], list[int]]], lengths: Tensor) -> Self:
+        """Return one tree for each of slots [S], given as tokens and parents, after lengths [S] tokens."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        one = [cls.tree(zero, *(torch.tensor([part]) for part in tree), zero) for tree in trees]
+        tokens, depths, parents, ancestors = (
+            torch.cat([getattr(step, name) for step in one], 1).to(slots.device)
+            for name in ("tokens", "positions", "parents", "ancestors")
+        )
+        sizes = torch.tensor([len(tokens) for tokens, _ in trees], device=slots.device)
+        first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        positions = depths + lengths.repeat_interleave(sizes)
+        return cls(slots, tokens, positions, parents, ancestors, first)
+
+    def row_owners(self) -> RowOwners:
+        """Return which slot each row belongs to."""
+        if self.owners is not None:
+            return self.owners
+        sizes = torch.full_like(self.slots, self.rows) if self.first is None else self.first.diff()
+        begins = sizes.cumsum(0) - sizes
+        return RowOwners(self.slots.repeat_interleave(sizes), begins.repeat_interleave(sizes))
 
     def visible(self) -> Tensor:
         """Return [B, T, T] bool: row i attends to row j."""
@@ -108,3 +138,4 @@ class Buffers:
     lengths: Tensor  # [slots] int64 committed tokens
     pending: Pending
     window: int | None = None  # how far back a tree's rows attend; None: the whole context
+    spare_page: int = 0  # where the K and V of padding rows go

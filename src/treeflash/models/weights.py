@@ -39,12 +39,17 @@ class Matrix:
     data: Tensor | PackedWeight
     type: QuantType | None  # None: expanded, or in tiles
 
-    def __call__(self, x: Tensor | PackedRows, *, exact: bool = False) -> Tensor:
+    def __call__(self, x: Tensor | PackedRows, *, exact: bool = False, into: Tensor | None = None) -> Tensor:
         """Return x [..., K] float32 times the weight, transposed: [..., N] float32.
 
         `exact`: the result is not rounded to the weights' type. A matrix in tiles also takes packed rows
-        [M, K] and returns [M, N].
+        [M, K] and returns [M, N]. `into` [rows, N]: the result is in its first rows.
         """
+        if into is not None:
+            rows = x.rows if isinstance(x, PackedRows) else x.numel() // x.shape[-1]
+            if isinstance(self.data, PackedWeight) and isinstance(x, PackedRows):
+                return packed_matmuls(x, [self.data], into[:rows])
+            return into[:rows].copy_(self(x, exact=exact).flatten(0, -2))
         if isinstance(self.data, PackedWeight):
             return _tiled_matmuls(x, [self.data])
         assert isinstance(x, Tensor), "packed rows for a matrix that is not in tiles"

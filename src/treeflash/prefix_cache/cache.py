@@ -16,7 +16,7 @@ from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
 from treeflash.prefix_cache.snapshot import Snapshot, packed
 from treeflash.state.draft_ring import SavedRings
-from treeflash.state.snapshots import SavedPage, SnapshotStore
+from treeflash.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,13 @@ class PrefixUsage:
 class PrefixCacheConfig:
     budget: int = 0  # bytes of host memory for snapshots; 0 disables the cache
     files: SnapshotFiles | None = None  # snapshots on disk, which outlive the process
+    exact: bool = False  # without states that decoding computed
 
 
 class PrefixCache:
     def __init__(self, store: SnapshotStore, config: PrefixCacheConfig):
         self.store, self._budget, self._files = store, config.budget, config.files
+        self._exact = config.exact
         self._snapshots: list[Snapshot] = []
         self._unwritten: list[Snapshot] = []  # inserted since the last `write`
         self._time = 0
@@ -78,6 +80,8 @@ class PrefixCache:
         def usable(each: Snapshot | SnapshotFile) -> bool:
             if each.nbytes > self._budget or not before_last.startswith(each.tokens):
                 return False
+            if self._exact and each.after_answer:
+                return False
             return each.kind == "answer" or each.length in ends
 
         while True:
@@ -97,15 +101,23 @@ class PrefixCache:
         tokens: Sequence[int],
         kind: SnapshotKind,
         draft: Callable[[], SavedRings | None],
+        *,
+        after_answer: bool = False,
     ) -> None:
-        """Take a snapshot of a slot's state after `tokens`, and evict others to stay within the budget."""
+        """Take a snapshot of a slot's state after `tokens`, and evict others to stay within the budget.
+
+        after_answer: decoding computed some of the state, beyond what `kind` says.
+        """
+        after_answer = after_answer or kind == "answer"
+        if self._exact and after_answer:
+            return
         try:
             rings = draft()
             state = self.store.save(slot)
         except MemoryError:
             return self._lower_budget()
         assert state.length == len(tokens)
-        snapshot = Snapshot(packed(tokens), kind, state, rings)
+        snapshot = Snapshot(packed(tokens), kind, state, rings, after_answer)
         if snapshot.nbytes > self._budget:
             self._warn_too_large(snapshot)
         self._add(snapshot)
@@ -115,6 +127,10 @@ class PrefixCache:
     def reserve(self, slot: int, rows: int) -> None:
         """Evict pages that only snapshots hold until the pool has room for `rows` more rows of a slot."""
         self._evict_pages(lambda: self.store.states.shortage(slot, rows))
+
+    def reserve_for(self, slot: int, saved: SavedSequence) -> None:
+        """Evict pages that only snapshots hold until a saved state can be restored to an empty slot."""
+        self._evict_pages(lambda: self.store.shortage(slot, saved))
 
     def _evict_pages(self, shortage: Callable[[], int], *, keep: Snapshot | None = None) -> None:
         """Offload pages, then evict snapshots other than `keep`, until the shortage is 0 or none is left."""
@@ -176,7 +192,7 @@ class PrefixCache:
         self.store.synchronize()
         read = self._files.read(entry, self.store)
         if read is not None:
-            snapshot = Snapshot(entry.tokens, entry.kind, *read)
+            snapshot = Snapshot(entry.tokens, entry.kind, *read, entry.after_answer)
             self._add(snapshot)
             self._evict_to_budget(keep=snapshot)
 

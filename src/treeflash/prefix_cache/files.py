@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BufferedReader
@@ -50,6 +50,7 @@ class SnapshotFile:
     kind: SnapshotKind
     length: int
     nbytes: int
+    after_answer: bool
 
 
 class SnapshotFiles:
@@ -128,7 +129,7 @@ class SnapshotFiles:
                     tokens = file.read(4 * header["length"])
                 if path != self._path(tokens):
                     raise ValueError("its tokens do not match its name")
-                yield SnapshotFile(path, tokens, header["kind"], header["length"], path.stat().st_size)
+                yield _entry(path, tokens, header)
             except _Damage:
                 damaged += 1
         if damaged:
@@ -168,7 +169,8 @@ class SnapshotFiles:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        self._replace(SnapshotFile(path, snapshot.tokens, snapshot.kind, snapshot.length, size))
+        facts = (snapshot.tokens, snapshot.kind, snapshot.length, size, snapshot.after_answer)
+        self._replace(SnapshotFile(path, *facts))
 
     def _warn(self, text: str) -> None:
         """Warn once: the next snapshot will most likely fail for the same reason."""
@@ -209,6 +211,12 @@ class SnapshotFiles:
         self.entries = tuple(each for each in self.entries if each is not entry)
 
 
+def _entry(path: Path, tokens: bytes, header: Mapping[str, Any]) -> SnapshotFile:
+    # A file without the mark is from before it was written.
+    after_answer = header.get("after_answer", True)
+    return SnapshotFile(path, tokens, header["kind"], header["length"], path.stat().st_size, after_answer)
+
+
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
@@ -244,6 +252,7 @@ def _header_of(snapshot: Snapshot, identity: str) -> dict[str, Any]:
     return {
         "identity": identity,
         "kind": snapshot.kind,
+        "after_answer": snapshot.after_answer,
         "length": state.length,
         "folding": state.pending,
         "page": 0 if not state.pages else _size(state.pages[0].host),

@@ -15,6 +15,8 @@ class Snapshot:
     kind: SnapshotKind
     state: SavedSequence
     draft: SavedRings | None
+    # Decoding computed some of it: it differs in the last bits from processing its tokens as a prompt.
+    after_answer: bool = False
     nbytes: int = field(init=False)  # in host memory, full pages not counted
     # For eviction: the time of the last use, and whether a longer snapshot of its kind continues it.
     used: int = field(default=0, init=False)

@@ -40,6 +40,7 @@ def to_request(body: MessagesBody, service: Service) -> TextRequest:
         grammar=options.format_grammar(form, where),
         continue_final=options.continues(messages),
         draft_budget=body.treeflash.budget if body.treeflash else None,
+        compress=options.compression(fields),
     )
 
 
@@ -275,10 +276,12 @@ def _reason(finished: Finished) -> str:
 def _usage(finished: Finished) -> Object:
     stats = finished.stats
     return {
-        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+        "input_tokens": stats.sent_tokens - stats.cached_tokens,
         "cache_read_input_tokens": stats.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": stats.generated_tokens,
         "speculation": outputs.speculation(stats),
         **outputs.approximate(stats),
+        **outputs.reused(stats),
+        **outputs.compression(stats),
     }

@@ -4,7 +4,9 @@ import asyncio
 import functools
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from starlette.exceptions import HTTPException
 import treeflash
 from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
-from treeflash.server import anthropic, chat, completions, responses
+from treeflash.server import anthropic, chat, completions, ollama, responses
 from treeflash.server.bodies import BodyRoute
 from treeflash.server.failures import Failure, failure_of, invalid, unreadable
 from treeflash.server.guard import Guard
@@ -27,6 +29,9 @@ from treeflash.server.schemas import (
     CompletionBody,
     DetokenizeBody,
     MessagesBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
     ResponsesBody,
     TemplateBody,
     TokenizeBody,
@@ -69,13 +74,14 @@ def create_app(
         version=treeflash.__version__,
         docs_url=None,
         redoc_url=None,
-        description="OpenAI and Anthropic protocols for one local model.",
+        description="OpenAI, Anthropic and Ollama protocols for one local model.",
     )
     service = Service(worker, config, model_name)
     app.add_middleware(Guard, config=config)
     app.add_middleware(RefusalLog)
     app.router.route_class = BodyRoute
     _generation(app, service)
+    _ollama(app, service, facts)
     _text(app, service)
     _about(app, service, metrics, facts)
     _pages(app)
@@ -151,6 +157,42 @@ def _generation(app: FastAPI, service: Service) -> None:
         return {"input_tokens": len(ids)}
 
 
+def _ollama(app: FastAPI, service: Service, facts: Callable[[], Mapping[str, Any]]) -> None:
+    about = ollama.About(service, facts)
+
+    @_post(app, "/api/chat", "Ollama")
+    async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
+        writer = ollama.OllamaWriter(service, body.model or service.model_name, chat=True)
+        requests = [ollama.chat_request(body, service)]
+        return await service.respond(request, requests, writer, stream=body.stream, media_type=ollama.LINES)
+
+    @_post(app, "/api/generate", "Ollama")
+    async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
+        model = body.model or service.model_name
+        if not body.prompt:
+            return JSONResponse(ollama.loaded(model))
+        writer = ollama.OllamaWriter(service, model, chat=False)
+        requests = [ollama.generate_request(body, service)]
+        return await service.respond(request, requests, writer, stream=body.stream, media_type=ollama.LINES)
+
+    @_post(app, "/api/show", "Ollama")
+    async def ollama_show(body: OllamaShowBody) -> dict[str, Any]:
+        """Describe the loaded model, under any name."""
+        return about.show()
+
+    @_get(app, "/api/tags", "Ollama")
+    async def ollama_tags() -> dict[str, Any]:
+        return about.models()
+
+    @_get(app, "/api/ps", "Ollama")
+    async def ollama_ps() -> dict[str, Any]:
+        return about.models()
+
+    @_get(app, "/api/version", "Ollama")
+    async def ollama_version() -> dict[str, Any]:
+        return {"version": treeflash.__version__}
+
+
 def _text(app: FastAPI, service: Service) -> None:
     @_post(app, "/tokenize", "Text")
     async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
@@ -189,6 +231,7 @@ def _text(app: FastAPI, service: Service) -> None:
 
 def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[], Mapping[str, Any]]) -> None:
     worker = service.worker
+    started = time.time()
 
     @_get(app, "/health", "Server")
     async def health() -> Response:
@@ -200,11 +243,11 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
         return {
             "id": id,
             "object": "model",
-            "created": 0,
+            "created": int(started),
             "owned_by": "treeflash",
             "type": "model",
             "display_name": id,
-            "created_at": "1970-01-01T00:00:00Z",
+            "created_at": datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "max_model_len": service.session.max_ctx if worker.state is State.ready else None,
         }
 

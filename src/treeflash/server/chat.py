@@ -63,6 +63,7 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
         continue_final=continues(body),
         template_options=template_options,
         draft_budget=body.treeflash.budget if body.treeflash else None,
+        compress=options.compression(fields),
         trees=bool(body.stream and body.treeflash and body.treeflash.trees),
     )
     return [replace(request, sampling=each) for each in options.choice_params(request.sampling, body.n or 1)]
@@ -289,7 +290,7 @@ def usage_of(found: list[GeneratedOutput], copies: int) -> Object:
     if not stats:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     prompts = stats[::copies]
-    prompt = sum(each.prompt_tokens for each in prompts)
+    prompt = sum(each.sent_tokens for each in prompts)
     completion = sum(each.generated_tokens for each in stats)
     return {
         "prompt_tokens": prompt,
@@ -299,4 +300,6 @@ def usage_of(found: list[GeneratedOutput], copies: int) -> Object:
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
         "speculation": outputs.speculation(*stats),
         **outputs.approximate(*stats),
+        **outputs.reused(*stats),
+        **outputs.compression(*prompts),
     }

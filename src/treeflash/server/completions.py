@@ -55,6 +55,7 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
             ignore_eos=ends.ignore_eos,
             grammar=grammar,
             draft_budget=body.treeflash.budget if body.treeflash else None,
+            compress=options.compression(fields),
         )
         for prompt in prompts
         for each in options.choice_params(params, count)

@@ -35,7 +35,12 @@ class Failure:
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the error object of the protocol that `path` belongs to."""
+        if path.startswith("/api/"):
+            return self.ollama()
         return self.anthropic() if path.removeprefix("/v1").startswith("/messages") else self.openai()
+
+    def ollama(self) -> dict[str, Any]:
+        return {"error": self.message}
 
     def openai(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"

@@ -71,5 +71,5 @@ class Metrics:
         for what, value in prefix_cache.items():
             self._prefix_cache.labels(what).set(value)
         self._waiting.set(worker.waiting)
-        self._running.set(int(worker.running))
+        self._running.set(worker.running)
         return generate_latest(self._registry)

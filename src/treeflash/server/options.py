@@ -9,7 +9,7 @@ from typing import Any
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import UsageError
 from treeflash.server.schemas import Object
-from treeflash.session.requests import Grammar
+from treeflash.session.requests import CompressOptions, Grammar
 
 # Reasoning budget in tokens; None: no limit.
 EFFORTS: Mapping[str, int | None] = {
@@ -264,6 +264,42 @@ def reject_constraints(extras: Mapping[str, Any], instead: str) -> None:
         if extras.get(name):
             hint = f"; use {instead}" if name in _GRAMMARS else ""
             raise UsageError(f"{name} is set, which is not a field of this route{hint}", param=name)
+
+
+def compression(fields: Mapping[str, Any]) -> CompressOptions | None:
+    """Return the request's own settings of compression: a switch, a mode, or an object."""
+    given = fields.get("compress")
+    if given is None:
+        return None
+    if isinstance(given, bool):
+        given = {"mode": "on" if given else "off"}
+    elif isinstance(given, str):
+        given = {"mode": given}
+    for name in given:
+        if name not in ("mode", "above", "to", "query", "keep"):
+            raise UsageError(
+                f"compress has the key {name!r}; needs mode, above, to, query or keep",
+                param=f"compress.{name}",
+            )
+    mode, query, keep = given.get("mode"), given.get("query", ""), given.get("keep", [])
+    if mode not in (None, "off", "auto", "on"):
+        raise UsageError(f"compress.mode is {mode!r}; needs off, auto or on", param="compress.mode")
+    if not isinstance(query, str):
+        raise UsageError(f"compress.query is {query!r}; needs a string", param="compress.query")
+    if not isinstance(keep, list) or not all(isinstance(each, str | int) for each in keep):
+        raise UsageError(
+            f"compress.keep is {keep!r}; needs a list of texts or numbers of messages", param="compress.keep"
+        )
+    above, to = (_amount(given.get(name), f"compress.{name}") for name in ("above", "to"))
+    return CompressOptions(mode, None if above is None else int(above), to, query, tuple(keep))
+
+
+def _amount(value: Any, field: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 30:
+        raise UsageError(f"{field} is {value!r}; needs a number above 0", param=field)
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

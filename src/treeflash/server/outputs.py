@@ -96,6 +96,17 @@ def approximate(*outputs: RequestStats) -> dict[str, Any]:
     return {"approximate": list(named)} if named else {}
 
 
+def compression(*prompts: RequestStats) -> dict[str, Any]:
+    """Return what compression did to the last of the prompts; empty where it was not asked for."""
+    found = prompts[-1].compression_dict() if prompts else {}
+    return {"compression": found} if found else {}
+
+
+def reused(*outputs: RequestStats) -> dict[str, Any]:
+    """Return whether the cached prefix was computed while an answer was written; empty if not."""
+    return {"cached_after_answer": True} if any(stats.cached_after_answer for stats in outputs) else {}
+
+
 def statistics(stats: RequestStats) -> dict[str, Any]:
     return stats.as_dict() | {"tok_s": stats.decode_tok_s}
 

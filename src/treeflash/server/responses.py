@@ -55,6 +55,7 @@ def to_request(body: ResponsesBody, service: Service) -> TextRequest:
         thinking_budget=thinking.budget,
         grammar=options.format_grammar(form, "text.format"),
         draft_budget=body.treeflash.budget if body.treeflash else None,
+        compress=options.compression(fields),
     )
 
 
@@ -385,13 +386,15 @@ class ResponsesWriter:
         if finished is not None:
             stats = finished.stats
             response["usage"] = {
-                "input_tokens": stats.prompt_tokens,
+                "input_tokens": stats.sent_tokens,
                 "input_tokens_details": {"cached_tokens": stats.cached_tokens},
                 "output_tokens": stats.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
-                "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+                "total_tokens": stats.sent_tokens + stats.generated_tokens,
                 "speculation": outputs.speculation(stats),
                 **outputs.approximate(stats),
+                **outputs.reused(stats),
+                **outputs.compression(stats),
             }
         return response
 

@@ -53,6 +53,9 @@ def _check(value: Any, name: str, depth: int) -> None:
             _check(each, name, depth - 1)
 
 
+COMPRESS = "Read less of a long prompt: off, auto, on, or an object with mode, above, to, query and keep."
+
+
 class Extension(Body):
     """TreeFlash's additions to a protocol, under the name `treeflash`."""
 
@@ -93,6 +96,7 @@ class SamplingBody(Body):
     guided_grammar: str | None = Field(None, description="vLLM: a GBNF or Lark grammar of the text.")
     timings: bool | None = Field(None, description="Return llama.cpp's timings object.")
     timings_per_token: bool | None = Field(None, description="The same, by llama.cpp's name.")
+    compress: bool | str | Object | None = Field(None, description=COMPRESS)
     treeflash: Extension | None = None
 
 
@@ -145,6 +149,7 @@ class ResponsesBody(Body):
     background: bool | None = None
     conversation: str | Object | None = None
     prompt: Object | None = None
+    compress: bool | str | Object | None = Field(None, description=COMPRESS)
     treeflash: Extension | None = None
 
 
@@ -163,6 +168,7 @@ class MessagesBody(Body):
     thinking: Object | None = None
     output_config: Object | None = None
     output_format: Object | None = None
+    compress: bool | str | Object | None = Field(None, description=COMPRESS)
     treeflash: Extension | None = None
 
 
@@ -186,3 +192,49 @@ class TemplateBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
+
+
+class OllamaOptions(Body):
+    """What Ollama calls options; others of its options belong to loading and are ignored."""
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repeat_penalty: Number | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    num_predict: int | None = Field(None, description="Most tokens; -1: no limit.")
+
+
+class OllamaBody(Body):
+    """Fields that Ollama's chat and generate share."""
+
+    model: str | None = None
+    stream: bool = True
+    options: OllamaOptions = OllamaOptions()
+    format: str | Object | None = Field(None, description="json, or a JSON schema.")
+    think: bool | str | None = None
+    compress: bool | str | Object | None = Field(None, description=COMPRESS)
+
+
+class OllamaChatBody(OllamaBody):
+    messages: list[Object]
+    tools: list[Object] | None = None
+
+
+class OllamaGenerateBody(OllamaBody):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[str] | None = None
+
+
+class OllamaShowBody(Body):
+    model: str | None = None
+    name: str | None = Field(None, description="The old name of model.")

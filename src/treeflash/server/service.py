@@ -60,7 +60,7 @@ class Service:
         return f"treeflash-{treeflash.__version__}-{self.model_name}"
 
     def defaults(self, thinking: bool | None) -> SamplingParams:
-        return self.session.sampling_for(thinking)
+        return replace(self.session.sampling_for(thinking), **dict(self.config.sampling))
 
     def sampling_facts(self) -> dict[str, Any]:
         """Return the sampling defaults, for /props."""
@@ -77,12 +77,22 @@ class Service:
     async def _checked(self, request: Request, given: list[TextRequest]) -> list[TextRequest]:
         """Return the requests with their prompts encoded, in a thread."""
         with _until_gone() as gone:
-            given = [replace(each, cancelled=gone.is_set) for each in given]
+            limit = self.config.max_tokens
+            given = [
+                replace(each, cancelled=gone.is_set, max_tokens=each.max_tokens or limit) for each in given
+            ]
             return await unless_gone(request, asyncio.to_thread(_checked_requests, self.session, given))
 
     async def respond(
-        self, request: Request, requests: list[TextRequest], writer: Writer, *, stream: bool | None
+        self,
+        request: Request,
+        requests: list[TextRequest],
+        writer: Writer,
+        *,
+        stream: bool | None,
+        media_type: str | None = None,
     ) -> Response:
+        """Run the requests and answer as `writer` writes; media_type: of a stream that is not SSE."""
         request_id = f"req_{secrets.token_hex(8)}"
         headers = {"x-request-id": request_id, "request-id": request_id}
         self.worker.check_room()
@@ -101,6 +111,8 @@ class Service:
         except BaseException:
             job.cancel()
             raise
+        if media_type is not None:
+            headers["content-type"] = media_type
         return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treeflash.engine.events import Progress
+from treeflash.compress.compressor import Compressed
+from treeflash.engine.events import Failed, Progress
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
 from treeflash.engine.stats import RequestStats
 from treeflash.prefix_cache.boundaries import SnapshotKind
@@ -12,6 +13,8 @@ from treeflash.text.grammar import Grammar
 from treeflash.text.tools import Tool
 
 __all__ = [
+    "CompressOptions",
+    "Failed",
     "Finished",
     "Grammar",
     "Progress",
@@ -33,6 +36,18 @@ class Prompt:
     boundaries: dict[int, SnapshotKind]  # how many ids precede each turn
     reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
     tools: list[Tool]  # the answer may call these
+    compressed: Compressed | None = None  # what compression did; None: it was not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class CompressOptions:
+    """A request's own settings of compression; None: as configured."""
+
+    mode: Literal["off", "auto", "on"] | None = None  # None: on, since the request asks for it
+    above: int | None = None
+    to: float | None = None
+    query: str = ""  # what is asked of the text; empty: the conversation says it
+    keep: tuple[str | int, ...] = ()  # texts, and numbers of messages, that are not left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +72,7 @@ class TextRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables
     draft_budget: int | None = None  # most nodes of a tree; 0: plain decoding; None: as configured
     trees: bool = False  # report every step's tree
+    compress: CompressOptions | None = None  # None: as configured
     cancelled: Callable[[], bool] = lambda: False
     encoded: Prompt | None = None  # from `Session.check`
 

@@ -15,9 +15,19 @@ from treeflash.engine.stats import RequestStats
 from treeflash.errors import Cancelled
 from treeflash.hub.catalog import Card
 from treeflash.memory.planner import MemoryPlan
+from treeflash.session.compression import Compression, PromptCompression
 from treeflash.session.output import OutputStream
 from treeflash.session.prompts import Prompts
-from treeflash.session.requests import Finished, Prompt, Reasoning, SessionEvent, Text, TextRequest, TreeStep
+from treeflash.session.requests import (
+    Failed,
+    Finished,
+    Prompt,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TextRequest,
+    TreeStep,
+)
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import EncodeLimit, Tokenizer
 
@@ -35,6 +45,7 @@ class Session:
         card: Card | None = None,
         file_sampling: SamplingParams | None = None,
         save_costs: Callable[[], None] = lambda: None,
+        compression: Compression | None = None,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -44,6 +55,9 @@ class Session:
         self._file_sampling = file_sampling or SamplingParams()
         self._save_costs = save_costs
         self._prompts = Prompts(tokenizer, template)
+        self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
+        self._generations: dict[Sequence, TextGeneration] = {}
+        self._undelivered: list[tuple[Generation, SessionEvent | Failed]] = []  # before the next step
 
     @property
     def max_ctx(self) -> int:
@@ -59,6 +73,11 @@ class Session:
         thinks = self.card.thinking if thinking is None else thinking
         return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
 
+    @property
+    def compresses(self) -> bool:
+        """Return whether long prompts are compressed where a request does not say."""
+        return self._compression.by_default
+
     def encode(self, request: TextRequest) -> list[int]:
         """Return the prompt's token ids; raises if the template refuses the messages."""
         return self._prompts.encode(request, self._limit(request, stops_at_tokens=False)).ids
@@ -68,30 +87,128 @@ class Session:
 
         It can run in another thread than `generate`.
         """
-        prompt = self._prompts.encode(request, self._limit(request))
-        self.engine.check(self._engine_request(request, prompt, self._prompts.output(request, prompt)))
-        return replace(request, encoded=prompt)
+        if self._compression.deferred(request):
+            return request
+        request = self.prepare(request)
+        assert request.encoded is not None
+        output = self._prompts.output(request, request.encoded)
+        self.engine.check(self._engine_request(request, request.encoded, output))
+        return request
+
+    def prepare(self, request: TextRequest) -> TextRequest:
+        """Return the request with its encoded prompt, compressed if that is wanted."""
+        return replace(request, encoded=self._compression.encode(request, self._limit(request)))
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
+        generation = self.begin(request)
         try:
-            prompt = request.encoded or self._prompts.encode(request, self._limit(request))
-        except Cancelled:
-            yield Finished(reason="cancelled", tokens=[], stats=RequestStats(0))
-            return
-        output = self._prompts.output(request, prompt)
-        sequence = self.engine.add(self._engine_request(request, prompt, output))
-        generation = _Generation(self.engine, sequence, output, self._show)
-        try:
-            while not sequence.finished:
-                if request.cancelled():
-                    yield from generation.events([self.engine.cancel(sequence)])
-                else:
-                    step = self.engine.step()
-                    yield from generation.events([event for owner, event in step if owner is sequence])
+            ended = False
+            while not ended:
+                for event in [event for owner, event in self.step() if owner is generation]:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    yield event
+                    ended = isinstance(event, Finished)
         finally:
-            self.engine.release(sequence)
+            self.end(generation)
             self._save_costs()
+
+    @property
+    def parallel(self) -> int:
+        """Return how many requests run at once, at most."""
+        return self.engine.slots
+
+    @property
+    def running(self) -> int:
+        """Return how many requests have a slot."""
+        return self.engine.running
+
+    @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do."""
+        return self.engine.idle and not self._undelivered
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of work that later requests will profit from; return whether there was any."""
+        return self.engine.use_idle_time()
+
+    def begin(self, request: TextRequest, *, beside: "Generation | None" = None) -> "Generation":
+        """Queue a request, which `step` runs; raise if it cannot run.
+
+        beside: a generation that may have the same prompt, which is then processed only once.
+        """
+        try:
+            prompt = request.encoded or _prompt_of(beside, request) or self.prepare(request).encoded
+        except Cancelled:
+            generation = Generation(request)
+            self._undelivered.append((generation, generation.cancelled_before()))
+            return generation
+        assert prompt is not None
+        output = self._prompts.output(request, prompt)
+        leader = beside.sequence if isinstance(beside, TextGeneration) else None
+        sequence = self.engine.add(self._engine_request(request, prompt, output), leader=leader)
+        if prompt.compressed is not None:
+            sequence.stats.compressed(prompt.compressed.report)
+        generation = self._generations[sequence] = TextGeneration(
+            replace(request, encoded=prompt), self.engine, sequence, output, self._show
+        )
+        return generation
+
+    def step(self) -> list[tuple["Generation", SessionEvent | Failed]]:
+        """Run one step of the engine; return what it brought to whom, the end of a request included.
+
+        What fails is the request that the failing work was for. All others go on.
+        """
+        events, self._undelivered = self._undelivered, []
+        for generation in self._running():
+            if generation.request.cancelled():
+                events += self._text(generation, [self.engine.cancel(generation.sequence)])
+        try:
+            step = self.engine.step()
+        except Exception as error:
+            owners = [self._generations[each] for each in self.engine.working if each in self._generations]
+            if not owners:
+                raise
+            return [*events, *(self._failed(generation, error) for generation in owners)]
+        by_owner: dict[Sequence, list[Event]] = {}
+        for sequence, event in step:
+            by_owner.setdefault(sequence, []).append(event)
+        for sequence, found in by_owner.items():
+            if sequence in self._generations:
+                events += self._text(self._generations[sequence], found)
+        if self.engine.idle:
+            self._save_costs()
+        return events
+
+    def end(self, generation: "Generation") -> None:
+        """Free what a generation holds, wherever it is. Idempotent."""
+        generation.ended = True
+        if isinstance(generation, TextGeneration):
+            self._generations.pop(generation.sequence, None)
+            self.engine.release(generation.sequence)
+
+    def _running(self) -> list["TextGeneration"]:
+        return [each for each in self._generations.values() if not each.ended]
+
+    def _text(
+        self, generation: "TextGeneration", step: list[Event]
+    ) -> list[tuple["Generation", SessionEvent | Failed]]:
+        """Return a generation's events of one engine step; an error of its text is its own."""
+        found: list[tuple[Generation, SessionEvent | Failed]] = []
+        try:
+            for event in generation.events(step):
+                found.append((generation, event))
+        except Exception as error:
+            return [*found, self._failed(generation, error)]
+        if generation.ended:
+            # The engine releases it at its next step, after its reader has the end of the text.
+            self._generations.pop(generation.sequence, None)
+        return found
+
+    def _failed(self, generation: "TextGeneration", error: Exception) -> tuple["Generation", Failed]:
+        self.end(generation)
+        return generation, Failed(error)
 
     def _limit(self, request: TextRequest, *, stops_at_tokens: bool = True) -> EncodeLimit:
         raisable = self.engine.max_ctx_raisable
@@ -119,17 +236,40 @@ class Session:
         return TreeStep(texts, tree.parents, tree.accepted, 1000 * tree.draft_s, 1000 * tree.step_s)
 
 
-class _Generation:
+def _prompt_of(beside: "Generation | None", request: TextRequest) -> Prompt | None:
+    """Return the prompt of a generation that the request is another choice of."""
+    if beside is None or beside.request.messages is not request.messages:
+        return None
+    return beside.request.encoded if beside.request.prompt is request.prompt else None
+
+
+class Generation:
+    """A request that was begun."""
+
+    def __init__(self, request: TextRequest):
+        self.request = request
+        self.ended = False
+
+    def cancelled_before(self) -> Finished:
+        """End a request that was cancelled while its prompt was encoded."""
+        self.ended = True
+        return Finished(reason="cancelled", tokens=[], stats=RequestStats(0))
+
+
+class TextGeneration(Generation):
     """One request's engine events turned into session events."""
 
     def __init__(
         self,
+        request: TextRequest,
         engine: Engine,
         sequence: Sequence,
         output: OutputStream,
         show: Callable[[VerifiedTree], TreeStep],
     ):
-        self._engine, self._sequence, self._output, self._show = engine, sequence, output, show
+        super().__init__(request)
+        self.sequence = sequence
+        self._engine, self._output, self._show = engine, output, show
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sequence.sampling.logprobs is None else []
         self._pending: list[TokenLogprob] | None = None  # since the last piece of text
@@ -148,7 +288,10 @@ class _Generation:
                         self._logprobs += logprobs or []
                         self._pending = (self._pending or []) + (logprobs or [])
                     yield from self._text()
+                case Failed(error):
+                    raise error
                 case Done():
+                    self.ended = True
                     self._output.finish(whole=event.reason == "stop")
                     yield from self._text()
                     yield self._finished(event)
@@ -162,7 +305,7 @@ class _Generation:
         logprobs = None if tokens.logprobs is None else tokens.logprobs[:keep]
         before = [event.cut(keep) if isinstance(event, VerifiedTree) else event for event in step]
         before = [event for event in before if not isinstance(event, Tokens | Done)]
-        return [*before, Tokens(tokens.ids[:keep], logprobs), self._engine.stop(self._sequence, keep=keep)]
+        return [*before, Tokens(tokens.ids[:keep], logprobs), self._engine.stop(self.sequence, keep=keep)]
 
     def _text(self) -> Iterator[SessionEvent]:
         for piece in self._output.take(self._pending):
@@ -172,6 +315,8 @@ class _Generation:
 
     def _finished(self, done: Done) -> Finished:
         stats = done.stats
+        if stats.compression is not None and stats.compression.reason:
+            stats.notes = [*stats.notes, f"The prompt was not compressed: {stats.compression.reason}."]
         stats.reasoning_tokens = min(self._output.reasoning_tokens, len(self._tokens))
         called = done.reason == "stop" and self._output.called
         return Finished(

@@ -1,7 +1,7 @@
-"""The worker thread that owns a session and runs requests first in, first out.
+"""The worker thread that owns a session and runs requests, first come, first served, several at once.
 
-Jobs are created and read in an asyncio loop; the thread produces their events. An error fails only
-its own job.
+Jobs are created and read in an asyncio loop; the thread produces their events, one step of the engine after
+the other. An error fails only its own job.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 from treeflash.engine.sampler import SamplingParams
 from treeflash.errors import QueueFull, ResourceError, TreeFlashError, Unavailable
-from treeflash.session.requests import Finished, Progress, SessionEvent, TextRequest
+from treeflash.session.requests import Failed, Finished, Progress, SessionEvent, TextRequest
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,16 @@ class TextSession(Protocol):
     def sampling_for(self, thinking: bool | None) -> SamplingParams: ...
     def encode(self, request: TextRequest) -> list[int]: ...
     def check(self, request: TextRequest) -> TextRequest: ...
-    def generate(self, request: TextRequest) -> Iterator[SessionEvent]: ...
+    @property
+    def parallel(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def idle(self) -> bool: ...
+    def begin(self, request: TextRequest, *, beside: Any = None) -> Any: ...
+    def step(self) -> list[tuple[Any, SessionEvent | Failed]]: ...
+    def end(self, generation: Any) -> None: ...
+    def use_idle_time(self) -> bool: ...
 
 
 Loader = Callable[[Callable[[int, int], None]], TextSession]
@@ -60,7 +69,7 @@ class RequestResult:
 
 
 class Job:
-    """Requests that run one after the other and occupy one position in the queue."""
+    """Requests that occupy one position in the queue and run side by side as far as there is room."""
 
     def __init__(self, requests: Sequence[TextRequest], label: str, dequeue: Callable[["Job"], None]):
         self.requests = [replace(request, cancelled=self._is_cancelled) for request in requests]
@@ -68,6 +77,9 @@ class Job:
         self.ahead = 0  # jobs before this one when it was queued
         self.progress: Progress | None = None
         self.queued_at = time.perf_counter()
+        self.begun = 0  # requests
+        self.live = 0  # requests begun that have not ended
+        self.first: Any = None  # the first request's generation
         self._dequeue = dequeue
         self._cancelled = False
         self._loop = asyncio.get_running_loop()
@@ -108,6 +120,10 @@ class Job:
             self._cancelled = True
             self._dequeue(self)
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
     def _is_cancelled(self) -> bool:
         return self._cancelled
 
@@ -118,6 +134,8 @@ class Job:
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
+        if self._ended:
+            return
         self._error, self._ended = error, True
         self._signalled = False
         self._wake()
@@ -128,6 +146,15 @@ class Job:
             # The loop is closed: nobody reads the events.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wakeup.set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request that was handed to the session."""
+
+    job: Job
+    index: int
+    started: float
 
 
 class EngineWorker:
@@ -143,8 +170,8 @@ class EngineWorker:
         self._max_queue = max_queue
         self._notify = ended
         self._session: TextSession | None = None
-        self._waiting: deque[Job] = deque()
-        self._current: Job | None = None
+        self._waiting: deque[Job] = deque()  # with requests that have not begun
+        self._running: dict[Any, _Running] = {}  # by generation
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self.state = State.loading
@@ -171,11 +198,14 @@ class EngineWorker:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        """Jobs in the queue, and requests that wait for memory."""
+        return len(self._waiting) + max(0, len(self._running) - self.running)
 
     @property
-    def running(self) -> bool:
-        return self._current is not None
+    def running(self) -> int:
+        """Requests that are being processed."""
+        session, begun = self._session, len(self._running)
+        return min(begun, session.running) if session is not None else 0
 
     def check_room(self) -> None:
         """Raise Unavailable unless a job could be queued."""
@@ -191,7 +221,7 @@ class EngineWorker:
         with self._changed:
             self.check_room()
             job = Job(requests, label, self._drop)
-            job.ahead = len(self._waiting) + (self._current is not None)
+            job.ahead = max(0, len(self._waiting) + len(self._running) + 1 - self.session.parallel)
             self._waiting.append(job)
             self._changed.notify()
         return job
@@ -201,13 +231,13 @@ class EngineWorker:
             if job not in self._waiting:
                 return
             self._waiting.remove(job)
-        # Only a shutdown cancels a job that still has a reader.
-        job.end(Unavailable("the server is stopping", retry_after_s=10))
+            if job.live:
+                return
+        job.end(_stopping())
 
     def cancel_all(self) -> None:
-        for job in [*self._waiting, self._current]:
-            if job is not None:
-                job.cancel()
+        for job in [*self._waiting, *(each.job for each in list(self._running.values()))]:
+            job.cancel()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Accept no more requests, cancel all jobs and release the session."""
@@ -225,7 +255,8 @@ class EngineWorker:
             "status": "ok" if self.state is State.ready else str(self.state),
             "progress": 1.0 if self.state is State.ready else done / total if total else 0.0,
             "waiting": self.waiting,
-            "running": int(self.running),
+            "running": self.running,
+            "parallel": self._session.parallel if self._session is not None else 0,
             "max_queue": self._max_queue,
         }
 
@@ -241,56 +272,101 @@ class EngineWorker:
             if self.state is State.loading:
                 self.state = State.ready
         self.ready.set()
-        while (job := self._next()) is not None:
-            self._run(job)
+        while self._has_work():
+            self._begin_requests()
+            self._step()
         self._session = None
 
     def _on_load(self, done: int, total: int) -> None:
         self.loaded = (done, total)
 
-    def _next(self) -> Job | None:
-        with self._changed:
-            self._current = None
-            self._changed.wait_for(lambda: self._waiting or self.state is not State.ready)
-            if self.state is not State.ready:
-                return None
-            self._current = self._waiting.popleft()
-            return self._current
-
-    def _run(self, job: Job) -> None:
+    def _has_work(self) -> bool:
+        """Wait until there is something to do; False: the thread ends."""
         assert self._session is not None
-        for index, request in enumerate(job.requests):
-            if request.cancelled():
-                return job.end(Unavailable("the server is stopping", retry_after_s=10))
-            started = time.perf_counter()
-            finished, error = None, None
+        if self.state is State.ready and (self._waiting or not self._session.idle):
+            return True
+        while self._session.idle and not self._waiting and self._session.use_idle_time():
+            pass
+        with self._changed:
+            if self._session.idle:
+                self._changed.wait_for(lambda: self._waiting or self.state is not State.ready)
+        return self.state is State.ready or (self.state is State.stopping and not self._session.idle)
+
+    def _begin_requests(self) -> None:
+        """Hand requests to the session, in order, while it has room."""
+        assert self._session is not None
+        while len(self._running) < self._session.parallel:
+            with self._changed:
+                if not self._waiting or self.state is not State.ready:
+                    return
+                job = self._waiting[0]
+                index, job.begun, job.live = job.begun, job.begun + 1, job.live + 1
+                if job.begun == len(job.requests):
+                    self._waiting.popleft()
+            running = _Running(job, index, time.perf_counter())
             try:
-                for event in self._session.generate(request):
-                    if isinstance(event, Finished):
-                        finished = event
-                    job.put(index, event)
-            except Exception as caught:
-                error = _translated(caught)
-            now = time.perf_counter()
-            try:
-                self._notify(job, RequestResult(finished, error, started - job.queued_at, now - started))
-            except Exception:
-                log.exception("the result of %s could not be recorded", job.label)
-            if error is not None:
-                if _device_lost(error):
-                    self._give_up(error)
-                return job.end(error)
-        job.end()
+                generation = self._session.begin(job.requests[index], beside=job.first)
+            except Exception as error:
+                self._end(running, None, _translated(error))
+                continue
+            job.first = job.first or generation
+            self._running[generation] = running
+
+    def _step(self) -> None:
+        assert self._session is not None
+        try:
+            events = self._session.step()
+        except Exception as error:
+            events = [(generation, Failed(error)) for generation in self._running]
+            if not events:
+                log.error("the engine failed after a request", exc_info=error)
+            for generation in self._running:
+                self._session.end(generation)
+        for generation, event in events:
+            running = self._running.get(generation)
+            if running is None:
+                continue
+            if isinstance(event, Failed):
+                del self._running[generation]
+                self._end(running, None, _translated(event.error))
+                continue
+            running.job.put(running.index, event)
+            if isinstance(event, Finished):
+                del self._running[generation]
+                self._end(running, event, None)
+
+    def _end(self, running: _Running, finished: Finished | None, error: Exception | None) -> None:
+        """Record the end of a request; the last one, or an error, ends its job."""
+        job, now = running.job, time.perf_counter()
+        waited = running.started - job.queued_at
+        try:
+            self._notify(job, RequestResult(finished, error, waited, now - running.started))
+        except Exception:
+            log.exception("the result of %s could not be recorded", job.label)
+        job.live -= 1
+        if error is not None:
+            job.end(error)
+            job.cancel()
+            if _device_lost(error):
+                self._give_up(error)
+        elif not job.live and (job.begun == len(job.requests) or job not in self._waiting):
+            job.end(None if job.begun == len(job.requests) else _stopping())
 
     def _give_up(self, error: Exception) -> None:
-        """Fail the waiting jobs and accept no more: the process can no longer use its device."""
+        """Fail all other jobs and accept no more: the process can no longer use its device."""
         with self._changed:
             self.failure, self.state = error, State.failed
             self._failure_reason = "the GPU failed; start the server again"
-            waiting = list(self._waiting)
+            jobs = [*self._waiting, *(each.job for each in self._running.values())]
             self._waiting.clear()
-        for job in waiting:
+            self._running.clear()
+        for job in jobs:
             job.end(Unavailable(f"{self._failure_reason}: {error}", retry_after_s=60))
+
+
+def _stopping() -> Unavailable:
+    """Return the error for the reader of a cancelled job: only a shutdown cancels one that has a reader."""
+    return Unavailable("the server is stopping", retry_after_s=10)
 
 
 def _device_lost(error: Exception) -> bool:

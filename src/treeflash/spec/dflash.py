@@ -1,9 +1,11 @@
 """The DFlash draft as a proposer: its KV ring, the target's embedding and head, and the draft call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,15 +14,16 @@ from treeflash.models.decoder import Target
 from treeflash.models.dflash import DFlashDraft, DraftBuffers
 from treeflash.spec.drafter import Rank
 from treeflash.spec.policy import LEADING, Calibration
-from treeflash.spec.tree import Proposal, Tree, build_tree
+from treeflash.spec.tree import Proposal, Tree, build_trees
 from treeflash.state.draft_ring import SavedRings, restore_rings, save_rings
 from treeflash.state.graphs import CapturedFunction
 
 _FLUSH = 64  # rows of features that wait for a proposal, at most
+_GROUPS = (1, 2, 4)  # sequences of a call at a time
 
 
 class DraftModel(Protocol):
-    """A draft with its state of one sequence."""
+    """A draft with its state of every sequence."""
 
     @property
     def depth(self) -> int:
@@ -31,14 +34,19 @@ class DraftModel(Protocol):
     def taps(self) -> tuple[int, ...]: ...
     @property
     def context_length(self) -> int: ...
-    def begin(self) -> None: ...
-    def append(self, features: Tensor, *, skipped: int = 0) -> None: ...
-    def commit(self, features: Tensor, count: Tensor) -> None: ...
-    def rollback(self, count: int) -> None: ...
-    def flush(self) -> None: ...
-    def candidates(self, anchor: Tensor, rank: Rank, count: int) -> Proposal: ...
-    def save(self) -> SavedRings | None: ...
-    def restore(self, saved: SavedRings) -> None: ...
+    def begin(self, slot: int) -> None: ...
+    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None: ...
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
+    def rollback(self, slot: int, count: int) -> None: ...
+    def flush(self, slot: int) -> None: ...
+    def candidates(
+        self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
+    ) -> Proposal:
+        """Return candidates after the anchors [S]; chains [S, depth]: what prompt lookup found, then -1."""
+        ...
+
+    def save(self, slot: int) -> SavedRings | None: ...
+    def restore(self, slot: int, saved: SavedRings) -> None: ...
 
 
 class DFlashModel:
@@ -47,14 +55,13 @@ class DFlashModel:
     def __init__(self, draft: DFlashDraft, target: Target, buffers: DraftBuffers):
         self._spec = draft.spec
         self._draft, self._target, self._buffers = draft, target, buffers
-        self._slots = torch.zeros(1, dtype=torch.int64, device=draft.device)
-        self._waiting: list[Tensor] = []
-        masks = torch.full((1, self.depth), draft.spec.mask_id, device=draft.device)
+        self._waiting: dict[int, list[Tensor]] = {}  # features by slot
+        masks = torch.full((1, draft.spec.block_size - 1), draft.spec.mask_id, device=draft.device)
         self._masks = target.embed(masks)
 
     @property
     def depth(self) -> int:
-        return self._spec.block_size - 1
+        return self._spec.depth
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -65,57 +72,94 @@ class DFlashModel:
         """Positions that the longest ring holds."""
         return max(keys.shape[1] for keys in self._buffers.keys)
 
-    def begin(self) -> None:
-        self._buffers.lengths[0] = 0
-        self._buffers.starts[0] = 0
-        self._waiting = []
+    def begin(self, slot: int) -> None:
+        self._buffers.lengths[slot] = 0
+        self._buffers.starts[slot] = 0
+        self._waiting[slot] = []
 
-    def append(self, features: Tensor, *, skipped: int = 0) -> None:
+    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None:
         """Add features [n, taps * width] after `skipped` positions that no ring has to hold.
 
         A few rows wait until a proposal needs them.
         """
         if skipped or len(features) >= _FLUSH:
-            self.flush()
-            self._draft.append(features[None], self._slots, self._buffers, skipped=skipped)
+            self.flush(slot)
+            self._draft.append(features[None], self._slots(slot), self._buffers, skipped=skipped)
             return
-        self._waiting.append(features)
-        if sum(map(len, self._waiting)) >= _FLUSH:
-            self.flush()
+        waiting = self._waiting[slot]
+        waiting.append(features)
+        if sum(map(len, waiting)) >= _FLUSH:
+            self.flush(slot)
 
-    def commit(self, features: Tensor, count: Tensor) -> None:
-        """Add the first `count` [1] of features [n, taps * width] without a host/device synchronisation."""
-        assert not self._waiting
-        # No path of a tree is longer than the block.
-        rows = features[None, : self._spec.block_size]
-        self._draft.commit(rows, self._slots, self._buffers, count)
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
+        """Add the first counts [S] of each slot's rows [S, n] of features; no host/device synchronisation.
 
-    def rollback(self, count: int) -> None:
-        if self._waiting:
-            self._waiting[-1] = self._waiting[-1][: len(self._waiting[-1]) - count]
+        features [R, taps * width].
+        """
+        # No path of a tree is longer.
+        rows = rows[:, : self.depth + 1]
+        if rows.numel() <= MAX_ROWS:
+            self._draft.commit(features[rows], slots, self._buffers, counts)
+            return
+        # More rows than the matmuls of small steps take: only the accepted ones, each as an item of its own.
+        number = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+        taken = number < counts[:, None]
+        # Where each goes; the others go behind them all.
+        places = torch.where(taken, (counts.cumsum(0) - counts)[:, None] + number, len(features)).flatten()
+        packed = torch.stack([rows, slots[:, None].expand_as(rows), number, taken.long()]).flatten(1)
+        flat = packed.new_zeros(4, len(features) + 1).index_copy_(1, places, packed)[:, : len(features)]
+        row, slot, after, count = (part.contiguous() for part in flat)
+        self._draft.commit(features[row][:, None], slot, self._buffers, count, after)
+
+    def rollback(self, slot: int, count: int) -> None:
+        if waiting := self._waiting[slot]:
+            waiting[-1] = waiting[-1][: len(waiting[-1]) - count]
         else:
-            self._buffers.lengths[0] -= count
+            self._buffers.lengths[slot] -= count
 
-    def flush(self) -> None:
-        if self._waiting:
-            self._draft.append(torch.cat(self._waiting)[None], self._slots, self._buffers)
-            self._waiting = []
+    def flush(self, slot: int) -> None:
+        if waiting := self._waiting[slot]:
+            self._draft.append(torch.cat(waiting)[None], self._slots(slot), self._buffers)
+            self._waiting[slot] = []
 
-    def candidates(self, anchor: Tensor, rank: Rank, count: int) -> Proposal:
-        """Return candidates for the block's positions after the anchor [1]."""
-        rows = torch.cat([self._target.embed(anchor[None]), self._masks], 1)
-        hidden = self._draft.block(rows, self._slots, self._buffers)[0, 1:]
+    def candidates(
+        self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
+    ) -> Proposal:
+        """Return candidates for the block's positions after the anchors [S]."""
+        masks = self._masks.expand(len(anchors), -1, -1)
+        rows = torch.cat([self._target.embed(anchors[:, None]), masks], 1)
+        hidden = self._draft.block(rows, slots, self._buffers)[:, -self.depth :]
         logits = self._draft.shape_logits(self._target.draft_logits(hidden))
-        positions = self._buffers.lengths[0] + torch.arange(1, len(hidden) + 1, device=self._draft.device)
-        return Proposal.of(*rank(logits, positions, anchor, count))
+        after = torch.arange(1, self.depth + 1, device=self._draft.device)
+        positions = self._buffers.lengths[slots][:, None] + after
+        selector = self._draft.selector
+        if selector is None:
+            return Proposal.of(*rank(logits, positions, anchors, slots, count))
+        ids, scores = rank(logits, positions, anchors, slots, selector.candidates)
+        # Before each candidate: those of the position before, and the token that prompt lookup has there.
+        other = anchors[:, None].expand(positions.shape) if chains is None else chains.clamp(min=0)
+        before = torch.cat([ids, other[..., None]], -1)
+        first = anchors[:, None, None].expand(-1, 1, before.shape[-1])
+        before = torch.cat([first, before[:, :-1]], 1)
+        flat = hidden.flatten(0, 1), before.flatten(0, 1)
+        added = selector(*flat, ids.flatten(0, 1)).unflatten(0, positions.shape)
+        edges = (scores[:, :, None] + added).log_softmax(-1)
+        if (confidence := selector.confidence(*flat)) is not None:
+            edges = edges + confidence.unflatten(0, positions.shape)
+        if count > 1:
+            return replace(Proposal.of(ids, scores), edges=edges)
+        return Proposal.stack([Proposal.best_path(*each) for each in zip(ids, edges, strict=True)])
 
-    def save(self) -> SavedRings:
-        self.flush()
-        return save_rings(self._buffers, 0)
+    def _slots(self, slot: int) -> Tensor:
+        return torch.tensor([slot], device=self._draft.device)
 
-    def restore(self, saved: SavedRings) -> None:
-        restore_rings(self._buffers, 0, saved)
-        self._waiting = []
+    def save(self, slot: int) -> SavedRings:
+        self.flush(slot)
+        return save_rings(self._buffers, slot)
+
+    def restore(self, slot: int, saved: SavedRings) -> None:
+        restore_rings(self._buffers, slot, saved)
+        self._waiting[slot] = []
 
 
 class NoDraftModel:
@@ -125,23 +169,25 @@ class NoDraftModel:
     taps: tuple[int, ...] = ()
     context_length = 0
 
-    def begin(self) -> None: ...
+    def begin(self, slot: int) -> None: ...
 
-    def append(self, features: Tensor, *, skipped: int = 0) -> None: ...
+    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None: ...
 
-    def commit(self, features: Tensor, count: Tensor) -> None: ...
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
 
-    def rollback(self, count: int) -> None: ...
+    def rollback(self, slot: int, count: int) -> None: ...
 
-    def flush(self) -> None: ...
+    def flush(self, slot: int) -> None: ...
 
-    def candidates(self, anchor: Tensor, rank: Rank, count: int) -> Proposal:
+    def candidates(
+        self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
+    ) -> Proposal:
         raise AssertionError("there is no draft to call")
 
-    def save(self) -> SavedRings | None:
+    def save(self, slot: int) -> SavedRings | None:
         return None
 
-    def restore(self, saved: SavedRings) -> None: ...
+    def restore(self, slot: int, saved: SavedRings) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +198,14 @@ class DraftReport:
     tokens: list[int]  # of the tree's rows, without padding
     parents: list[int]
     probabilities: list[float]  # of the path to each row
+    packed: Tensor | None = None  # [4, 64] the tree as it was built; None: a part of it
+
+    def tree(self, rows: int) -> Tree:
+        """Return the best `rows` rows of the tree, on the host."""
+        rows = min(rows, len(self.tokens))
+        if self.packed is None:
+            return Tree.of(self.tokens[:rows], self.parents[:rows])
+        return Tree(self.packed, rows)
 
     def only(self, rows: Sequence[int]) -> "DraftReport":
         """Return the report of a part of the tree that holds the parent of every row."""
@@ -164,8 +218,22 @@ class DraftReport:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One sequence's part of a draft call."""
+
+    slot: int
+    anchor: int
+    chain: list[int]  # what prompt lookup found
+    score: float  # of each token of it
+
+
 class DraftCall:
-    """From an anchor to a tree over static buffers: draft, ranking, calibration and tree in one function."""
+    """From anchors to trees over static buffers: draft, ranking, calibration and trees in one function.
+
+    On a GPU a call for many sequences is made for a few of them at a time: their rows fit into the matmuls of
+    small steps, and few functions have to be captured.
+    """
 
     def __init__(
         self,
@@ -182,81 +250,132 @@ class DraftCall:
         self._nodes, self._candidates, self._spine = nodes, candidates, spine
         self._depth = depth = draft.depth
         self._leading = min(LEADING, candidates)
-        on_device = torch.device(device).type == "cuda"
-        self._device_only = on_device
-        size = 3 * MAX_ROWS + 2 * depth * self._leading
-        self._inputs = torch.zeros(1 + depth, dtype=torch.int64, device=device)  # anchor, then the lookup
-        self._score = torch.zeros(1, device=device)  # of each token of the lookup
-        self._packed = torch.zeros(4, MAX_ROWS, dtype=torch.int64, device=device)
-        self._staged = torch.zeros(1 + depth, dtype=torch.int64, pin_memory=on_device)
-        self._staged_score = torch.zeros(1, pin_memory=on_device)
-        self._report = torch.zeros(size, dtype=torch.int64, pin_memory=on_device)
-        self.function = CapturedFunction(self._run)
+        self._device = torch.device(device)
+        self._on_device = on_device = self._device.type == "cuda"
+        # Of a report: tree, leading candidates, the paths that they follow, their edges.
+        self._sizes = [5 * MAX_ROWS, 2 * depth * self._leading, depth**2, depth * self._leading**2]
+        self._has_given = self._has_edges = False  # in the last reports
+        sizes = [size for size in _GROUPS if size == 1 or size * (depth + 1) <= MAX_ROWS]
+        # By sequences: slot, anchor, score of the lookup, the lookup.
+        self._inputs = {size: self._new(size, 3 + depth) for size in sizes}
+        self._functions = {size: CapturedFunction(partial(self._run, size)) for size in sizes}
+        self._packed = torch.zeros(1, 4, MAX_ROWS, dtype=torch.int64, device=device)  # of one sequence
+        self._staged = torch.zeros(MAX_ROWS, 3 + depth, dtype=torch.int64, pin_memory=on_device)
+        self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
+        self._asked = 1  # sequences of the last call
 
-    def __call__(self, anchor: int, chain: list[int], score: float, *, nodes: int | None = None) -> None:
-        """Launch the call; `chain`: what prompt lookup found; `nodes`: other than usual, never captured."""
-        self._draft.flush()
+    @property
+    def functions(self) -> list[CapturedFunction]:
+        """The functions that can be captured as CUDA graphs, that of one sequence first."""
+        return list(self._functions.values())
+
+    def __call__(self, asks: Sequence[Ask], *, nodes: int | None = None) -> None:
+        """Launch the call for some sequences; `nodes`: other than usual, never captured."""
+        for ask in asks:
+            self._draft.flush(ask.slot)
         self._calibration.correction()
-        chain = chain[: self._depth]
-        self._staged.copy_(torch.tensor([anchor, *chain] + [-1] * (self._depth - len(chain))))
-        self._staged_score.fill_(score)
-        self._inputs.copy_(self._staged, non_blocking=True)
-        self._score.copy_(self._staged_score, non_blocking=True)
-        report = self.function() if nodes is None else self._run(nodes)
-        self._report.copy_(report, non_blocking=True)
+        rows, self._asked = self._staged.numpy(), len(asks)
+        for row, ask in zip(rows, asks, strict=False):
+            chain = ask.chain[: self._depth]
+            row[0], row[1], row[2:3].view(np.float64)[0] = ask.slot, ask.anchor, ask.score
+            row[3 : 3 + len(chain)], row[3 + len(chain) :] = chain, -1
+        most = max(self._functions)
+        for start in range(0, len(asks), most):
+            self._call_some(slice(start, min(start + most, len(asks))), nodes)
 
     def tree(self, rows: int) -> Tree:
-        """Return the best `rows` rows of the last call's tree.
+        """Return the best `rows` rows of the last call's tree, for a call for one sequence.
 
         It shares the call's buffer, which the next call overwrites. On a GPU its last rows may be padding:
         how many candidates there were is not read back.
         """
-        if not self._device_only:
-            rows = min(rows, self._rows_found(self._report))
-        return Tree(self._packed, rows)
+        if not self._on_device:
+            rows = min(rows, int((self._weights(self._reports[0]) > -torch.inf).sum()))
+        return Tree(self._packed[0], rows)
 
     def report(self) -> Tensor:
-        """Return the last call's report for `read`; the device must have finished it."""
-        return self._report.clone()
+        """Return the last call's reports for `read`; the device must have finished it."""
+        return self._reports[: self._asked].clone()
 
-    def finished_report(self) -> DraftReport:
-        """Return the last call's report; synchronises with the device."""
-        if self._device_only:
+    def reports(self) -> list[DraftReport]:
+        """Return the last call's reports, one for each ask; synchronises with the device."""
+        if self._on_device:
             torch.cuda.current_stream().synchronize()
-        return self.read(self._report)
+        return self.read(self._reports[: self._asked])
 
-    def read(self, report: Tensor) -> DraftReport:
-        rows, leading = self._rows_found(report), report[3 * MAX_ROWS :]
-        ids, scores = leading.view(2, self._depth, self._leading)
-        tokens, parents, _ = report[: 3 * MAX_ROWS].view(3, MAX_ROWS)[:, :rows]
-        return DraftReport(
-            Proposal.of(ids.clone(), _floats(scores)),
-            tokens.tolist(),
-            parents.tolist(),
-            self._weights(report)[:rows].exp().tolist(),
-        )
+    def read(self, reports: Tensor) -> list[DraftReport]:
+        """Return what `report` gave in a form to learn from."""
+        trees, leading, given, edges = reports.split(self._sizes, 1)
+        packed = trees[:, : 4 * MAX_ROWS].unflatten(1, (4, MAX_ROWS)).clone()
+        ids, scores = leading.unflatten(1, (2, self._depth, self._leading)).unbind(1)
+        ids, scores, weights = ids.clone(), _floats(scores), self._weights(reports)
+        found, weights = (weights > -torch.inf).sum(1).tolist(), weights.exp().tolist()
+        tokens, parents = packed[:, 0].tolist(), packed[:, 1].tolist()
+        chains, gains = ids.new_empty(0, self._depth), scores.new_empty(0, self._depth)
+        givens = given.unflatten(1, (self._depth, -1)).clone().unbind() if self._has_given else None
+        shape = (self._depth, self._leading, self._leading)
+        lines = _floats(edges).unflatten(1, shape).unbind() if self._has_edges else None
+        return [
+            DraftReport(
+                Proposal(
+                    ids[i],
+                    scores[i],
+                    chains,
+                    gains,
+                    None if givens is None else givens[i],
+                    None if lines is None else lines[i],
+                ),
+                tokens[i][:rows],
+                parents[i][:rows],
+                weights[i][:rows],
+                packed[i],
+            )
+            for i, rows in enumerate(found)
+        ]
 
-    def _rows_found(self, report: Tensor) -> int:
-        return int((self._weights(report) > -torch.inf).sum())
+    def _call_some(self, part: slice, nodes: int | None) -> None:
+        """Launch the call for some of the staged asks, as many as a function takes."""
+        size = next(size for size in self._functions if size >= part.stop - part.start)
+        inputs, asks = self._inputs[size], self._staged[part]
+        inputs[: len(asks)].copy_(asks, non_blocking=True)
+        if len(asks) < size:
+            inputs[len(asks) :] = inputs[0]
+        reports = self._functions[size]() if nodes is None else self._run(size, nodes)
+        self._reports[part].copy_(reports[: len(asks)], non_blocking=True)
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     @staticmethod
-    def _weights(report: Tensor) -> Tensor:
-        return _floats(report[2 * MAX_ROWS : 3 * MAX_ROWS])
+    def _weights(reports: Tensor) -> Tensor:
+        return _floats(reports[..., 4 * MAX_ROWS : 5 * MAX_ROWS])
 
-    def _run(self, nodes: int | None = None) -> Tensor:
-        anchor, chain = self._inputs[:1], self._inputs[None, 1:]
-        proposal = self._draft.candidates(anchor, self._rank, self._candidates)
-        ids, scores = proposal.ids[:, : self._leading], proposal.scores[:, : self._leading]
-        with_lookup = proposal.with_chains(chain, self._score.expand(1, self._depth))
-        tree, weights = build_tree(
-            anchor,
-            with_lookup,
-            nodes=nodes or self._nodes,
-            spine=self._spine,
-            correction=self._calibration.correction(),
+    def _run(self, size: int, nodes: int | None = None) -> Tensor:
+        """Return the reports [size, ...] of the asks in the input buffer."""
+        inputs = self._inputs[size]
+        (slots, anchors), chains = inputs[:, :2].T.contiguous(), inputs[:, 3:].contiguous()
+        scores = inputs[:, 2:3].contiguous().view(torch.float64).float().expand(chains.shape)
+        proposal = self._draft.candidates(anchors, slots, self._rank, self._candidates, chains)
+        learnt, correction = self._learnt(proposal), self._calibration.correction()
+        with_lookup = proposal.corrected(correction).with_chains(chains[:, None], scores[:, None])
+        packed, weights = build_trees(
+            anchors, with_lookup, nodes=nodes or self._nodes, spine=self._spine, correction=correction
         )
-        self._packed.copy_(tree.packed)
-        return torch.cat([tree.packed[:2].flatten(), _bits(weights), ids.flatten(), _bits(scores).flatten()])
+        if size == 1:
+            self._packed.copy_(packed)
+        parts = (packed, _bits(weights), *learnt)
+        return torch.cat([part.flatten(1) for part in parts], 1)
+
+    def _learnt(self, proposal: Proposal) -> list[Tensor]:
+        """Return what of a proposal is learnt from, of fixed sizes."""
+        ids, scores = proposal.ids[..., : self._leading], proposal.scores[..., : self._leading]
+        self._has_given, self._has_edges = proposal.given is not None, proposal.edges is not None
+        given, edges = (ids.new_zeros(len(ids), size) for size in self._sizes[2:])
+        if proposal.given is not None:
+            given = proposal.given
+        if proposal.edges is not None:
+            edges = _bits(proposal.edges[..., : self._leading, : self._leading])
+        return [ids, _bits(scores), given, edges]
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The drafter interface: who proposes the tree of the next step, and what it learns from the outcome."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +13,13 @@ from treeflash.state.graphs import CapturedFunction
 
 
 class Rank(Protocol):
-    """Ranks logits [K, V] for positions [K] as the request samples: best ids and log probabilities."""
+    """Ranks logits [S, K, V] for positions [S, K] as the requests of slots [S] sample.
+
+    Returns the best ids [S, K, count] and their log probabilities; anchors [S]: the tokens before.
+    """
 
     def __call__(
-        self, logits: Tensor, positions: Tensor, anchor: Tensor, count: int
+        self, logits: Tensor, positions: Tensor, anchors: Tensor, slots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -41,6 +44,17 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One sequence's part of a step that is being planned."""
+
+    slot: int
+    anchor: int  # its last token
+    position: int  # of the anchor
+    max_rows: int  # of its tree, the root included
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """One verified tree: what was accepted of it, and what it cost."""
 
@@ -52,7 +66,7 @@ class StepOutcome:
 
 
 class Drafter(Protocol):
-    """Proposes for one sequence at a time. Whatever it proposes, the text stays the target's."""
+    """Proposes for the sequences of the slots. Whatever it proposes, the text stays the target's."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -68,36 +82,36 @@ class Drafter(Protocol):
         """Set the sampler's ranking, once; return the functions that can be captured as CUDA graphs."""
         ...
 
-    def begin(self) -> None:
+    def begin(self, slot: int) -> None:
         """Start a new sequence."""
         ...
 
-    def append(self, tokens: list[int], features: Tensor) -> None:
+    def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
         """Add prompt tokens; features [n, taps * width] of the last n of them."""
         ...
 
-    def commit(self, features: Tensor, count: Tensor) -> None:
-        """Add the first `count` [1] rows of an accepted path's features [n, taps * width].
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
+        """Add the first counts [S] of each slot's accepted rows [S, n] of features [R, taps * width].
 
         Part of a captured step: no host/device synchronisation.
         """
         ...
 
-    def commit_eager(self, features: Tensor) -> None:
+    def commit_eager(self, slot: int, features: Tensor) -> None:
         """Add the features [n, taps * width] of an accepted path; may wait until a proposal needs them."""
         ...
 
-    def rollback(self, count: int) -> None:
+    def rollback(self, slot: int, count: int) -> None:
         """Remove the last `count` rows of the last commit."""
         ...
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
         """Return a tree below `anchor`, the token at `position`, of at most `max_rows` rows with the root."""
         ...
 
-    def plan_root(self) -> bool:
+    def plan_root(self, slot: int) -> bool:
         """Return whether the next tree is the root alone whatever this step accepts.
 
         If so that is decided: its forward may be launched before the read-back, and `propose` is then called
@@ -105,15 +119,30 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a step."""
+    def observe(self, slot: int, outcome: StepOutcome) -> None:
+        """Learn from a step of one sequence."""
         ...
 
-    def save(self) -> SavedRings | None:
+    def ask(self, turns: Sequence[Turn]) -> None:
+        """Launch the draft for those of several sequences where it pays; `share` then uses it."""
+        ...
+
+    def share(self, turns: Sequence[Turn]) -> list[Tree]:
+        """Return a tree for each of several sequences, at most MAX_ROWS rows in all.
+
+        Those that were not among the turns of the last `ask` get no draft.
+        """
+        ...
+
+    def observe_all(self, outcomes: Mapping[int, StepOutcome]) -> None:
+        """Learn from a step of several sequences, by slot; each outcome has the times of the whole step."""
+        ...
+
+    def save(self, slot: int) -> SavedRings | None:
         """Return an immutable copy of its state of the sequence."""
         ...
 
-    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
+    def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None:
         """Continue the sequence just begun after `tokens`, where the state was saved."""
         ...
 
@@ -131,30 +160,37 @@ class NoDrafter:
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         return []
 
-    def begin(self) -> None: ...
+    def begin(self, slot: int) -> None: ...
 
-    def append(self, tokens: list[int], features: Tensor) -> None: ...
+    def append(self, slot: int, tokens: list[int], features: Tensor) -> None: ...
 
-    def commit(self, features: Tensor, count: Tensor) -> None: ...
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
 
-    def commit_eager(self, features: Tensor) -> None: ...
+    def commit_eager(self, slot: int, features: Tensor) -> None: ...
 
-    def rollback(self, count: int) -> None: ...
+    def rollback(self, slot: int, count: int) -> None: ...
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
         return Tree.root(anchor)
 
-    def plan_root(self) -> bool:
+    def plan_root(self, slot: int) -> bool:
         return True
 
-    def observe(self, outcome: StepOutcome) -> None: ...
+    def observe(self, slot: int, outcome: StepOutcome) -> None: ...
 
-    def save(self) -> SavedRings | None:
+    def ask(self, turns: Sequence[Turn]) -> None: ...
+
+    def share(self, turns: Sequence[Turn]) -> list[Tree]:
+        return [Tree.root(turn.anchor) for turn in turns]
+
+    def observe_all(self, outcomes: Mapping[int, StepOutcome]) -> None: ...
+
+    def save(self, slot: int) -> SavedRings | None:
         return None
 
-    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None: ...
+    def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None: ...
 
     def warnings(self) -> list[str]:
         return []

@@ -15,6 +15,7 @@ to pay.
 import bisect
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,6 +59,7 @@ REVERT = 0.97  # how much of the difference to the long-run average is left per 
 NEW_TEXT_STEPS = 32  # another text is as far from the last one as this many steps
 WAIT_DECAY = 0.98  # of the counts that the factors of WAITS come from, per outcome
 WAIT_PRIOR = 20.0  # tokens that a fresh factor has seen, all accepted
+KEPT_PRIOR = 4.0  # tokens that trees of a new text have promised; as many were accepted as is usual
 
 # -- Calibration
 SCORE_EDGES = (0.01, 0.03, 0.08, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.01)  # upper ends of the probability bins
@@ -157,48 +159,88 @@ class _Age:
     half_life: float = COST_HALF_LIFE
 
 
+@dataclass(slots=True)
+class UsualAcceptance:
+    """What texts have in common: the long-run acceptance, by size and by plain steps before a draft call."""
+
+    # Tokens by size, of a draft call after a long wait, and as the scores promise; [] before any outcome.
+    long_run: list[float] = field(default_factory=list)
+    promised: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * (len(WAITS) - 1))
+    expected: list[float] = field(default_factory=lambda: [0.0] * (len(WAITS) - 1))
+    outcomes: int = 0
+    kept: "KeptPromises" = field(default_factory=lambda: KeptPromises(None))
+    steps: int = 0
+    draft_calls: int = 0
+    accepted_tokens: int = 0
+
+
+class KeptPromises:
+    """How many tokens of a text's trees are accepted for each that their weights promise."""
+
+    def __init__(self, usual: "KeptPromises | None"):
+        """`usual`: what a text keeps of which nothing is known yet."""
+        self._usual = usual
+        self._accepted = self._promised = 0.0
+
+    @property
+    def factor(self) -> float:
+        prior = self._usual.factor if self._usual is not None else 1.0
+        return (self._accepted + KEPT_PRIOR * prior) / (self._promised + KEPT_PRIOR)
+
+    def observe(self, promised: float, accepted: float) -> None:
+        decay = RECENT_DECAY if self._usual is not None else CALIBRATION_DECAY
+        self._accepted = decay * self._accepted + accepted
+        self._promised = decay * self._promised + promised
+
+
 class AcceptanceEstimator:
-    """How many tokens of a draft call will be accepted, by rows, learnt from accepted paths.
+    """How many tokens of a draft call will be accepted, by rows, learnt from accepted paths of one text.
 
     Three things are kept apart: a recent average; a long-run average, to which the recent one reverts while
     the draft is not called; and a factor by plain steps since the last tree, because where a tree ended the
-    text is hard to predict.
+    text is hard to predict. The last two are those of all texts.
     """
 
-    def __init__(self, sizes: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], usual: UsualAcceptance | None = None):
         """`sizes`: the numbers of rows that are asked for."""
         self._sizes = sizes
-        # Tokens by size, of a draft call after a long wait, and as the scores promise; [] before any outcome.
-        self._recent: list[float] = []
-        self._long_run: list[float] = []
-        self._promised: list[float] = []
-        self._accepted = [0.0] * (len(WAITS) - 1)
-        self._expected = [0.0] * (len(WAITS) - 1)
-        self._outcomes = 0
+        self.usual = usual or UsualAcceptance()
+        self.kept = KeptPromises(self.usual.kept)
+        self._recent: list[float] = []  # [] before any outcome
         self._age = 0  # steps since the last outcome
+
+    def fork(self) -> "AcceptanceEstimator":
+        """Return the estimator of another text, which begins where this one is."""
+        other = AcceptanceEstimator(self._sizes, self.usual)
+        other._recent, other._age = self._recent[:], self._age
+        return other
 
     @property
     def started(self) -> bool:
-        return self._outcomes > 0
+        return self.usual.outcomes > 0
 
     def step(self, *, new_text: bool) -> None:
         self._age += 1 + new_text * NEW_TEXT_STEPS
 
     def expected(self, waited: int) -> list[float]:
         """Return accepted tokens by size, of a draft call `waited` plain steps after the last tree."""
-        factor, weight = self._factor(_wait_class(waited)), REVERT**self._age
+        factor, weight, long_run = self._factor(_wait_class(waited)), REVERT**self._age, self.usual.long_run
         return [
-            factor * (long_run + weight * (recent - long_run))
-            for recent, long_run in zip(self._recent, self._long_run, strict=True)
+            factor * (usual + weight * (recent - usual))
+            for recent, usual in zip(self._recent or long_run, long_run, strict=True)
         ]
 
     def observe(self, weights: list[float], path: list[int], *, verified: int, waited: int) -> None:
         """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
+        usual = self.usual
         promised = [sum(weights[1:rows]) for rows in self._sizes]
         accepted = [float(sum(0 < row < rows for row in path)) for rows in self._sizes]
         if not self.started:
-            self._recent, self._long_run, self._promised = promised[:], promised[:], promised[:]
-        self._outcomes += 1
+            self._recent, usual.long_run, usual.promised = promised[:], promised[:], promised[:]
+        usual.outcomes += 1
+        for kept in (self.kept, usual.kept):
+            kept.observe(sum(weights[1:verified]), len(path) - 1)
         self._recent = self.expected(WAITS[-1])
         # A tree of fewer rows is all that a larger size would have had of it.
         whole = len(weights)
@@ -214,32 +256,35 @@ class AcceptanceEstimator:
 
     def _observe_wait(self, wait: int, accepted: float, expected: float) -> None:
         # All of them decay, so that one which kept the draft from being called is tested again.
-        self._accepted = [WAIT_DECAY * each for each in self._accepted]
-        self._expected = [WAIT_DECAY * each for each in self._expected]
-        if wait < len(self._accepted):
-            self._accepted[wait] += accepted
-            self._expected[wait] += expected
+        usual = self.usual
+        usual.accepted = [WAIT_DECAY * each for each in usual.accepted]
+        usual.expected = [WAIT_DECAY * each for each in usual.expected]
+        if wait < len(usual.accepted):
+            usual.accepted[wait] += accepted
+            usual.expected[wait] += expected
 
     def _observe_sizes(self, promised: list[float], accepted: list[float], last: int, factor: float) -> None:
         # The first outcomes count equally, beside one for what the scores promise.
-        equal = self._outcomes / (self._outcomes + 1)
+        usual = self.usual
+        equal = usual.outcomes / (usual.outcomes + 1)
         decay = min(max(RECENT_DECAY ** max(1, self._age), RECENT_FLOOR), equal)
         long_decay = min(max(LONG_DECAY ** max(1, self._age), LONG_FLOOR), equal)
         for index, promise in enumerate(promised):
-            self._promised[index] += (1 - decay) * (promise - self._promised[index])
+            usual.promised[index] += (1 - decay) * (promise - usual.promised[index])
             if index <= last:
                 new = accepted[index] / factor
                 self._recent[index] += (1 - decay) * (new - self._recent[index])
             else:
                 # A larger tree than was verified: scaled by what the scores promise for it.
-                ratio = self._promised[index] / max(self._promised[last], 1e-6)
+                ratio = usual.promised[index] / max(usual.promised[last], 1e-6)
                 new = self._recent[index] = self._recent[last] * max(ratio, 1.0)
-            self._long_run[index] += (1 - long_decay) * (new - self._long_run[index])
+            usual.long_run[index] += (1 - long_decay) * (new - usual.long_run[index])
 
     def _factor(self, wait: int) -> float:
-        if wait == len(self._accepted):
+        usual = self.usual
+        if wait == len(usual.accepted):
             return 1.0
-        return (self._accepted[wait] + WAIT_PRIOR) / (self._expected[wait] + WAIT_PRIOR)
+        return (usual.accepted[wait] + WAIT_PRIOR) / (usual.expected[wait] + WAIT_PRIOR)
 
 
 def _wait_class(waited: int) -> int:
@@ -278,10 +323,10 @@ class Calibration:
 
     def observe(self, proposal: Proposal, followed: list[int]) -> None:
         """Learn from a proposal, before correction, and the tokens that followed."""
-        ids, scores = proposal.ids[:, :LEADING].tolist(), proposal.scores[:, :LEADING].tolist()
+        ids = proposal.ids[:, :LEADING].tolist()
         for depth, token in enumerate(followed[: proposal.depth]):
             row = _depth_bin(depth + 1)
-            for candidate, score in zip(ids[depth], scores[depth], strict=True):
+            for candidate, score in zip(ids[depth], _scores_after(proposal, followed[:depth]), strict=False):
                 column = _score_bin(score)
                 for counts, amount in (
                     (self._claimed, math.exp(score)),
@@ -296,6 +341,19 @@ class Calibration:
         claimed = self._claimed[row][column] + CALIBRATION_PRIOR * middle
         right = self._right[row][column] + CALIBRATION_PRIOR * middle
         return math.log(right / claimed)
+
+
+def _scores_after(proposal: Proposal, path: list[int]) -> list[float]:
+    """Return the scores of the leading candidates after a path; none if they were not scored after it."""
+    depth = len(path)
+    if proposal.given is not None and proposal.given[depth, :depth].tolist() != path:
+        return []
+    if proposal.edges is None:
+        return proposal.scores[depth, :LEADING].tolist()
+    before = proposal.ids[depth - 1, :LEADING].tolist() if depth else []
+    if depth and path[-1] not in before:
+        return []
+    return proposal.edges[depth, before.index(path[-1]) if depth else 0, :LEADING].tolist()
 
 
 def _depth_bin(depth: int) -> int:
@@ -338,6 +396,8 @@ class Plan:
 
 
 class RowPolicy:
+    """The plans of one text; `fork` makes that of another, with what all texts share."""
+
     def __init__(
         self,
         costs: StepCosts,
@@ -355,21 +415,17 @@ class RowPolicy:
         self._estimator = AcceptanceEstimator(self._sizes)
         self._new_text = True
         self._waited = 0  # plain steps since the last tree
-        self._since_draft = 0
-        self.steps = 0
-        self.draft_calls = 0
-        self.accepted = 0
+        self.since_draft = 0
 
-    def begin(self) -> None:
-        """Start another text."""
-        self._new_text = True
+    def fork(self) -> "RowPolicy":
+        """Return the policy of a new text."""
+        other = copy(self)
+        other._estimator, other._new_text = self._estimator.fork(), True
+        return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
         """Plan the next step, where prompt lookup found `copied` tokens, each right with `probability`."""
-        self._estimator.step(new_text=self._new_text)
-        if self._new_text:
-            # No tree has just ended at the beginning of a text.
-            self._waited, self._new_text = WAITS[-1], False
+        self.begin_step()
         return self._take(self._decide(copied, probability))
 
     def plan_root(self, *, copied: int = 0, probability: float = 0.0) -> bool:
@@ -386,23 +442,55 @@ class RowPolicy:
 
     def observe(self, weights: list[float], path: list[int], *, verified: int, waited: int) -> None:
         """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
-        self.draft_calls += 1
-        self.accepted += len(path) - 1
+        self._usual.draft_calls += 1
+        self._usual.accepted_tokens += len(path) - 1
         self._estimator.observe(weights, path, verified=verified, waited=waited)
 
     def warning(self) -> str | None:
         """Return a sentence for the user when nothing of the draft is ever accepted."""
-        if self.accepted == 0 and self.draft_calls >= SILENT_CALLS and self.steps >= SILENT_STEPS:
+        seen = self._usual
+        if seen.accepted_tokens == 0 and seen.draft_calls >= SILENT_CALLS and seen.steps >= SILENT_STEPS:
             return (
-                f"not one token of {self.draft_calls} draft calls in {self.steps} steps was accepted:"
+                f"not one token of {seen.draft_calls} draft calls in {seen.steps} steps was accepted:"
                 " is this the draft of this target, with the right layers (target_layer_ids)"
                 " and mask (mask_token_id)?"
             )
         return None
 
+    # -- For steps of several texts, which `RowSharing` plans
+
+    @property
+    def started(self) -> bool:
+        """Whether there is any outcome to plan from."""
+        return self._estimator.started
+
+    @property
+    def kept_promises(self) -> float:
+        """Tokens accepted of this text's trees for each that their weights promised."""
+        return self._estimator.kept.factor
+
+    def expected(self) -> list[float]:
+        """Return the tokens that a draft call now would have accepted, by size; [] before any outcome."""
+        return self._estimator.expected(self._waited)
+
+    def taken(self, *, rows: int, draft: bool, lookup: bool) -> Plan:
+        """Return the plan of this text in a step of several."""
+        return self._take(Plan(rows, draft, lookup, self._waited))
+
+    @property
+    def _usual(self) -> UsualAcceptance:
+        return self._estimator.usual
+
+    def begin_step(self) -> None:
+        """Count a step; `plan` does so by itself."""
+        self._estimator.step(new_text=self._new_text)
+        if self._new_text:
+            # No tree has just ended at the beginning of a text.
+            self._waited, self._new_text = WAITS[-1], False
+
     def _take(self, plan: Plan) -> Plan:
-        self.steps += 1
-        self._since_draft = 0 if plan.draft else self._since_draft + 1
+        self._usual.steps += 1
+        self.since_draft = 0 if plan.draft else self.since_draft + 1
         self._waited = 0 if plan.rows > 1 else self._waited + 1
         return plan
 
@@ -421,7 +509,7 @@ class RowPolicy:
             best, speed = self._best_lookup(best, speed, copied, probability)
         if self._drafts and best.rows == 1:
             probe, loss = self._cheapest_probe()
-            if self._since_draft + 1 >= max(loss / PROBE_SHARE, PROBE_INTERVAL):
+            if self.since_draft + 1 >= max(loss / PROBE_SHARE, PROBE_INTERVAL):
                 return probe
         return best
 

@@ -1,19 +1,21 @@
 """The drafter users get: a DFlash draft and prompt lookup in one tree, of a size that pays."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treeflash.config import SpecConfig
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.kernels.tree.reference import accept_path
-from treeflash.spec.dflash import DraftCall, DraftModel, DraftReport, NoDraftModel
-from treeflash.spec.drafter import Constraint, Rank, StepOutcome
+from treeflash.spec.dflash import Ask, DraftCall, DraftModel, DraftReport, NoDraftModel
+from treeflash.spec.drafter import Constraint, Rank, StepOutcome, Turn
 from treeflash.spec.policy import EAGER_SIZES, Calibration, Plan, RowPolicy, StepCosts
 from treeflash.spec.prompt_lookup import PromptLookup
+from treeflash.spec.sharing import BatchCosts, Offer, RowSharing
 from treeflash.spec.tree import Tree
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.graphs import CapturedFunction
@@ -45,6 +47,24 @@ class _Called:
         return rows
 
 
+@dataclass(slots=True)
+class _Text:
+    """What is known of one slot's text."""
+
+    policy: RowPolicy
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    plan: Plan = field(default_factory=lambda: Plan(1, False))  # of the current step
+    pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
+    unread: tuple[Tensor, Plan, StepOutcome] | None = None  # the last report, not learnt from yet
+    watched: _Called | None = None  # a call that was not verified, compared with what follows
+    # In steps of several texts: what needs no draft, in which call the draft was asked, and what it gave.
+    position: int = -1  # of the anchor when it was looked up
+    copied: tuple[list[int], float] = field(default_factory=lambda: ([], 0.0))
+    expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
+    asked: tuple[int, int] | None = None  # number of the call, index in it
+    report: DraftReport | None = None
+
+
 class Speculator:
     _call: DraftCall  # set by `bind`
 
@@ -62,6 +82,7 @@ class Speculator:
         self._has_draft = draft is not None
         self._config, self._device = config, device
         self._calibration = Calibration(device)
+        # Of the text that was last begun: another begins where it is.
         self._policy = RowPolicy(
             costs,
             max_rows=config.budget + 1,
@@ -69,11 +90,16 @@ class Speculator:
             adaptive=config.adaptive,
             sizes=sizes,
         )
-        self._lookup = PromptLookup()
-        self._plan = Plan(1, False)  # of the current step
-        self._pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
-        self._unread: tuple[Tensor, Plan, StepOutcome] | None = None  # the last report, not learnt from yet
-        self._watched: _Called | None = None  # a call that was not verified, compared with what follows
+        self._sharing = RowSharing(
+            BatchCosts(costs), sizes=sizes, max_rows=config.budget + 1, adaptive=config.adaptive
+        )
+        # Steps of several texts are padded to these sizes, too; without padding any number of rows will do.
+        self._padded_sizes = None if sizes is EAGER_SIZES else sizes
+        self._texts: dict[int, _Text] = {}  # by slot
+        self._calls = 0  # for several texts
+        self._asked = 0  # texts in the last call for several
+        # Of the last step of several texts: text, its plan and its draft's tree, outcome.
+        self._unlearnt: list[tuple[_Text, Plan, DraftReport | None, StepOutcome]] = []
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -93,50 +119,51 @@ class Speculator:
             spine=SPINE,
             device=self._device,
         )
-        return [self._call.function] if self._has_draft else []
+        return self._call.functions if self._has_draft else []
 
-    def begin(self) -> None:
-        self._lookup = PromptLookup()
-        self._plan = Plan(1, False)
-        self._pruned = self._watched = self._unread = None
-        self._policy.begin()
-        self._draft.begin()
+    def begin(self, slot: int) -> None:
+        self._policy = self._policy.fork()
+        self._texts[slot] = _Text(self._policy)
+        self._draft.begin(slot)
 
-    def append(self, tokens: list[int], features: Tensor) -> None:
-        self._lookup.append(tokens)
-        self._draft.append(features, skipped=len(tokens) - len(features))
-        self._draft.flush()
+    def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
+        self._texts[slot].lookup.append(tokens)
+        self._draft.append(slot, features, skipped=len(tokens) - len(features))
+        self._draft.flush(slot)
 
-    def commit(self, features: Tensor, count: Tensor) -> None:
-        self._draft.commit(features, count)
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
+        self._draft.commit(features, rows, counts, slots)
 
-    def commit_eager(self, features: Tensor) -> None:
-        self._draft.append(features)
+    def commit_eager(self, slot: int, features: Tensor) -> None:
+        self._draft.append(slot, features)
 
-    def rollback(self, count: int) -> None:
-        self._draft.rollback(count)
+    def rollback(self, slot: int, count: int) -> None:
+        self._draft.rollback(slot, count)
 
-    def save(self) -> SavedRings | None:
-        return self._draft.save()
+    def save(self, slot: int) -> SavedRings | None:
+        return self._draft.save(slot)
 
-    def restore(self, tokens: Sequence[int], saved: SavedRings | None) -> None:
-        self.begin()
-        self._lookup.append(list(tokens))
+    def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None:
+        self._texts[slot].lookup.append(list(tokens))
         if saved is not None:
-            self._draft.restore(saved)
+            self._draft.restore(slot, saved)
+
+    # -- Steps of one text: the tree stays on the device
 
     def propose(
-        self, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
-        if len(self._lookup) == position:
-            self._lookup.append([anchor])
-        self._plan, self._pruned = Plan(1, False), None
+        text, self._asked = self._texts[slot], 0
+        self._learn_all()
+        if len(text.lookup) == position:
+            text.lookup.append([anchor])
+        text.plan, text.pruned = Plan(1, False), None
         if max_rows == 1:
             return Tree.root(anchor)
-        copied, score = self._copied(anchor, constraint)
+        copied, score = self._copied(text, anchor, constraint)
         if constraint is not None:
-            self._learn_unread()
-        self._plan = plan = self._policy.plan(copied=len(copied), probability=math.exp(score))
+            self._learn_unread(text)
+        text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
         rows = min(plan.rows, max_rows)
         if plan.lookup:
             return Tree.chain([anchor, *copied][:rows])
@@ -144,29 +171,120 @@ class Speculator:
             return Tree.root(anchor)
         chain = [] if self._config.chain else copied
         if constraint is not None:
-            return self._propose_constrained(anchor, chain, score, rows, constraint)
-        self._call(anchor, chain, score)
-        self._learn_unread()  # while the device is busy
+            return self._propose_constrained(text, Ask(slot, anchor, chain, score), rows, constraint)
+        self._call([Ask(slot, anchor, chain, score)])
+        self._learn_unread(text)  # while the device is busy
         return self._call.tree(rows) if rows > 1 else Tree.root(anchor)
 
-    def plan_root(self) -> bool:
-        copied, score = self._looked_up()
-        return self._policy.plan_root(copied=len(copied), probability=math.exp(score))
+    def plan_root(self, slot: int) -> bool:
+        text = self._texts[slot]
+        copied, score = self._looked_up(text)
+        return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
 
-    def observe(self, outcome: StepOutcome) -> None:
-        self._learn_unread()
-        self._lookup.append(outcome.tokens)
-        costs, plan = self._policy.costs, self._plan
+    def observe(self, slot: int, outcome: StepOutcome) -> None:
+        text = self._texts[slot]
+        self._learn_unread(text)
+        text.lookup.append(outcome.tokens)
+        costs, plan = text.policy.costs, text.plan
         costs.observe_step(outcome.rows, outcome.verify_s)
         if plan.draft:
             costs.observe_draft(outcome.draft_s)
-        if self._pruned is not None:
-            self._learn(_Called(self._pruned, plan.waited, []), outcome)
+        if text.pruned is not None:
+            self._learn(text, _Called(text.pruned, plan.waited, []), outcome)
         elif plan.draft:
             # Read later, so that the next draft call need not wait for it.
-            self._unread = (self._call.report(), plan, outcome)
+            text.unread = (self._call.report(), plan, outcome)
         else:
-            self._learn(None, outcome)
+            self._learn(text, None, outcome)
+
+    # -- Steps of several texts: the trees are read back and share the rows on the host
+
+    def ask(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            self._look_up(turn)
+        chosen = self._choose(turns) if self._has_draft else []
+        self._asked, self._calls = len(chosen), self._calls + 1
+        asks = []
+        for index, turn in enumerate(turns[choice] for choice in chosen):
+            text = self._texts[turn.slot]
+            text.asked = (self._calls, index)
+            copied, score = text.copied
+            asks.append(Ask(turn.slot, turn.anchor, [] if self._config.chain else copied, score))
+        if asks:
+            self._call(asks)
+        self._learn_all()  # while the device is busy
+
+    def share(self, turns: Sequence[Turn]) -> list[Tree]:
+        reports = self._call.reports() if self._asked else []
+        weights = [self._weights(turn, reports) for turn in turns]
+        rows = self._sharing.shares(weights, padded=self._padded_sizes is not None)
+        return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
+
+    def observe_all(self, outcomes: Mapping[int, StepOutcome]) -> None:
+        step = next(iter(outcomes.values()))
+        rows = sum(outcome.rows for outcome in outcomes.values())
+        if self._padded_sizes is not None:
+            rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
+        self._sharing.costs.observe_step(len(outcomes), rows, step.verify_s)
+        self._sharing.costs.observe_draft(self._asked, step.draft_s)
+        self._asked = 0
+        for slot, outcome in outcomes.items():
+            text = self._texts[slot]
+            text.lookup.append(outcome.tokens)
+            self._unlearnt.append((text, text.plan, text.report, outcome))
+            text.report = None
+
+    def _look_up(self, turn: Turn) -> None:
+        text = self._texts[turn.slot]
+        self._learn_unread(text)
+        if len(text.lookup) == turn.position:
+            text.lookup.append([turn.anchor])
+        text.copied = ([], 0.0) if turn.max_rows == 1 else self._copied(text, turn.anchor, turn.constraint)
+        text.position = turn.position
+        text.asked = text.pruned = text.report = None
+
+    def _choose(self, turns: Sequence[Turn]) -> list[int]:
+        """Return which of the texts are asked."""
+        due = self._sharing.due([turn.slot for turn in turns])
+        return self._sharing.asked(
+            [self._offer(turn, due=due) for turn in turns], padded=self._padded_sizes is not None
+        )
+
+    def _offer(self, turn: Turn, *, due: bool) -> Offer:
+        text = self._texts[turn.slot]
+        copied, score = text.copied
+        text.policy.begin_step()
+        if text.policy.started and (due or not text.expected):
+            text.expected = text.policy.expected()
+        max_rows = min(turn.max_rows, self._config.budget + 1)
+        since = text.policy.since_draft
+        return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
+
+    def _weights(self, turn: Turn, reports: list[DraftReport]) -> np.ndarray:
+        """Return the expected gains of a text's rows below the root."""
+        text = self._texts[turn.slot]
+        if text.position != turn.position:  # it was not there when the draft was called
+            self._look_up(turn)
+        if reports and text.asked is not None and text.asked[0] == self._calls:
+            report = reports[text.asked[1]]
+            if turn.constraint is not None:
+                report = report.only(turn.constraint.kept(report.tokens, report.parents))
+            text.report = report
+            gains = text.policy.kept_promises * np.array(report.probabilities[1 : turn.max_rows])
+            return np.minimum(gains, 1.0)
+        copied, score = text.copied
+        return np.exp(score * np.arange(1, min(len(copied), turn.max_rows - 1) + 1))
+
+    def _tree(self, turn: Turn, rows: int) -> Tree:
+        """Return the first rows of what was proposed for a text, and note it as its plan."""
+        text = self._texts[turn.slot]
+        lookup = text.report is None and rows > 1
+        text.plan = text.policy.taken(rows=rows, draft=text.report is not None, lookup=lookup)
+        if text.report is not None:
+            return text.report.tree(rows)
+        return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *text.copied[0]][:rows])
+
+    # -- Both
 
     def warnings(self) -> list[str]:
         warning = self._policy.warning() if self._has_draft else None
@@ -174,22 +292,20 @@ class Speculator:
 
     def last_report(self) -> DraftReport:
         """Return the last draft call, with its whole tree; synchronises with the device."""
-        return self._call.finished_report()
+        return self._call.reports()[0]
 
-    def _propose_constrained(
-        self, anchor: int, chain: list[int], score: float, rows: int, constraint: Constraint
-    ) -> Tree:
+    def _propose_constrained(self, text: _Text, ask: Ask, rows: int, constraint: Constraint) -> Tree:
         """Build a larger tree, read it to the host and keep the rows that the constraint allows."""
         nodes = min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
-        self._call(anchor, chain, score, nodes=nodes)
+        self._call([ask], nodes=nodes)
         report = self.last_report()
         kept = constraint.kept(report.tokens, report.parents)[: self._config.budget + 1]
-        self._pruned = report = report.only(kept)
+        text.pruned = report = report.only(kept)
         return Tree.of(report.tokens[:rows], report.parents[:rows])
 
-    def _copied(self, anchor: int, constraint: Constraint | None) -> tuple[list[int], float]:
+    def _copied(self, text: _Text, anchor: int, constraint: Constraint | None) -> tuple[list[int], float]:
         """Return the likeliest continuation that needs no draft, and the log probability of each token."""
-        copied, score = self._looked_up()
+        copied, score = self._looked_up(text)
         if constraint is None:
             return copied, score
         forced = constraint.forced(self._draft.depth)
@@ -198,34 +314,41 @@ class Speculator:
         chain = [anchor, *copied]
         return copied[: len(constraint.kept(chain, range(-1, len(copied)))) - 1], score
 
-    def _looked_up(self) -> tuple[list[int], float]:
-        return self._lookup.propose(self._draft.depth) if self._config.lookup else ([], 0.0)
+    def _looked_up(self, text: _Text) -> tuple[list[int], float]:
+        return text.lookup.propose(self._draft.depth) if self._config.lookup else ([], 0.0)
 
-    def _learn_unread(self) -> None:
-        if self._unread is not None:
-            (report, plan, outcome), self._unread = self._unread, None
-            self._learn(_Called(self._call.read(report), plan.waited, []), outcome)
+    def _learn_unread(self, text: _Text) -> None:
+        if text.unread is not None:
+            (report, plan, outcome), text.unread = text.unread, None
+            self._learn(text, _Called(self._call.read(report)[0], plan.waited, []), outcome)
 
-    def _learn(self, called: _Called | None, outcome: StepOutcome) -> None:
+    def _learn_all(self) -> None:
+        """Learn from the last step of several texts."""
+        unlearnt, self._unlearnt = self._unlearnt, []
+        for text, plan, report, outcome in unlearnt:
+            called = _Called(report, plan.waited, []) if report is not None else None
+            self._learn(text, called, outcome)
+
+    def _learn(self, text: _Text, called: _Called | None, outcome: StepOutcome) -> None:
         if called is not None and outcome.rows > 1:
             report = called.report
             self._calibration.observe(report.proposal, outcome.tokens)
-            self._policy.observe(
+            text.policy.observe(
                 report.probabilities, outcome.path, verified=outcome.rows, waited=called.waited
             )
-        elif called is not None and self._watched is None:
-            self._watched = called
-        self._follow_watched(outcome.tokens)
+        elif called is not None and text.watched is None:
+            text.watched = called
+        self._follow_watched(text, outcome.tokens)
 
-    def _follow_watched(self, tokens: list[int]) -> None:
+    def _follow_watched(self, text: _Text, tokens: list[int]) -> None:
         """Compare a call that was not verified with the text until the text leaves its tree."""
-        if self._watched is None:
+        if text.watched is None:
             return
-        called, report = self._watched, self._watched.report
+        called, report = text.watched, text.watched.report
         called.followed += tokens
         path = called.path()
         if len(path) <= len(called.followed) or len(called.followed) >= self._draft.depth:
             self._calibration.observe(report.proposal, called.followed[: len(path)])
             verified = len(report.tokens)
-            self._policy.observe(report.probabilities, path, verified=verified, waited=called.waited)
-            self._watched = None
+            text.policy.observe(report.probabilities, path, verified=verified, waited=called.waited)
+            text.watched = None

@@ -4,9 +4,9 @@ Row 0 is the root, the last sampled token. A child's row comes after its parent'
 branches; plain decoding is the tree that has only its root.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -61,27 +61,61 @@ class Tree:
 class Proposal:
     """Candidates for the positions after the anchor; scores are log probabilities, at most 0.
 
-    `ids` and `scores` hold k candidates for each of K depths, independent of their parents. `chains` are
-    whole continuations: a token counts only where all tokens before it on the chain are accepted; -1 ends a
+    Of several sequences all tensors have one more dimension, the first. `ids` and `scores` hold k
+    candidates for each of K depths. Without `edges` and `given` these are independent of their parents.
+    `edges` [K, k + 1, k]: their scores after each candidate of the depth before, in the last row after
+    any other token, and for the first depth in the first row. `given` [K, K]: the candidates of a depth
+    follow this path alone, padded with -1; chains hold what follows other paths. `chains` are whole
+    continuations: a token counts only where all tokens before it on the chain are accepted; -1 ends a
     chain.
-    `edge(depth, parents)` adds to a candidate's score after each of the parent tokens [W]: [W, k].
     """
 
     ids: Tensor  # [K, k] int64
     scores: Tensor  # [K, k] float32
     chains: Tensor  # [m, K] int64
     chain_scores: Tensor  # [m, K] float32
-    edge: Callable[[int, Tensor], Tensor] | None = None
+    given: Tensor | None = None
+    edges: Tensor | None = None
 
     @classmethod
     def of(cls, ids: Tensor, scores: Tensor) -> Self:
         """Return a proposal without chains."""
-        depth = ids.shape[0]
-        return cls(ids, scores, ids.new_empty(0, depth), scores.new_empty(0, depth))
+        shape = (*ids.shape[:-2], 0, ids.shape[-2])
+        return cls(ids, scores, ids.new_empty(shape), scores.new_empty(shape))
+
+    @classmethod
+    def stack(cls, proposals: Sequence[Self]) -> Self:
+        """Return the proposals of several sequences as one."""
+
+        def stacked(name: str) -> Any:
+            parts = [getattr(each, name) for each in proposals]
+            return None if parts[0] is None else torch.stack(parts)
+
+        return cls(*(stacked(field.name) for field in fields(cls)))
+
+    def one(self, index: int) -> "Proposal":
+        """Return the proposal of one of several sequences."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return Proposal(*(part if part is None else part[index] for part in parts))
+
+    @classmethod
+    def best_path(cls, ids: Tensor, edges: Tensor) -> Self:
+        """Return the path of best children alone, from candidates [K, k] and their edges [K, k + 1, k]."""
+        depth, row = len(ids), ids.new_zeros(1)
+        tokens, scores = [], []
+        for column in range(depth):
+            line = edges[column].index_select(0, row)[0]
+            row = line.argmax(-1, keepdim=True)
+            tokens.append(ids[column].gather(0, row))
+            scores.append(line.gather(0, row))
+        path, gains = torch.cat(tokens), torch.cat(scores)
+        before = torch.arange(depth, device=ids.device)
+        given = torch.where(before[:, None] > before, path, -1)
+        return cls(path[:, None], gains[:, None], path[None], gains[None], given)
 
     @property
     def depth(self) -> int:
-        return self.ids.shape[0]
+        return self.ids.shape[-2]
 
     def with_chains(self, chains: Tensor, scores: Tensor) -> "Proposal":
         """Return the proposal with more chains [m, K], cut to its depth."""
@@ -89,10 +123,27 @@ class Proposal:
         return Proposal(
             self.ids,
             self.scores,
-            torch.cat([self.chains, chains[:, :depth]]),
-            torch.cat([self.chain_scores, scores[:, :depth]]),
-            self.edge,
+            torch.cat([self.chains, chains[..., :depth]], -2),
+            torch.cat([self.chain_scores, scores[..., :depth]], -2),
+            self.given,
+            self.edges,
         )
+
+    def corrected(self, correction: Correction) -> "Proposal":
+        """Return the proposal with calibrated chains; `build_tree` calibrates the candidates."""
+        if not self.chains.shape[-2]:
+            return self
+        by_depth = correction.applied(self.chain_scores.movedim(-1, 0))
+        return replace(self, chain_scores=by_depth.movedim(0, -1).contiguous())
+
+    def tree_scores(self) -> Tensor:
+        """Return the scores that a tree is built from: edges, or [K, k], -inf for what follows one path."""
+        if self.edges is not None:
+            return self.edges
+        if self.given is None:
+            return self.scores
+        first, deeper = self.scores.tensor_split([1], -2)
+        return torch.cat([first, torch.full_like(deeper, -torch.inf)], -2)
 
 
 def build_tree(
@@ -110,15 +161,22 @@ def build_tree(
     last rows are padding: they have no parent and weight -inf. Shapes depend on `nodes` alone, so a CUDA
     graph can hold the call.
     """
-    packed, weights = best_tree(
-        anchor,
+    trees = build_trees(anchor, Proposal.stack([proposal]), nodes=nodes, spine=spine, correction=correction)
+    packed, weights = (part[0] for part in trees)
+    return Tree(packed, nodes + 1), weights
+
+
+def build_trees(
+    anchors: Tensor, proposal: Proposal, *, nodes: int, spine: float, correction: Correction | None
+) -> tuple[Tensor, Tensor]:
+    """Return the packed trees [S, 4, 64] of several sequences, and the weights [S, 64] of their rows."""
+    return best_tree(
+        anchors,
         proposal.ids,
-        proposal.scores,
+        proposal.tree_scores(),
         proposal.chains,
         proposal.chain_scores,
         nodes=nodes,
         spine=spine,
         correction=correction,
-        edge=proposal.edge,
     )
-    return Tree(packed, nodes + 1), weights

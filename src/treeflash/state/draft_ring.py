@@ -1,4 +1,4 @@
-"""The draft's KV ring: one ring buffer a layer, as long as the layer's attention reaches."""
+"""A draft's KV ring: one ring buffer a layer, as long as the layer's attention reaches."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,11 @@ from torch import Tensor
 from treeflash.errors import UsageError
 from treeflash.models.dflash import DraftBuffers
 from treeflash.models.draft_spec import DraftSpec
-from treeflash.state.snapshots import host_copy
+from treeflash.models.mtp import MTPBuffers
+from treeflash.models.spec import ModelSpec
+from treeflash.state.snapshots import host_copies, wait_for_copies
 
+_COMMIT_ROWS = 64  # of the newest hidden states that a rollback may return to
 # Full-attention layers reach no further than this unless asked: acceptance gains nothing from more.
 DEFAULT_CONTEXT = 16384
 
@@ -29,15 +32,13 @@ class SavedRings:
 
 def save_rings(buffers: DraftBuffers, slot: int) -> SavedRings:
     length, start = int(buffers.lengths[slot]), int(buffers.starts[slot])
-    pairs = zip(buffers.keys, buffers.values, strict=True)
-    return SavedRings(
-        length,
-        start,
-        [(host_copy(keys[slot, :length]), host_copy(values[slot, :length])) for keys, values in pairs],
-    )
+    pools = [pool for pair in zip(buffers.keys, buffers.values, strict=True) for pool in pair]
+    copies = host_copies([pool[slot, :length] for pool in pools])
+    return SavedRings(length, start, list(zip(copies[::2], copies[1::2], strict=True)))
 
 
 def restore_rings(buffers: DraftBuffers, slot: int, saved: SavedRings) -> None:
+    wait_for_copies(buffers.lengths.device)
     buffers.lengths[slot] = saved.length
     buffers.starts[slot] = saved.start
     pairs = zip(buffers.keys, buffers.values, strict=True)
@@ -69,4 +70,30 @@ def draft_buffers(
         values=tuple(ring(kind) for kind in spec.layers),
         lengths=torch.zeros(slots, dtype=torch.int64, device=device),
         starts=torch.zeros(slots, dtype=torch.int64, device=device),
+    )
+
+
+def mtp_buffers(
+    spec: ModelSpec,
+    *,
+    max_ctx: int,
+    slots: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> MTPBuffers:
+    """Return the buffers of a target's MTP block."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+    ring = (min(max_ctx, DEFAULT_CONTEXT), spec.kv_heads, spec.head_dim)
+    return MTPBuffers(
+        ring=DraftBuffers(
+            keys=(zeros(*ring, dtype=dtype),),
+            values=(zeros(*ring, dtype=dtype),),
+            lengths=zeros(dtype=torch.int64),
+            starts=zeros(dtype=torch.int64),
+        ),
+        hidden=torch.zeros(slots + 1, _COMMIT_ROWS + 1, spec.width, device=device),
+        counts=torch.zeros(slots + 1, dtype=torch.int64, device=device),
     )

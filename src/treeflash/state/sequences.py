@@ -30,6 +30,7 @@ class CacheConfig:
     k: KVFormat = FORMATS["f32"]
     v: KVFormat = FORMATS["f32"]
     window: int | None = None  # tokens; None: the whole context
+    pages: int | None = None  # of the pool that all slots share; None: as many as all slots could ever fill
 
 
 class SequenceStates:
@@ -73,9 +74,17 @@ class SequenceStates:
             ),
             window=window,
         )
+        self._most_pages = cache.pages or self.buffers.page_table.numel()
         self.approximate = approximations(cache.k, cache.v, window)  # what of it is lossy, in words
         if static:
-            self._grow(self.buffers.page_table.numel())
+            # One more, for padding rows.
+            self._most_pages += 1
+            self._grow(self._most_pages)
+            self.buffers = replace(self.buffers, spare_page=self.pages.allocate(1)[0])
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
 
     def open(self) -> int:
         """Return a free slot, cleared."""
@@ -108,7 +117,7 @@ class SequenceStates:
     def shortage(self, slot: int, rows: int) -> int:
         """Return how many pages saved states must release before `reserve` can succeed."""
         missing = self.pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
-        return max(0, self.pages.capacity + missing - self.buffers.page_table.numel())
+        return max(0, self.pages.capacity + missing - self._most_pages)
 
     def reserve(self, slot: int, rows: int) -> None:
         """Allocate pages for `rows` rows after the slot's committed tokens."""
@@ -127,8 +136,10 @@ class SequenceStates:
     def _provide(self, missing: int) -> None:
         """Grow the pool by at least `missing` pages."""
         if missing > 0:
-            most = self.buffers.page_table.numel()
-            self._grow(min(max(self.pages.capacity + missing, 3 * self.pages.capacity // 2), most))
+            needed = self.pages.capacity + missing
+            if needed > self._most_pages:
+                raise ResourceError(f"{needed} KV pages needed, the pool has {self._most_pages}")
+            self._grow(min(max(needed, 3 * self.pages.capacity // 2), self._most_pages))
 
     def advance(self, step: Step) -> None:
         """Commit all rows of a prompt chunk."""
@@ -152,7 +163,7 @@ class SequenceStates:
         assert step.ancestors is not None
         slots, buffers = step.slots, self.buffers
         state = {"path": buffers.pending.path, "count": buffers.pending.count, "lengths": buffers.lengths}
-        kept = commit_path(step.ancestors, last, slots, **state)
+        kept = commit_path(step.ancestors, last, slots, step.first, **state)
         if self._spec.attention_layers:
             move_rows(self.planes, kept, slots, buffers.page_table)
         return kept.counts

@@ -2,11 +2,14 @@
 
 Full KV pages are immutable, so slots and saved states share them. A saved page stays in the device pool while
 there is room and is offloaded to host memory, byte for byte, when there is not. The rest of a saved state is
-always in host memory: recurrent states are large, and the bus is fast enough to restore them.
+always in host memory: recurrent states are large, and the bus is fast enough to restore them. Copies to the
+host run beside the steps of other sequences.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,12 +19,72 @@ from treeflash.state.sequences import PAGE, SequenceStates
 
 _SLAB_BYTES = 64 << 20  # allocated at a time: pinning memory is slow
 _SLAB_PAGES = 64  # at most
+_GROUP_BYTES = 32 << 20  # copied at a time: torch rounds pinned memory up to a power of two
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy to host memory; from a GPU asynchronously, complete after the next synchronisation."""
-    copy = _host_memory(tensor.shape, tensor.dtype, tensor.device)
-    return copy.copy_(tensor, non_blocking=True)
+    """Copy to host memory, from a GPU asynchronously: the device may read it after `wait_for_copies`."""
+    return _copy_to_host(tensor, _host_memory(tensor.shape, tensor.dtype, tensor.device))
+
+
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a `host_copy` of each; from a GPU many at a time."""
+    if not tensors or not tensors[0].is_cuda:
+        return [host_copy(tensor) for tensor in tensors]
+    copies: dict[int, Tensor] = {}
+    for places in _groups(tensors):
+        try:
+            flat = torch.cat([tensors[place].flatten() for place in places])
+        except torch.OutOfMemoryError:
+            copies |= {place: host_copy(tensors[place]) for place in places}
+            continue
+        whole = _copy_to_host(flat, _host_memory(flat.shape, flat.dtype, flat.device), owned=True)
+        parts = whole.split([tensors[place].numel() for place in places])
+        copies |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
+    return [copies[place] for place in range(len(tensors))]
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return indices of tensors of one type, and of _GROUP_BYTES in all, unless a tensor alone has more."""
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    sizes, numbers = Counter[torch.dtype](), Counter[torch.dtype]()
+    for place, tensor in enumerate(tensors):
+        kind = tensor.dtype
+        if sizes[kind] and sizes[kind] + tensor.nbytes > _GROUP_BYTES:
+            sizes[kind], numbers[kind] = 0, numbers[kind] + 1
+        sizes[kind] += tensor.nbytes
+        groups.setdefault((kind, numbers[kind]), []).append(place)
+    return list(groups.values())
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Have the device's next work wait for the copies to host memory."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_copy_stream(device))
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy_to_host(source: Tensor, target: Tensor, *, owned: bool = False) -> Tensor:
+    """Copy without a delay of the device's next steps: on a stream of its own, from a copy on the device.
+
+    `owned`: the source is such a copy.
+    """
+    if not source.is_cuda:
+        return target.copy_(source)
+    try:
+        own = source if owned else source.clone(memory_format=torch.contiguous_format)
+    except torch.OutOfMemoryError:
+        return target.copy_(source, non_blocking=True)
+    side = _copy_stream(source.device)
+    side.wait_stream(torch.cuda.current_stream(source.device))
+    with torch.cuda.stream(side):
+        target.copy_(own, non_blocking=True)
+    own.record_stream(side)
+    return target
 
 
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,16 +148,19 @@ class SnapshotStore:
         full, rest = divmod(states.lengths[slot], PAGE)
         owned = states.pages.owned[slot]
         rows = buffers.pending.path[slot, : int(buffers.pending.count[slot])]
-        layers: list[tuple[Tensor, ...]] = [
-            (
-                host_copy(layer.state[slot]),
-                host_copy(layer.window[slot]),
-                host_copy(layer.tree_inputs[slot, rows]),
-                host_copy(layer.tree_gates[slot, rows]),
-            )
+        tensors = [
+            tensor
             for layer in buffers.layers
             if isinstance(layer, DeltaBuffers)
+            for tensor in (
+                layer.state[slot],
+                layer.window[slot],
+                layer.tree_inputs[slot, rows],
+                layer.tree_gates[slot, rows],
+            )
         ]
+        copies = host_copies(tensors)
+        layers = [tuple(copies[start : start + 4]) for start in range(0, len(copies), 4)]
         tail = self._read_page(owned[full]) if rest else None
         # After everything that can fail: from here on pages are referenced.
         pages = [self._resident.get(index) or self._retain(index) for index in owned[:full]]
@@ -114,6 +180,7 @@ class SnapshotStore:
         """Restore a saved state to a newly opened slot."""
         states = self.states
         assert states.lengths[slot] == 0
+        wait_for_copies(self._device)
         absent = [page for page in saved.pages if page.index is None]
         for page, index in zip(absent, states.grant(len(absent)), strict=True):
             assert page.host is not None
@@ -132,6 +199,21 @@ class SnapshotStore:
             layer.window[slot].copy_(window, non_blocking=True)
             layer.tree_inputs[slot, :count].copy_(inputs, non_blocking=True)
             layer.tree_gates[slot, :count].copy_(gates, non_blocking=True)
+
+    def park(self, slot: int) -> SavedSequence:
+        """Save a slot, close it and free its pages: those that no other slot uses go to host memory."""
+        saved = self.save(slot)
+        self.states.close(slot)
+        for page in saved.pages:
+            if self.is_evictable(page):
+                self.offload(page)
+                self.evict(page)
+        return saved
+
+    def unpark(self, slot: int, parked: SavedSequence) -> None:
+        """Restore a parked state to a newly opened slot and drop it; `shortage` of pages must be 0."""
+        self.restore(slot, parked)
+        self.release(parked)
 
     def release(self, saved: SavedSequence) -> None:
         """Drop a saved state and the pages that no other saved state references."""
@@ -177,6 +259,7 @@ class SnapshotStore:
     def synchronize(self) -> None:
         """Wait for all asynchronous copies from and to the device."""
         if self._device.type == "cuda":
+            wait_for_copies(self._device)
             torch.cuda.current_stream(self._device).synchronize()
 
     def _retain(self, index: int) -> SavedPage:
@@ -190,7 +273,7 @@ class SnapshotStore:
 
     def _read_page(self, index: int) -> Tensor:
         parts = [plane[:, index].reshape(-1).view(torch.uint8) for plane in self.states.planes]
-        return self.allocate_host_page().copy_(torch.cat(parts), non_blocking=True)
+        return _copy_to_host(torch.cat(parts), self.allocate_host_page(), owned=True)
 
     def _write_page(self, index: int, page: Tensor) -> None:
         start, page = 0, page.to(self._device, non_blocking=True)

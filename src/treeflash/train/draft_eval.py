@@ -4,7 +4,7 @@ Also the check before an export is used: the trainer's and the engine's logits m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,19 @@ from treeflash.errors import TreeFlashError
 from treeflash.kernels.tree.reference import accept_path
 from treeflash.models.dflash import DFlashDraft
 from treeflash.spec.dflash import DFlashModel
+from treeflash.spec.dflash import DraftModel as ProposingModel
+from treeflash.spec.mtp import MTPModel as EngineMTP
 from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import CANDIDATES, SPINE, Speculator
 from treeflash.spec.tree import Proposal, build_tree
-from treeflash.state.draft_ring import draft_buffers
+from treeflash.state.draft_ring import draft_buffers, mtp_buffers
 from treeflash.train.draft_data import Batch, TokenData, make_batch
 from treeflash.train.draft_export import WEIGHTS
 from treeflash.train.draft_loss import Tally, block_loss
 from treeflash.train.draft_model import DraftModel
 from treeflash.train.draft_target import FeatureReader, Frozen, Target
+from treeflash.train.mtp_export import MTP_TARGET, load_block, read_block
+from treeflash.train.mtp_model import MTPModel
 
 BUDGET = SpecConfig().budget  # nodes per tree
 _TREES = 96  # blocks for which a tree is built
@@ -43,44 +47,57 @@ class Evaluation:
     top1: list[float]  # by position after the anchor
     acceptance: float  # acceptance length with the likeliest chain
     tree_acceptance: float  # acceptance length with a tree of BUDGET nodes
+    recall: list[float] | None = None  # by position: labels among the candidates of a DFlash2 draft
 
 
 @torch.no_grad()
 def evaluate(
-    model: DraftModel, reader: FeatureReader, frozen: Frozen, batches: Sequence[Batch], *, step: int
+    model: DraftModel | MTPModel,
+    reader: FeatureReader,
+    frozen: Frozen,
+    batches: Sequence[Batch],
+    *,
+    step: int,
 ) -> Evaluation:
     total: Tally | None = None
     accepted: list[int] = []
     for batch in batches:
         hidden = block_rows(model, reader, frozen, batch)
-        tally = block_loss(hidden, batch.labels, batch.valid, frozen.head, kind="dpace")
+        tally = block_loss(
+            hidden,
+            batch.labels,
+            batch.valid,
+            frozen.head,
+            kind="dpace",
+            selector=model.candidate_selector,
+            anchors=batch.tokens.gather(1, batch.anchors),
+        )
         if total is None:
             total = tally
         else:
             total.merge(tally)
-        accepted += _tree_acceptance(hidden, batch, frozen.head, _TREES - len(accepted))
+        if isinstance(model, DraftModel):  # what an MTP block proposes depends on the path
+            accepted += _tree_acceptance(model, hidden, batch, frozen.head, _TREES - len(accepted))
     assert total is not None
     tree = sum(accepted) / len(accepted) if accepted else total.acceptance
-    return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree)
+    recall = None if model.candidate_selector is None else total.recall
+    return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree, recall)
 
 
-def block_rows(model: DraftModel, reader: FeatureReader, frozen: Frozen, batch: Batch) -> Tensor:
+def block_rows(model: DraftModel | MTPModel, reader: FeatureReader, frozen: Frozen, batch: Batch) -> Tensor:
     """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
-    anchors = batch.tokens.gather(1, batch.anchors)
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
-        return model(reader(batch.tokens), frozen.embeddings(anchors), batch.anchors)
+        return model(reader(batch.tokens), model.inputs(frozen, batch), batch.anchors)
 
 
-def _tree_acceptance(hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
+def _tree_acceptance(model: DraftModel, hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
     """Return the acceptance lengths of the trees of up to `most` complete blocks."""
     whole = batch.valid.all(-1).nonzero().tolist()
     counts = []
     for text, block in whole[:: max(1, len(whole) // max(most, 1))][: max(most, 0)]:
-        logits = linear(hidden[text, block, 1:].to(head.dtype), head).float()
-        top = logits.topk(min(CANDIDATES, logits.shape[1]), -1)
-        scores = top.values - logits.logsumexp(-1, keepdim=True)
-        anchor = batch.tokens[text, batch.anchors[text, block]][None]
-        tree, _ = build_tree(anchor, Proposal.of(top.indices, scores), nodes=BUDGET, spine=SPINE)
+        rows, anchor = hidden[text, block, 1:], batch.tokens[text, batch.anchors[text, block]][None]
+        proposal = _proposal(model, rows, linear(rows.to(head.dtype), head).float(), anchor)
+        tree, _ = build_tree(anchor, proposal, nodes=BUDGET, spine=SPINE)
         tokens, parents = tree.lists()
         depths = [0] * len(tokens)
         for row in range(1, len(tokens)):
@@ -88,6 +105,20 @@ def _tree_acceptance(hidden: Tensor, batch: Batch, head: Tensor, most: int) -> l
         labels = [*batch.labels[text, block].tolist(), -1]
         counts.append(len(accept_path(tokens, parents, [labels[depth] for depth in depths])))
     return counts
+
+
+def _proposal(model: DraftModel, rows: Tensor, logits: Tensor, anchor: Tensor) -> Proposal:
+    """Return what the engine would propose from a block's rows [K, width] and logits [K, V]."""
+    selector = model.candidate_selector
+    count = CANDIDATES if selector is None else selector.candidates
+    top = logits.topk(min(count, logits.shape[1]), -1)
+    proposal = Proposal.of(top.indices, top.values - logits.logsumexp(-1, keepdim=True))
+    if selector is None:
+        return proposal
+    before = torch.cat([proposal.ids[:-1], anchor.expand(len(rows) - 1, 1)], 1)
+    before = torch.cat([anchor.expand(1, before.shape[1]), before])
+    edges = proposal.scores[:, None] + selector(rows, before, proposal.ids)
+    return replace(proposal, edges=edges.log_softmax(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +139,9 @@ def measure(
     sampling: SamplingParams | None = None,
 ) -> Measured:
     """Decode with the draft alone, without prompt lookup, and with trees of BUDGET nodes at every step."""
-    decoder = target.decoder
-    loaded = DFlashDraft.load(draft, target.spec, device=target.device, dtype=decoder.dtype)
-    max_ctx = max(map(len, prompts)) + max_tokens
-    buffers = draft_buffers(loaded.spec, max_ctx=max_ctx, device=target.device)
+    decoder, max_ctx = target.decoder, max(map(len, prompts)) + max_tokens
     speculator = Speculator(
-        DFlashModel(loaded, decoder, buffers),
+        _proposer(target, draft, max_ctx),
         SpecConfig(budget=BUDGET, lookup=False, adaptive=False),
         StepCosts(),
         device=target.device,
@@ -132,6 +160,43 @@ def measure(
                 steps += event.stats.steps
                 tokens += event.stats.step_tokens
     return Measured(tokens / max(1, steps), tokens, steps)
+
+
+def _proposer(target: Target, path: Path, max_ctx: int) -> ProposingModel:
+    """Return the draft at `path`: a DFlash or DFlash2 draft, or a file of the target with an MTP block."""
+    decoder, device = target.decoder, target.device
+    if path.name == MTP_TARGET:
+        block = load_block(path, device, decoder.dtype)
+        return EngineMTP(block, decoder, mtp_buffers(target.spec, max_ctx=max_ctx, device=device))
+    loaded = DFlashDraft.load(path, target.spec, device=device, dtype=decoder.dtype)
+    return DFlashModel(loaded, decoder, draft_buffers(loaded.spec, max_ctx=max_ctx, device=device))
+
+
+@torch.no_grad()
+def check_mtp_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
+    """Return the same for an MTP block, which drafts the text's own tokens."""
+    decoder, device = target.decoder, target.device
+    block = load_block(folder / MTP_TARGET, device, torch.float32)
+    model = MTPModel(target.spec, target.final_norm, str(folder)).to(device)
+    read_block(folder / MTP_TARGET, model)
+    reader, frozen = FeatureReader(decoder, model.spec.taps), Frozen(decoder, 0, 1)
+    head, slots, worst = frozen.head.float(), torch.zeros(1, dtype=torch.int64, device=device), 0.0
+    for number in numbers[: max(1, _PREFIXES // 4)]:
+        batch = make_batch(data, [number], anchors=4, block=model.spec.block_size, seed=number).to(device)
+        features, rows = reader(batch.tokens), model.inputs(frozen, batch)
+        trained = model(features, rows, batch.anchors)
+        for place, anchor in enumerate(batch.anchors[0].tolist()):
+            buffers = mtp_buffers(target.spec, max_ctx=anchor + model.spec.block_size, device=device)
+            buffers.ring.starts[0] = 1
+            block.append(features[:, :anchor], slots, buffers)
+            hidden, paths = block.newest_hidden(slots, buffers), None
+            for depth in range(model.spec.block_size - 1):
+                x = block.fuse(rows[:, place, depth : depth + 1], hidden)
+                hidden, paths = block.step(x, paths, slots, buffers)
+                ours, theirs = linear(trained[0, place, depth + 1], head), linear(hidden[0, 0], head)
+                worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+    _refuse_disparity(folder, worst)
+    return worst
 
 
 @torch.no_grad()
@@ -161,15 +226,24 @@ def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequenc
             served = draft.block(rows[:, block], slots, buffers)
             ours, theirs = linear(trained[0, block], head), linear(served[0], head)
             worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+            if model.candidate_selector is not None and draft.selector is not None:
+                ids = theirs.topk(draft.selector.candidates, -1).indices
+                own = model.candidate_selector(trained[0, block], ids, ids)
+                off = own - draft.selector(served[0], ids, ids)
+                worst = max(worst, float(off.norm() / theirs.norm()))
             left -= 1
         if left <= 0:
             break
+    _refuse_disparity(folder, worst)
+    return worst
+
+
+def _refuse_disparity(folder: Path, worst: float) -> None:
     if not worst <= _PARITY:
         raise TreeFlashError(
             f"{folder}: the trainer's and the engine's logits differ by {worst:.2g}, needed <= {_PARITY:g}",
             "this is a bug in treeflash: please report it",
         )
-    return worst
 
 
 def held_out_batches(

@@ -13,6 +13,7 @@ from treeflash.gguf.header import ValueType
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.types import QuantType
 from treeflash.gguf.writer import GGUFWriter
+from treeflash.hub.names import DRAFT_ARCHITECTURES
 from treeflash.models.draft_spec import DraftSpec
 from treeflash.models.safetensors_source import gguf_name
 from treeflash.models.spec import ModelSpec
@@ -30,9 +31,10 @@ def draft_config(
         "block_size": spec.block_size,
         "mask_token_id": spec.mask_id,
         "target_layer_ids": list(spec.taps),
+        **_second(spec),
     }
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [DRAFT_ARCHITECTURES[0 if spec.second is None else 1]],
         "model_type": "qwen3",
         **method,
         "dflash_config": method,
@@ -62,6 +64,19 @@ def draft_config(
     }
 
 
+def _second(spec: DraftSpec) -> dict[str, int]:
+    """Return DFlash2's own settings."""
+    second = spec.second
+    if second is None:
+        return {}
+    return {
+        "conv_kernel_size": second.kernel,
+        "conv_group_size": second.group,
+        "selector_rank": second.rank,
+        "selector_top_k": second.candidates,
+    }
+
+
 def export_draft(
     folder: Path,
     spec: DraftSpec,
@@ -87,7 +102,7 @@ def export_gguf(
     metadata: Mapping[str, Any],
 ) -> Path:
     """Write a `dflash` file with Q8_0 matrices; `metadata` is the target's and supplies the vocabulary."""
-    types = {name: _type(tensor) for name, tensor in weights.items()}
+    types = {name: tensor_type(tensor) for name, tensor in weights.items()}
     with GGUFWriter(path, "dflash") as writer:
         for key, value, kind in _entries(spec, target, metadata):
             writer.add(key, value, kind)
@@ -122,6 +137,7 @@ def _entries(
         # llama.cpp counts layers by their inputs: the output of layer i is the input of layer i + 1.
         ("dflash.target_layers", [tap + 1 for tap in spec.taps], ValueType.INT32),
     ]
+    entries += [(f"dflash.{key}", value, None) for key, value in _second(spec).items()]
     if "sliding" in spec.layers:
         pattern = [kind == "sliding" for kind in spec.layers]
         entries += [
@@ -135,8 +151,9 @@ def _entries(
     return [*entries, (mask, spec.mask_id, None)]
 
 
-def _type(tensor: Tensor) -> QuantType:
-    if tensor.ndim == 1:
+def tensor_type(tensor: Tensor) -> QuantType:
+    """Return the type that a trained tensor is exported in."""
+    if tensor.ndim != 2:
         return QuantType.F32
     return QuantType.Q8_0 if tensor.shape[1] % QuantType.Q8_0.block_elements == 0 else QuantType.F16
 

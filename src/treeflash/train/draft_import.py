@@ -40,9 +40,11 @@ def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tens
 
 
 def _weights(source: TensorSource, found: DraftSpec, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
-    has, needed = asdict(found), asdict(spec)
+    found = found.with_heads(source.tensors)
+    has, needed = asdict(found), asdict(spec.with_heads({}))
+    free = (*_FREE, "second") if found.second is None else _FREE
     for name in needed:
-        if name not in _FREE and not _same(has[name], needed[name]):
+        if name not in free and not _same(has[name], needed[name]):
             raise UsageError(
                 f"{found.source}: its draft has {name} {has[name]}, needed {needed[name]}",
                 "`continue_from` needs the target's own draft and the settings it was trained with",

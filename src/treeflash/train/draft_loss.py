@@ -1,6 +1,7 @@
 """Loss and estimated acceptance of a draft's blocks, a few blocks at a time.
 
-The target's frozen head turns hidden states into logits. The logits of all blocks of a batch would take
+The target's frozen head turns hidden states into logits; the selector of a DFlash2 draft adds to those of the
+likeliest candidates what follows from the token before. The logits of all blocks of a batch would take
 gigabytes, so each group of blocks is backpropagated to its hidden states and its logits are freed.
 """
 
@@ -10,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
+
+from treeflash.train.draft_model import CandidateSelector
 
 LossKind = Literal["dpace", "decay"]
 _ALPHA = 0.5  # D-PACE: the smallest factor by which a token reduces the weight of the tokens after it
@@ -27,14 +30,15 @@ class Tally:
     seen: Tensor  # [K]
     survived: Tensor  # [K] complete blocks whose first k tokens are all right
     blocks: Tensor  # complete blocks
+    recalled: Tensor  # [K] labels among the candidates that a selector compares
 
     @classmethod
     def zero(cls, positions: int, device: torch.device) -> "Tally":
         one, many = torch.zeros((), device=device), torch.zeros(positions, device=device)
-        return cls(one, one.clone(), many, many.clone(), many.clone(), one.clone())
+        return cls(one, one.clone(), many, many.clone(), many.clone(), one.clone(), many.clone())
 
-    def add(self, cost: Tensor, right: Tensor, valid: Tensor) -> None:
-        """Count blocks; cost, right, valid [C, K]."""
+    def add(self, cost: Tensor, right: Tensor, valid: Tensor, recalled: Tensor) -> None:
+        """Count blocks; cost, right, valid, recalled [C, K]."""
         whole = valid.all(1)
         self.loss += (cost * valid).sum()
         self.labels += valid.sum()
@@ -42,10 +46,11 @@ class Tally:
         self.seen += valid.sum(0)
         self.survived += (right.cumprod(1).bool() & whole[:, None]).sum(0)
         self.blocks += whole.sum()
+        self.recalled += (recalled & valid).sum(0)
 
     def merge(self, other: "Tally", *, keep: float = 1.0) -> None:
         """Scale these sums by `keep` and add `other`."""
-        for name in ("loss", "labels", "right", "seen", "survived", "blocks"):
+        for name in ("loss", "labels", "right", "seen", "survived", "blocks", "recalled"):
             getattr(self, name).mul_(keep).add_(getattr(other, name))
 
     @property
@@ -55,6 +60,10 @@ class Tally:
     @property
     def top1(self) -> list[float]:
         return (self.right / self.seen.clamp(min=1)).tolist()
+
+    @property
+    def recall(self) -> list[float]:
+        return (self.recalled / self.seen.clamp(min=1)).tolist()
 
     @property
     def acceptance(self) -> float:
@@ -75,13 +84,50 @@ def block_weights(cost: Tensor, valid: Tensor, kind: LossKind) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1) * valid
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The selector's share of the loss: which of a position's candidates follows the token before."""
+
+    cost: Tensor  # [C, K] cross entropy of the labels among the candidates
+    right: Tensor  # [C, K] bool: the label has the best score
+    recalled: Tensor  # [C, K] bool: it is among the candidates
+
+
+def selection(
+    selector: CandidateSelector, hidden: Tensor, logits: Tensor, labels: Tensor, anchors: Tensor
+) -> Selection:
+    """Score labels [C, K] among the likeliest tokens by logits [C, K, V], each after the true token before.
+
+    A label that is missing takes the place of the last candidate. On the path that is accepted every token
+    before is the true one, so that `right` is what the engine will find.
+    """
+    best = logits.detach().topk(selector.candidates, -1).indices
+    found = best == labels[..., None]
+    recalled = found.any(-1)
+    best[..., -1] = torch.where(recalled, best[..., -1], labels)
+    place = torch.where(recalled, found.int().argmax(-1), best.shape[-1] - 1)
+    before = torch.cat([anchors[:, None], labels[:, :-1]], 1)
+    scores = logits.gather(-1, best) + selector(hidden, before[..., None], best)[..., 0, :]
+    cost = cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none").view_as(place)
+    return Selection(cost, (scores.argmax(-1) == place) & recalled, recalled)
+
+
 def block_loss(
-    hidden: Tensor, labels: Tensor, valid: Tensor, head: Tensor, *, kind: LossKind, scale: float = 1.0
+    hidden: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    head: Tensor,
+    *,
+    kind: LossKind,
+    scale: float = 1.0,
+    selector: CandidateSelector | None = None,
+    anchors: Tensor | None = None,
 ) -> Tally:
     """Return the blocks' statistics; backpropagate through `hidden` [B, M, T, width] if it needs a gradient.
 
-    labels and valid [B, M, T - 1] belong to the rows after the anchor; head [V, width]. The loss is the mean
-    weighted cross entropy of the valid labels, times `scale`.
+    labels and valid [B, M, T - 1] belong to the rows after the anchor, anchors [B, M] are its tokens, which
+    only a selector needs; head [V, width]. The loss is the mean weighted cross entropy of the valid labels,
+    and of the selector's choice, times `scale`.
     """
     train = hidden.requires_grad
     rows = hidden.detach()[:, :, 1:].flatten(0, 1)  # [C, K, width]
@@ -90,15 +136,23 @@ def block_loss(
     count = valid.sum().clamp(min=1)
     size = max(1, _LOGITS // (labels.shape[1] * head.shape[0]))
     gradients = []
-    for group, wanted, counted in zip(rows.split(size), labels.split(size), valid.split(size), strict=True):
+    roots = labels[:, 0] if anchors is None else anchors.flatten()
+    parts = (each.split(size) for each in (rows, labels, valid, roots))
+    for group, wanted, counted, root in zip(*parts, strict=True):
         group = group.detach().requires_grad_(train)
         logits = linear(group.to(head.dtype), head).float()
         cost = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
+        if selector is None:
+            right, recalled, choice = logits.argmax(-1) == wanted, torch.zeros_like(counted), cost * 0
+        else:
+            assert anchors is not None
+            selected = selection(selector, group, logits, wanted, root)
+            right, recalled, choice = selected.right, selected.recalled, selected.cost
         with torch.no_grad():
-            tally.add(cost, logits.argmax(-1) == wanted, counted)
+            tally.add(cost, right, counted, recalled)
             weights = block_weights(cost, counted, kind)
         if train:
-            (cost * weights).sum().mul(scale / count).backward()
+            ((cost + choice) * weights).sum().mul(scale / count).backward()
             gradients.append(group.grad)
     if train:
         gradient = torch.zeros_like(hidden)

@@ -1,23 +1,36 @@
-"""The DFlash draft as a trainable module: the blocks of many anchors in one forward pass.
+"""The DFlash or DFlash2 draft as a trainable module: the blocks of many anchors in one forward pass.
 
 Parameters have z-lab's names, so that a state dict is a checkpoint. The forward pass returns what
 `models.dflash.DFlashDraft` returns for each anchor alone; blocks do not attend to each other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from treeflash.errors import UsageError
 from treeflash.kernels.norm_rope import rope_angles
-from treeflash.models.draft_spec import MAX_BLOCK, MIN_BLOCK, DraftSpec, LayerKind, default_taps
+from treeflash.models.draft_spec import (
+    MAX_BLOCK,
+    MIN_BLOCK,
+    DraftSpec,
+    LayerKind,
+    SecondSpec,
+    default_taps,
+)
 from treeflash.models.spec import ModelSpec
+from treeflash.train.draft_data import Batch
+from treeflash.train.draft_target import Frozen
 from treeflash.train.target import rope
 
+DraftKind = Literal["dflash", "dflash2", "mtp"]
 _TAPS = 5
+_KERNEL, _CONV_GROUP, _CANDIDATES = 2, 16, 16  # of DFlash2, as published
 _HEAD_DIM = 128
 _GROUP = 4  # query heads per KV head
 _MOST_KV_HEADS = 8
@@ -31,13 +44,18 @@ def new_spec(
     layers: int = 3,
     block_size: int = 16,
     window: int = 0,
+    rank: int = 0,
     source: str = "the new draft",
 ) -> DraftSpec:
-    """Return a spec for `target` in z-lab's proportions; `window`: all layers but the last use a window."""
+    """Return a spec for `target` in z-lab's proportions; `window`: all layers but the last use a window.
+
+    `rank`: of a DFlash2 draft's selector; 0: a DFlash draft.
+    """
     for name, value, least, most in (
         ("layers", layers, 1, 64),
         ("block", block_size, MIN_BLOCK, MAX_BLOCK),
         ("window", window, 0, 1 << 20),
+        ("rank", rank, 0, 1 << 12),
     ):
         if not least <= value <= most:
             raise UsageError(f"`{name}` is {value}, needed {least} to {most}")
@@ -66,6 +84,8 @@ def new_spec(
         taps=tuple(taps),
         mask_id=mask_id,
         vocab_size=target.vocab_size,
+        second=SecondSpec(_KERNEL, _CONV_GROUP, rank, _CANDIDATES) if rank else None,
+        from_anchor=False,
     )
 
 
@@ -143,17 +163,68 @@ class FeedForward(nn.Module):
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class DynamicConvolution(nn.Module):
+    """DFlash2's convolutions over a block's rows, before and after half a layer; at first the identity."""
+
+    def __init__(self, spec: DraftSpec):
+        super().__init__()
+        assert spec.second is not None
+        self._taps, self._group = spec.second.kernel, spec.second.group
+        base = torch.zeros(2, self._taps, spec.width)
+        base[:, 0] = 1
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(spec.width, 2 * self._taps * spec.width // self._group, bias=False)
+
+    def forward(self, x: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the output of half a layer of x [B, M, T, width], convolved before and after."""
+        kernels = self.kernel_projection(x).unflatten(-1, (2, self._taps, -1))
+        return self._convolve(half(self._convolve(x, kernels, 0)), kernels, 1)
+
+    def _convolve(self, x: Tensor, kernels: Tensor, side: int) -> Tensor:
+        out = torch.zeros_like(x)
+        for back in range(min(self._taps, x.shape[2])):
+            dynamic = kernels[..., side, back, :].repeat_interleave(self._group, -1)
+            earlier = pad(x, (0, 0, back, 0))[:, :, : x.shape[2]]
+            out = out + (self.base_kernel[side, back] + dynamic) * earlier
+        return out
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2's scores of a candidate after the token before it; at first all are zero."""
+
+    def __init__(self, spec: SecondSpec, width: int, vocabulary: int):
+        super().__init__()
+        self.candidates = spec.candidates
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocabulary, spec.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocabulary, spec.rank))
+        self.hidden_projection = nn.Linear(width, spec.rank, bias=False)
+
+    def forward(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
+        """Return scores [..., n, k] of ids [..., k] after the tokens before [..., n]; hidden [..., width]."""
+        gated = self.predecessor_codebook[before] * self.hidden_projection(hidden)[..., None, :]
+        return gated @ self.successor_codebook[ids].mT
+
+
 class Layer(nn.Module):
     def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
         super().__init__()
+        self._convolves = spec.second is not None
+        if self._convolves:
+            self.attention_conv, self.mlp_conv = DynamicConvolution(spec), DynamicConvolution(spec)
         self.input_layernorm = nn.RMSNorm(spec.width, spec.eps)
         self.self_attn = Attention(spec, kind, causal)
         self.post_attention_layernorm = nn.RMSNorm(spec.width, spec.eps)
         self.mlp = FeedForward(spec)
 
     def forward(self, x: Tensor, context: Tensor, at: Geometry) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, at)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        def attend(rows: Tensor) -> Tensor:
+            return self.self_attn(rows, context, at)
+
+        if not self._convolves:
+            x = x + attend(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.attention_conv(self.input_layernorm(x), attend)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
 class DraftModel(nn.Module):
@@ -167,6 +238,10 @@ class DraftModel(nn.Module):
             Layer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
         )
         self.norm = nn.RMSNorm(spec.width, spec.eps)
+        self.candidate_selector: CandidateSelector | None = None
+        if spec.second is not None:
+            assert spec.vocab_size is not None
+            self.candidate_selector = CandidateSelector(spec.second, spec.width, spec.vocab_size)
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
         self._frequencies: Tensor
         frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)
@@ -178,9 +253,23 @@ class DraftModel(nn.Module):
         # Output projections are scaled by depth, so that the residual stream's variance stays constant.
         scaled = _DEVIATION * (2 * len(self.layers)) ** -0.5
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
+            if name.endswith("predecessor_codebook"):
+                nn.init.normal_(parameter, generator=generator)
+            elif name.endswith(("kernel_projection.weight", "successor_codebook")):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2:
                 output = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=scaled if output else _DEVIATION, generator=generator)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Parameters with a row for each token: of most, a step has no gradient."""
+        selector = self.candidate_selector
+        return [] if selector is None else [selector.predecessor_codebook, selector.successor_codebook]
+
+    def inputs(self, frozen: Frozen, batch: Batch) -> Tensor:
+        """Return the blocks' input rows [B, M, T, width]: the anchors, then masks."""
+        return frozen.embeddings(batch.tokens.gather(1, batch.anchors))
 
     def forward(self, features: Tensor, embeddings: Tensor, anchors: Tensor) -> Tensor:
         """Return the hidden states of all blocks, for the target's head: [B, M, T, width].

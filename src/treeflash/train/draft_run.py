@@ -7,10 +7,9 @@ from pathlib import Path
 from treeflash.errors import UsageError
 from treeflash.models.weights import Progress as LoadProgress
 from treeflash.train.draft_data import Regeneration, TokenData, regenerate
-from treeflash.train.draft_import import read_draft
 from treeflash.train.draft_settings import Event, Result, TrainConfig
 from treeflash.train.draft_target import load_target
-from treeflash.train.draft_trainer import Trainer, check_folder, draft_spec
+from treeflash.train.draft_trainer import Trainer, check_folder, check_settings
 from treeflash.train.ranks import Ranks
 
 TOKENS = "tokens"  # subfolder of the draft's folder with the generated training text
@@ -56,10 +55,7 @@ def train_draft(
     try:
         check_folder(job.folder, resume=job.resume)
         target = load_target(job.target, device=device, progress=loading)
-        # Reject invalid settings before any long work.
-        spec = draft_spec(target, job.config, job.folder)
-        if job.continue_from is not None:
-            read_draft(job.continue_from, spec, target.spec)
+        check_settings(target, job.config, job.folder, job.continue_from)
         tokens = job.tokens
         if job.prompts is not None:
             tokens = job.folder / TOKENS

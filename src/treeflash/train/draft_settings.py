@@ -7,12 +7,15 @@ from typing import Literal
 from treeflash.errors import UsageError
 from treeflash.train.draft_eval import Evaluation, Measured
 from treeflash.train.draft_loss import LossKind
+from treeflash.train.draft_model import DraftKind
 
 _RATES = {"muon": 2e-3, "adamw": 6e-4}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
+    kind: DraftKind = "dflash"
+    rank: int = 64  # of a DFlash2 draft's selector
     layers: int = 3
     block: int = 16
     window: int = 0  # 0: all layers attend to the whole context
@@ -32,7 +35,7 @@ class TrainConfig:
     float32: bool = False  # dtype of the safetensors file; otherwise bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("steps", "minutes", "batch", "anchors", "lr"):
+        for name in ("steps", "minutes", "batch", "anchors", "lr", "rank"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"`{name}` is {value}, needed a number above 0")

@@ -34,6 +34,7 @@ class Target:
     tokenizer: Tokenizer
     template: ChatTemplate
     metadata: Mapping[str, Any]
+    final_norm: Tensor  # [width]: the weights of the norm before the head
 
     @property
     def spec(self) -> ModelSpec:
@@ -59,6 +60,7 @@ def load_target(path: Path, *, device: str = "auto", progress: Progress | None =
             tokenizer=Tokenizer.from_metadata(file.metadata, source=str(path)),
             template=ChatTemplate.from_metadata(file.metadata, source=str(path)),
             metadata=dict(file.metadata),
+            final_norm=torch.from_numpy(file.raw("output_norm.weight").copy()).view(torch.float32).to(where),
         )
 
 
@@ -122,6 +124,11 @@ class Frozen:
                 f"token {mask_id}, the mask, has an all-zero embedding: a draft cannot be trained with it",
                 "set `mask_token` to another id",
             )
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., width] of tokens [...]."""
+        return self._decoder.embed(tokens)
 
     @torch.no_grad()
     def embeddings(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The training loop of a DFlash draft: schedule, steps, checkpoints, evaluation, export.
+"""The training loop of a draft or an MTP block: schedule, steps, checkpoints, evaluation, export.
 
 All randomness is a function of the seed and the step, so that an interrupted and resumed run gives the same
 draft as an uninterrupted one.
@@ -24,6 +24,7 @@ from treeflash.train.draft_eval import (
     BUDGET,
     Evaluation,
     block_rows,
+    check_mtp_parity,
     check_parity,
     evaluate,
     held_out_batches,
@@ -36,6 +37,8 @@ from treeflash.train.draft_model import DraftModel, new_spec
 from treeflash.train.draft_settings import Event, Result, Saved, TrainConfig, TrainingProgress
 from treeflash.train.draft_target import FeatureReader, Frozen, Target, mask_token
 from treeflash.train.files import write_json, write_whole
+from treeflash.train.mtp_export import MTP_TARGET, export_mtp
+from treeflash.train.mtp_model import MTPModel, MTPSpec
 from treeflash.train.muon import optimisers
 from treeflash.train.ranks import Ranks
 
@@ -87,13 +90,19 @@ class Trainer:
                 " needed training texts and held-out texts",
                 "give more prompts",
             )
-        self.spec = draft_spec(target, config, folder)
-        self.model = DraftModel(self.spec, seed=config.seed).to(target.device)
+        self.model = new_model(target, config, folder).to(target.device)
+        self.spec = self.model.spec
         self._continue_from = continue_from
         if continue_from is not None:
-            self.model.load_state_dict(read_draft(continue_from, self.spec, target.spec))
+            # A DFlash draft may go on as a DFlash2 draft, whose other parts begin without effect.
+            assert isinstance(self.spec, DraftSpec)
+            self.model.load_state_dict(read_draft(continue_from, self.spec, target.spec), strict=False)
         self._optimisers = optimisers(
-            self.model.parameters(), kind=config.optimiser, lr=config.rate, weight_decay=config.weight_decay
+            self.model.parameters(),
+            kind=config.optimiser,
+            lr=config.rate,
+            weight_decay=config.weight_decay,
+            tables=self.model.tables,
         )
         self._state = _RunState()
         check_folder(folder, resume=resume)
@@ -191,6 +200,8 @@ class Trainer:
                     self._frozen.head,
                     kind=config.loss,
                     scale=share_of_labels,
+                    selector=self.model.candidate_selector,
+                    anchors=micro.tokens.gather(1, micro.anchors),
                 )
             )
         parameters = list(self.model.parameters())
@@ -315,17 +326,25 @@ class Trainer:
         write_whole(path, lambda file: torch.save(state, file), needed=needed)
         self._notify(Saved(self._state.step, path))
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, folder: Path) -> Path:
+        """Write the draft, or the target's file with its MTP block, and return its path."""
         target = self._target
+        if isinstance(self.model, MTPModel):
+            export_mtp(folder / MTP_TARGET, target.path, self.model)
+            return folder / MTP_TARGET
+        assert isinstance(self.spec, DraftSpec)
         dtype = torch.float32 if self._config.float32 else torch.bfloat16
         export_draft(folder, self.spec, self._weights, target.spec, target.tokenizer, dtype=dtype)
+        if self._config.gguf:
+            export_gguf(folder / GGUF, self.spec, self._weights, target.spec, target.metadata)
+        return folder
 
     def _untrained(self) -> float:
         """Return the acceptance length in the engine before training, from a few steps."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            self._export(Path(folder))
-            return measure(self._target, Path(folder), self._prompts()[:2], max_tokens=32).acceptance
+            path = self._export(Path(folder))
+            return measure(self._target, path, self._prompts()[:2], max_tokens=32).acceptance
 
     def _prompts(self) -> list[list[int]]:
         """Return held-out prompts, each once."""
@@ -337,12 +356,11 @@ class Trainer:
     def _finish(self) -> Result:
         target, config, state = self._target, self._config, self._state
         evaluation = self._evaluate()
-        self._export(self._folder)
+        path = self._export(self._folder)
         longest = int((self._data.lengths - self._data.boundaries).max())
-        measured = measure(target, self._folder, self._prompts(), max_tokens=min(_OUTPUT, longest))
-        parity = check_parity(target, self._folder, self._data, self._held_out.tolist())
-        if config.gguf:
-            export_gguf(self._folder / GGUF, self.spec, self._weights, target.spec, target.metadata)
+        measured = measure(target, path, self._prompts(), max_tokens=min(_OUTPUT, longest))
+        check = check_mtp_parity if path.name == MTP_TARGET else check_parity
+        parity = check(target, self._folder, self._data, self._held_out.tolist())
         write_json(
             self._folder / REPORT,
             {
@@ -376,6 +394,25 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         )
 
 
+def new_model(target: Target, config: TrainConfig, folder: Path) -> DraftModel | MTPModel:
+    """Return an untrained model of the kind asked for."""
+    if config.kind == "mtp":
+        return MTPModel(target.spec, target.final_norm, str(folder), seed=config.seed)
+    return DraftModel(draft_spec(target, config, folder), seed=config.seed)
+
+
+def check_settings(target: Target, config: TrainConfig, folder: Path, continue_from: Path | None) -> None:
+    """Raise for settings that this target cannot be trained with, before any long work."""
+    if config.kind == "mtp":
+        MTPSpec.of(target.spec, str(folder))
+        if continue_from is not None:
+            raise UsageError("`continue_from` is set, but `kind` is mtp, which always begins anew")
+        return
+    spec = draft_spec(target, config, folder)
+    if continue_from is not None:
+        read_draft(continue_from, spec, target.spec)
+
+
 def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
     return new_spec(
         target.spec,
@@ -383,6 +420,7 @@ def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
         layers=config.layers,
         block_size=config.block,
         window=config.window,
+        rank=config.rank if config.kind == "dflash2" else 0,
         source=str(folder),
     )
 

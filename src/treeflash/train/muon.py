@@ -62,12 +62,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimisers(
-    parameters: Iterable[Tensor], *, kind: str, lr: float, weight_decay: float
+    parameters: Iterable[Tensor],
+    *,
+    kind: str,
+    lr: float,
+    weight_decay: float,
+    tables: Iterable[Tensor] = (),
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimisers of `kind`: muon (matrices; AdamW for the rest) or adamw (everything)."""
-    parameters = list(parameters)
-    matrices = [each for each in parameters if each.ndim == 2]
-    others = [each for each in parameters if each.ndim != 2]
+    """Return the optimisers of `kind`: muon (matrices; AdamW for the rest) or adamw (everything).
+
+    `tables`: matrices whose rows are looked up, which are not orthogonalised.
+    """
+    parameters, looked_up = list(parameters), {id(each) for each in tables}
+    matrices = [each for each in parameters if each.ndim == 2 and id(each) not in looked_up]
+    others = [each for each in parameters if each.ndim != 2 or id(each) in looked_up]
 
     def adam(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=parameters[0].is_cuda)

@@ -147,7 +147,7 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> Glass:
     """Replaces standard output; patched inside the test, because pytest patches it before."""
     glass = Glass(60, 20)
     monkeypatch.setattr(sys, "stdout", glass)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((60, 20)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((60, 20)))
     return glass
 
 

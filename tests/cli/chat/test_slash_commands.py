@@ -21,6 +21,7 @@ class Parrot:
     """Replies with the last message and the seed; records the requests."""
 
     name = "Parrot"
+    about = "on a perch"
     breakable = False
 
     def __init__(self) -> None:
@@ -199,7 +200,7 @@ def test_saving_and_loading(talk, parrot, tmp_path, monkeypatch, capsys):
     assert saved["model"] == "Parrot" and saved["settings"]["top_k"] == 3 and saved["system"] == "s"
     assert len(parrot.asked[-1][0]) == 6
     errors = capsys.readouterr().err
-    assert "/save needs a file name" in errors and "2 messages saved in talk.json." in errors
+    assert "0 messages saved in chat-" in errors and "2 messages saved in talk.json." in errors
     assert "4 messages from talk.json." in errors
 
 
@@ -276,3 +277,46 @@ def test_completion(text, found):
 )
 def test_what_helps_against_a_full_context(raisable, hint):
     assert _as_ours(PromptTooLong(9009, 8192, raisable=raisable)).hint == hint
+
+
+def test_words_of_other_programs(talk, parrot, capsys):
+    for word in ("/bye", "/quit", "exit", "QUIT", "/EXIT"):
+        talk(word, "not reached")
+    assert parrot.asked == []
+    talk("/?")
+    assert "Commands" in capsys.readouterr().out
+
+
+def test_another_model(talk, parrot, capsys):
+    """A model that cannot be loaded leaves the present one; one that has no such settings loses them."""
+
+    class Other(Parrot):
+        name = "Other"
+
+        def check(self, settings: Settings) -> None:
+            if settings.thinking is not None:
+                raise UsageError("it does not think")
+
+    class Shelf:
+        def find(self, name: str | None) -> Callable[[], Parrot]:
+            if name == "missing":
+                raise UsageError("there is no such model")
+
+            def load() -> Parrot:
+                if name == "broken":
+                    raise TreeFlashError("it is broken")
+                return Other()
+
+            return load
+
+    chat = talk("/model missing")
+    chat.models, chat.reload = Shelf(), lambda: parrot
+    with pytest.raises(UsageError, match="no such model"):
+        chat.switch("missing")
+    with pytest.raises(TreeFlashError, match="broken"):
+        chat.switch("broken")
+    assert chat.backend is parrot
+    chat.settings.thinking = True
+    chat.switch("other")
+    assert chat.backend.name == "Other" and chat.settings.thinking is None
+    assert "it does not think" in capsys.readouterr().err.lower()

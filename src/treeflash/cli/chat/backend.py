@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from treeflash.cli import report
 from treeflash.cli.chat.conversation import OPTIONS, Settings
+from treeflash.cli.loading import summary
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def about(self) -> str:
+        """Return where it runs and how much it holds, as far as is known."""
+        ...
+
+    @property
     def breakable(self) -> bool:
         """Return whether a reply may be abandoned at any moment, without a request to stop."""
         ...
@@ -71,6 +77,14 @@ class Backend(Protocol):
     ) -> Generator[Event]: ...
 
 
+class Models(Protocol):
+    """Where the models of a chat come from."""
+
+    def find(self, name: str | None) -> Callable[[], Backend]:
+        """Return what loads a model; raise if there is none of this name."""
+        ...
+
+
 class LocalBackend:
     breakable = False
 
@@ -80,6 +94,10 @@ class LocalBackend:
         self._session = session
         self._speculating = speculating
         self._drafted = drafted
+
+    @property
+    def about(self) -> str:
+        return summary(self._session, drafted=self._drafted, speculating=self._speculating)
 
     def check(self, settings: Settings) -> None:
         if settings.thinking is not None and not self._session.template.supports_thinking:
@@ -129,8 +147,6 @@ class LocalBackend:
 
     def _ended(self, finished: "Finished", *, plain: bool, sampled: bool) -> ReplyEnd:
         interrupted = finished.reason == "cancelled"
-        line = report.line(
-            finished, plain=plain, drafted=self._drafted, sampled=sampled, interrupted=interrupted
-        )
+        line = report.line(finished, plain=plain, sampled=sampled, interrupted=interrupted)
         details = {"model": self.name, "finish_reason": finished.reason} | report.statistics(finished.stats)
         return ReplyEnd(line, details, finished.stats.decode_tok_s, finished.stats.notes)

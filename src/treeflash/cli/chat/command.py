@@ -1,20 +1,22 @@
-"""`treeflash chat`: connects to a server or loads a model, and starts the conversation."""
+"""`treeflash chat`: connects to a server or loads a model, and holds a conversation."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from treeflash.cli import speculation, view
-from treeflash.cli.loading import choose, engine_config
+from treeflash.cli.completion import model_names
+from treeflash.cli.loading import choose, engine_config, with_scorer
 from treeflash.cli.loading import load as load_session
 from treeflash.cli.options import (
     MODEL_HELP,
     EngineOptions,
     KVCacheOptions,
+    Only,
     Quiet,
-    Seed,
     SpeculationOptions,
     System,
     Think,
@@ -22,11 +24,13 @@ from treeflash.cli.options import (
     grouped,
     panel,
 )
+from treeflash.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
+from treeflash.cli.speculation import Chosen, Speculation
 from treeflash.config import EngineConfig, environment
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
-    from treeflash.cli.chat.backend import Backend
+    from treeflash.cli.chat.backend import Backend, Models
     from treeflash.cli.chat.conversation import Conversation, Settings
 
 _server, _prompt, _sampling = panel("Server"), panel("Prompt"), panel("Sampling")
@@ -35,7 +39,8 @@ ChatModel = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help=f"{MODEL_HELP}; else DFLASH_TARGET. With --url: the name of a model on the server.",
+        help=f"{MODEL_HELP}; else TREEFLASH_MODEL. With --url: the name of a model on the server.",
+        autocompletion=model_names,
     ),
 ]
 
@@ -62,34 +67,18 @@ class ConversationOptions:
         Path | None, _prompt("--load", metavar="PATH", help="Go on with a conversation that /save wrote.")
     ] = None
     think: Think = None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    n_gen: Annotated[
-        int | None,
-        _sampling("--n-gen", "-n", min=1, metavar="N", help="Most tokens of a reply. Default: what fits."),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        _sampling(
-            "--temperature",
-            "-t",
-            min=0,
-            max=100,
-            metavar="X",
-            help="0 takes the likeliest token each time. Default: as recommended for the model.",
-        ),
-    ] = None
-    seed: Seed = None
     settings: Annotated[
         list[str] | None,
         _sampling(
             "--set",
             metavar="NAME=VALUE",
-            help="What /set sets: top_p, top_k, min_p, penalties, stop; may be given several times.",
+            help="What /set sets, by its name there; may be given several times.",
         ),
     ] = None
+
+
+# What a conversation has a setting for.
+ChatSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES, "seed", "stop"))]
 
 
 @grouped
@@ -98,7 +87,7 @@ def chat(
     model: ChatModel = None,
     remote: RemoteOptions,
     beginning: ConversationOptions,
-    sampling: SamplingOptions,
+    sampling: ChatSamplingOptions,
     speculating: SpeculationOptions,
     engine: EngineOptions,
     cache: KVCacheOptions,
@@ -113,23 +102,43 @@ def chat(
 
     treeflash chat --url http://127.0.0.1:8000
     """
-    from treeflash.cli.chat.loop import Chat
-
-    speculation.check(speculating)
-    conversation, settings = _begin(beginning, sampling)
     screen = view.Screen(quiet=quiet)
+    speculation.check(speculating)
+    sampling.check(screen, system=beginning.system)
+    conversation, settings = _begin(beginning, sampling)
     config = engine.config(cache)
+    models: Models
     if remote.url is not None:
         check_remote(engine, cache)
         speculation.check_remote(speculating)
-        backend = _server_backend(remote.url, remote.api_key, model, screen)
+        models = RemoteModels(remote.url, remote.api_key or environment().api_key, screen)
     else:
-        backend = _local_backend(
-            model or None, speculating, config, think=beginning.think, offline=engine.offline, screen=screen
+        config = with_scorer(config, engine, screen)
+        models = LocalModels(
+            speculating, config, think=beginning.think, offline=engine.offline, screen=screen
         )
+    converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
+
+
+def converse(
+    models: "Models",
+    model: str | None,
+    conversation: "Conversation",
+    settings: "Settings",
+    *,
+    screen: view.Screen,
+    quiet: bool,
+    path: Path | None = None,
+) -> None:
+    """Load a model and hold a conversation with it. path: the file that the conversation is from."""
+    from treeflash.cli.chat.loop import Chat
+
+    load = models.find(model)
+    backend = load()
     backend.check(settings)
-    code = Chat(backend, conversation, settings, screen=screen, quiet=quiet, path=beginning.load).run()
-    if code:
+    chat = Chat(backend, conversation, settings, screen=screen, quiet=quiet, path=path)
+    chat.models, chat.reload = models, load
+    if code := chat.run():
         raise typer.Exit(code)
 
 
@@ -141,9 +150,11 @@ def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Co
     conversation, settings = (Conversation(), Settings()) if options.load is None else read(options.load)
     conversation.system = options.system if options.system is not None else conversation.system
     settings.thinking = options.think if options.think is not None else settings.thinking
-    given = {"max_tokens": sampling.n_gen, "temperature": sampling.temperature, "seed": sampling.seed}
-    settings.values |= {name: value for name, value in given.items() if value is not None}
-    for each in sampling.settings or ():
+    settings.values |= sampling.given()
+    settings.stop += sampling.stops
+    if sampling.limit is not None:
+        settings.values["max_tokens"] = sampling.limit
+    for each in options.settings or ():
         name, equals, value = each.partition("=")
         if not equals:
             raise UsageError(f"--set is {each!r}; needs NAME=VALUE, as in top_p=0.9")
@@ -151,31 +162,52 @@ def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Co
     return conversation, settings
 
 
-def _server_backend(url: str, key: str | None, model: str | None, screen: view.Screen) -> "Backend":
-    from treeflash.cli.chat.remote import RemoteBackend
+@dataclass(frozen=True, slots=True)
+class RemoteModels:
+    """The models of a server."""
 
-    with screen.waiting(f"Connecting to {url}"):
-        return RemoteBackend.connect(url, key=key or environment().api_key, model=model)
+    url: str
+    key: str | None
+    screen: view.Screen
+
+    def find(self, name: str | None) -> "Callable[[], Backend]":
+        """Return what connects to the server."""
+        return lambda: self._connect(name)
+
+    def _connect(self, name: str | None) -> "Backend":
+        from treeflash.cli.chat.remote import RemoteBackend
+
+        with self.screen.waiting(f"Connecting to {self.url}"):
+            return RemoteBackend.connect(self.url, key=self.key, model=name)
 
 
-def _local_backend(
-    model: str | None,
-    options: SpeculationOptions,
-    config: EngineConfig,
-    *,
-    think: bool | None,
-    offline: bool,
-    screen: view.Screen,
-) -> "Backend":
-    from treeflash.cli.chat.backend import LocalBackend
+@dataclass(frozen=True, slots=True)
+class LocalModels:
+    """Models that are loaded here, all with the same options."""
 
-    target, proposing = choose(model, options, think=think, offline=offline, screen=screen)
-    session = load_session(target.path, engine_config(config, proposing), screen)
-    if proposing.note:
-        screen.note(proposing.note)
-    return LocalBackend(
-        session,
-        name=target.card.title if target.card else target.path.stem,
-        speculating=proposing.config is not None,
-        drafted=proposing.draft is not None,
-    )
+    options: SpeculationOptions
+    config: EngineConfig
+    _: KW_ONLY
+    think: bool | None
+    offline: bool
+    screen: view.Screen
+
+    def find(self, name: str | None) -> "Callable[[], Backend]":
+        """Return what loads a model, which is fetched if it is not here; raise if there is none."""
+        target, proposing = choose(
+            name, self.options, think=self.think, offline=self.offline, screen=self.screen
+        )
+        return lambda: self._load(target, proposing)
+
+    def _load(self, target: Chosen, proposing: Speculation) -> "Backend":
+        from treeflash.cli.chat.backend import LocalBackend
+
+        session = load_session(target.path, engine_config(self.config, proposing), self.screen)
+        if proposing.note:
+            self.screen.note(proposing.note)
+        return LocalBackend(
+            session,
+            name=target.card.title if target.card else target.path.stem,
+            speculating=proposing.config is not None,
+            drafted=proposing.draft is not None,
+        )

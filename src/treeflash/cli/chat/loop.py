@@ -3,7 +3,8 @@
 import contextlib
 import secrets
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -11,12 +12,22 @@ from typing import Any, Self
 from treeflash.cli import view
 from treeflash.cli.chat import conversation as saved
 from treeflash.cli.chat import slash_commands
-from treeflash.cli.chat.backend import Backend, Event, PromptProgress, ReasoningDelta, ReplyEnd, TextDelta
+from treeflash.cli.chat.backend import (
+    Backend,
+    Event,
+    Models,
+    PromptProgress,
+    ReasoningDelta,
+    ReplyEnd,
+    TextDelta,
+)
 from treeflash.cli.chat.conversation import Conversation, Message, Settings
 from treeflash.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
 from treeflash.cli.chat.screen import PlainReply, Reply, TerminalReply, on_terminal
 from treeflash.cli.streams import OutputFailed
 from treeflash.errors import PromptTooLong, TreeFlashError, UsageError
+
+LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
 
 
 class StopRequest:
@@ -96,6 +107,8 @@ class Chat:
         self._quiet = quiet
         self._terminal = on_terminal()
         self._exit_code = 0
+        self.models: Models | None = None  # for /model
+        self.reload: Callable[[], Backend] | None = None  # loads the present one again
 
     @property
     def answered(self) -> bool:
@@ -106,7 +119,8 @@ class Chat:
         source: Source = Lines()
         if self._terminal:
             source = Keyboard(history_file(), slash_commands.complete)
-            self.screen.note(f"{self.backend.name} · /help shows commands, Ctrl-D leaves")
+            self.screen.note(f"{self.backend.name} · {self.backend.about}")
+            self.screen.note("/help shows commands, Ctrl-D leaves")
         if self.path is not None:
             self._loaded(self.path)
         while True:
@@ -138,6 +152,24 @@ class Chat:
         self.backend.check(settings)
         self.settings = settings
 
+    def switch(self, name: str) -> None:
+        """Go on with another model; if it cannot be loaded, with the present one."""
+        if self.models is None or self.reload is None:
+            raise UsageError("this chat cannot change its model")
+        load = self.models.find(name)
+        del self.backend  # both may not fit in memory
+        try:
+            self.backend = load()
+        except (TreeFlashError, RuntimeError, MemoryError):
+            self.backend = self.reload()
+            raise
+        self.reload, self._last = load, None
+        try:
+            self.backend.check(self.settings)
+        except UsageError as error:
+            self.settings = replace(self.settings, thinking=None, thinking_budget=None, draft_budget=None)
+            self.screen.notice(f"{error.message[0].upper()}{error.message[1:]}: set back to default.")
+
     def load(self, path: Path) -> None:
         conversation, settings = saved.load(path)
         self.change(settings)
@@ -163,6 +195,8 @@ class Chat:
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
 
     def _handle(self, line: str) -> None:
+        if line.strip().lower() in LEAVING:
+            raise EOFError
         if slash_commands.run(self, line):
             return
         message = Message("user", self._with_files(line))

@@ -75,6 +75,11 @@ class RemoteBackend:
         self._http = http
         self._url = url
 
+    @property
+    def about(self) -> str:
+        held = f"context {self.context:,} tokens · " if self.context else ""
+        return f"{held}{self._url}"
+
     @classmethod
     def connect(cls, url: str, *, key: str | None, model: str | None) -> "RemoteBackend":
         """Connect and list the models, which checks that the server is compatible."""

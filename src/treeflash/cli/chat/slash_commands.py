@@ -5,19 +5,23 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treeflash.cli import view
 from treeflash.cli.chat import conversation
 from treeflash.cli.chat.conversation import NAMES, OPTIONS, STOP
+from treeflash.cli.chat.screen import on_terminal
 from treeflash.errors import UsageError
 
 if TYPE_CHECKING:
     from treeflash.cli.chat.loop import Chat
 
 LARGEST_FILE = 4 << 20  # bytes; a million tokens
-COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
+COMMAND = re.compile(r"/([a-zA-Z?]+)(?:\s+(.*))?", re.DOTALL)
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}  # of other programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ def run(chat: "Chat", line: str) -> bool:
     match = COMMAND.fullmatch(line.strip())
     if match is None or not line.startswith("/"):
         return False
-    name, argument = match[1], (match[2] or "").strip()
+    name, argument = match[1].lower(), (match[2] or "").strip()
+    name = ALIASES.get(name, name)
     if name not in COMMANDS:
         near = [f"did you mean /{each}?" for each in difflib.get_close_matches(name, COMMANDS, n=1)]
         raise UsageError(f"there is no command /{name}", near[0] if near else "/help lists them")
@@ -201,10 +206,16 @@ def _text(path: Path) -> str:
     return text
 
 
+def _model(chat: "Chat", argument: str) -> None:
+    if argument:
+        chat.switch(argument)
+    chat.screen.notice(f"{chat.backend.name} · {chat.backend.about}")
+
+
 def _save(chat: "Chat", argument: str) -> None:
-    path = _path(argument) if argument else chat.path
-    if path is None:
-        raise UsageError("/save needs a file name", "/save talk.json")
+    path = _path(argument) if argument else chat.path or _unused_path()
+    if path != chat.path and path.exists() and on_terminal() and not view.confirm(f"Replace {path}?"):
+        raise UsageError(f"{path} was not replaced", "/save with another name")
     conversation.save(path, chat.conversation, chat.settings, model=chat.backend.name)
     chat.path = path
     chat.screen.note(f"{_messages(len(chat.conversation.messages))} saved in {path}.")
@@ -244,6 +255,12 @@ def _path(text: str) -> Path:
     return Path(os.path.expanduser(text[1:-1] if quoted else text))
 
 
+def _unused_path() -> Path:
+    """Return the name of a file for today that does not exist."""
+    names = (f"chat-{date.today()}{f'-{number}' if number else ''}.json" for number in count())
+    return next(path for path in map(Path, names) if not path.exists())
+
+
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 60 else f"{line[:59]}…"
@@ -271,9 +288,10 @@ COMMANDS: Mapping[str, Command] = {
         _draft,
         ("on", "off"),
     ),
+    "model": Command("/model [NAME]", "show the model, or go on with another one", _model),
     "file": Command("/file PATH", "send a text file with the next message", _file, path=True),
     "save": Command("/save [PATH]", "write the conversation to a file", _save, path=True),
     "load": Command("/load PATH", "go on with a saved conversation", _load, path=True),
     "stats": Command("/stats", "statistics of the last reply", _stats),
-    "exit": Command("/exit", "leave, like Ctrl-D", _exit),
+    "exit": Command("/exit", "leave, like Ctrl-D and /bye", _exit),
 }

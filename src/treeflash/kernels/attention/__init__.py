@@ -17,6 +17,7 @@ def paged_attention(
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor | None,
+    first: Tensor | None = None,
     *,
     window: int | None = None,
     gate: Tensor | None = None,
@@ -28,10 +29,10 @@ def paged_attention(
         chosen = cuda if cuda.takes(q, keys, values) else triton_kernels
         if chosen is cuda or (triton_kernels.takes(keys) and triton_kernels.takes(values)):
             return chosen.paged_attention(
-                q, keys, values, page_table, lengths, ancestors, window=window, gate=gate
+                q, keys, values, page_table, lengths, ancestors, first, window=window, gate=gate
             )
     return reference.paged_attention(
-        q, keys, values, page_table, lengths, ancestors, window=window, gate=gate
+        q, keys, values, page_table, lengths, ancestors, first, window=window, gate=gate
     )
 
 

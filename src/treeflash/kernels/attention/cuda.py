@@ -7,8 +7,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from treeflash.kernels.attention.equal_rows import equal_rows
 from treeflash.kernels.attention.reference import SINKS
+from treeflash.kernels.attention.tree_rows import tree_rows
 from treeflash.kernels.attention.triton_kernels import LOG2_E, SPLITS, TAILS, TIERS, SplitResults
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import TQ3_LEVELS
@@ -205,8 +205,9 @@ def ragged_attention(
 ) -> Tensor:
     """Return the attention [R, H, D] of q [R, H, D]: rows first[b] to first[b + 1] - 1 are sequence b's tree.
 
-    first [S + 1] begins with 0 and ends with R; without it all trees have as many rows. A tree has at most
-    MAX_ROWS rows. ancestors, gate: see reference.paged_attention, for R rows.
+    first [S + 1] begins with 0, and rows from first[S] on are padding, whose output is zero; without it all
+    trees have as many rows. A tree has at most MAX_ROWS rows. ancestors, gate: see reference.paged_attention,
+    for R rows.
     """
     q, ancestors = q.contiguous(), ancestors.contiguous()
     rows, heads, _ = q.shape
@@ -239,7 +240,8 @@ def ragged_attention(
     )
     grid = (tiles * kv_heads * (SPLITS + 1) + teams, 1)
     _kernel(tile, q.device)(grid, [arguments, ctypes.c_int(tiles), ctypes.c_int(teams)])
-    return parts.merge(gate, group_size(DIM) if values.format.quantised else 0)
+    end = None if first is None else first[-1:]
+    return parts.merge(gate, group_size(DIM) if values.format.quantised else 0, end)
 
 
-paged_attention = partial(equal_rows, ragged_attention)
+paged_attention = partial(tree_rows, ragged_attention)

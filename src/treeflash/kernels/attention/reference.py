@@ -1,5 +1,7 @@
 """Attention of new rows over a paged KV cache that already holds their own K and V, in plain torch."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,6 +26,7 @@ def paged_attention(
     page_table: Tensor,
     lengths: Tensor,
     ancestors: Tensor | None,
+    first: Tensor | None = None,
     *,
     window: int | None = None,
     gate: Tensor | None = None,
@@ -34,10 +37,20 @@ def paged_attention(
     bit is set in ancestors[b, i]: itself and those above it; without ancestors [B, T] to the rows before it
     and itself. Its position p is lengths[b] and the number of rows above it. With a window it attends only to
     positions from p - window + 1 on and to the first 64. Query head h reads KV head h // (H / KV). The output
-    is multiplied by the sigmoid of gate [B, T, H, D] if given.
+    is multiplied by the sigmoid of gate [B, T, H, D] if given. Ragged rows: q, gate [1, N, H, D], ancestors
+    [1, N], those of sequence s from first[s] to first[s + 1]; the output of rows after the last is zero.
 
     A quantised pool stores rotated rows. The order of the sums is torch's; see `ordered_attention`.
     """
+    if first is not None and ancestors is not None:
+        out = torch.zeros_like(q)
+        for item, (begin, end) in enumerate(pairwise(first.tolist())):
+            if end > begin:
+                tables = (page_table[item, None], lengths[item, None], ancestors[:, begin:end])
+                own = None if gate is None else gate[:, begin:end]
+                rows = paged_attention(q[:, begin:end], keys, values, *tables, window=window, gate=own)
+                out[:, begin:end] = rows
+        return out
     rows, heads = q.shape[1:3]
     kv_heads = keys.codes.shape[1]
     group = heads // kv_heads

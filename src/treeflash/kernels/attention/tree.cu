@@ -265,6 +265,48 @@ DEVICE SequenceRows rows_of(const Arguments& a, int item) {
   return {first, (int)__ldcg(a.first + item + 1) - first};
 }
 
+// A sequence of the step, and its rows.
+struct Sequence {
+  int item;
+  SequenceRows rows;
+};
+
+// The first sequence, in order, whose rows `reached` counts up to more than `wanted`; `wanted` is then counted from its
+// first on. item < 0: none. A lane looks at one sequence at a time, so that a warp waits for memory once.
+template <class Reached>
+DEVICE Sequence sequence_of(const Arguments& a, int& wanted, Reached reached) {
+  if (a.first == nullptr) {
+    const int each = a.rows / a.sequences, size = reached(each), item = wanted / size;
+    wanted -= item * size;
+    return {item < a.sequences ? item : -1, {each * item, each}};
+  }
+  const int lane = threadIdx.x & 31;
+  for (int start = 0; start < a.sequences; start += 32) {
+    const int own = start + lane;
+    const SequenceRows rows = own < a.sequences ? rows_of(a, own) : SequenceRows{0, 0};
+    const int size = own < a.sequences ? reached(rows.count) : 0;
+    int end = size;
+    UNROLL for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end, distance);
+      if (lane >= distance) end += before;
+    }
+    const u32 found = __ballot_sync(0xffffffffu, end > wanted);
+    const int chosen = found ? __ffs(found) - 1 : 31;
+    wanted -= __shfl_sync(0xffffffffu, end - (found ? size : 0), chosen);
+    const int first = __shfl_sync(0xffffffffu, rows.first, chosen), count = __shfl_sync(0xffffffffu, rows.count, chosen);
+    if (found) return {start + chosen, {first, count}};
+  }
+  return {-1, {0, 0}};
+}
+
+DEVICE int longest_of(const Arguments& a) {
+  if (a.sequences == 1) return (int)__ldcg(a.lengths);
+  int longest = 0;
+  for (int item = threadIdx.x & 31; item < a.sequences; item += 32) longest = max(longest, (int)__ldcg(a.lengths + item));
+  UNROLL for (int mask = 1; mask < 32; mask *= 2) longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, mask));
+  return longest;
+}
+
 // Whether a row is in the block after the root's.
 DEVICE int leaves_block(const Arguments& a, SequenceRows rows, int length) {
   const int held = length % BLOCK;
@@ -289,19 +331,12 @@ DEVICE Blocks blocks_of(int split, int stride, int last, int oldest) {
 }
 
 // One tile of queries over the blocks of one slot.
-DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value_ring, int tile, int head, int slot) {
+DEVICE void add_committed(const Arguments& a, Memory& m, u8* key_ring, u8* value_ring, Sequence sequence, int tile, int head,
+                          int slot) {
   constexpr int KEY_TILES = Tile::KEY_TILES, SCORE_TILES = Tile::SCORE_TILES, DIM_TILES = Tile::DIM_TILES,
                 SUM_TILES = Tile::SUM_TILES, WEIGHTS = Tile::WEIGHTS, KEY_PARTS = Tile::KEY_PARTS;
   const int thread = threadIdx.x, group = a.group;
-  int item = 0;
-  SequenceRows rows = rows_of(a, 0);
-  for (;;) {
-    const int tiles = (rows.count * group + QUERIES - 1) / QUERIES;
-    if (tile < tiles) break;
-    tile -= tiles;
-    if (++item == a.sequences) return;
-    rows = rows_of(a, item);
-  }
+  const auto [item, rows] = sequence;
   const int length = (int)__ldcg(a.lengths + item), root = length / BLOCK;
   const int count = rows.count * group, first_query = tile * QUERIES;
   if (slot < SPLITS && slot >= root) return;
@@ -471,9 +506,10 @@ DEVICE void add_assembled(const Arguments& a, Memory& m, u8* key_ring, u8* value
   const int group = a.group, parts = (group + 7) / 8, base = 8 * team;
   const int head = work % a.kv_heads, part = work / a.kv_heads % parts, row = work / a.kv_heads / parts;
   if (row >= a.rows) return;
-  int item = a.first == nullptr ? row / (a.rows / a.sequences) : 0;
-  while (row >= rows_of(a, item).first + rows_of(a, item).count) item++;
-  const int first_row = rows_of(a, item).first, length = (int)__ldcg(a.lengths + item), root = length / BLOCK;
+  int number = row;
+  const auto [item, rows] = sequence_of(a, number, [](int count) { return count; });
+  if (item < 0) return;
+  const int first_row = rows.first, length = (int)__ldcg(a.lengths + item), root = length / BLOCK;
   const u64 seen = (u64)__ldcg(a.ancestors + row);
   const int position = length + __popcll(seen) - 1, own = position / BLOCK;
   const int count = min(8, group - 8 * part);
@@ -552,7 +588,8 @@ DEVICE void add_assembled(const Arguments& a, Memory& m, u8* key_ring, u8* value
 }
 
 // The grid: tiles x KV heads for the block before the root's and for each split that has blocks in the longest sequence; teams;
-// tiles x KV heads for each of the other splits.
+// blocks that a short context leaves without work. A loop over the splits of a tile would need fewer, but ptxas of CUDA 13 fails
+// to allocate registers for it with quantised caches.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 tree_attention(const Arguments a, int tiles, int team_blocks) {
   extern __shared__ __align__(1024) uint4 memory[];
@@ -560,15 +597,18 @@ tree_attention(const Arguments a, int tiles, int team_blocks) {
   u8* key_ring = (u8*)(&m + 1);
   u8* value_ring = key_ring + STAGES * KeyRows::STAGE;
   launch_dependents();
-  int longest = 0;
-  for (int item = 0; item < a.sequences; item++) longest = max(longest, (int)__ldcg(a.lengths + item));
-  const int root = longest / BLOCK, units = tiles * a.kv_heads;
-  const int before = (min(splits_of(root + 1), root) + 1) * units, number = blockIdx.x - before;
-  if (number >= 0 && number < team_blocks) {
+  const int root = longest_of(a) / BLOCK, units = tiles * a.kv_heads;
+  const int number = blockIdx.x - (min(splits_of(root + 1), root) + 1) * units;
+  if (number >= 0) {
     const int team = threadIdx.x / Team::THREADS;
-    if (team < TEAMS) add_assembled(a, m, key_ring, value_ring, number * TEAMS + team, team);
+    if (number < team_blocks && team < TEAMS) add_assembled(a, m, key_ring, value_ring, number * TEAMS + team, team);
     return;
   }
-  const int unit = number < 0 ? blockIdx.x : blockIdx.x - team_blocks, turn = unit / units;
-  add_committed(a, m, key_ring, value_ring, unit % units / a.kv_heads, unit % a.kv_heads, turn == 0 ? SPLITS : turn - 1);
+  int tile = blockIdx.x % units / a.kv_heads;
+  const int group = a.group;
+  const Sequence sequence =
+      sequence_of(a, tile, [group](int count) { return (count * group + QUERIES - 1) / QUERIES; });
+  if (sequence.item < 0) return;
+  const int turn = blockIdx.x / units;
+  add_committed(a, m, key_ring, value_ring, sequence, tile, blockIdx.x % a.kv_heads, turn == 0 ? SPLITS : turn - 1);
 }

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treeflash.kernels.attention import reference
-from treeflash.kernels.attention.equal_rows import equal_rows
+from treeflash.kernels.attention.tree_rows import tree_rows
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.rotation import group_size
 from treeflash.kernels.kv_cache.triton_kernels import form, load_rows, rotate, rotation_matrix, takes, tensors
@@ -297,7 +297,7 @@ def _paged_kernel(
             KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
             SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
         )  # fmt: skip
-    else:
+    elif count > 0:
         _add_assembled(
             q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
             part_sum, active, scale, rows, window, length, head, row,
@@ -369,15 +369,20 @@ def _ring_kernel(
 
 @triton.jit(do_not_specialize=["slot_stride"])
 def _merge_kernel(
-    part_top, part_weight, part_sum, active, gate, out, gate_row, gate_head, slot_stride,
+    part_top, part_weight, part_sum, active, gate, out, end, gate_row, gate_head, slot_stride,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROTATION: tl.constexpr,
     SPLITS: tl.constexpr, TAILS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, GATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    RAGGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query head of one row a program: merge its partial results, rotate back, apply the gate."""
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wait_for_inputs(OVERLAP)
     used = tl.load(active + row, cache_modifier=".cg")
+    is_padding = False
+    if RAGGED:
+        # Nothing was stored for padding rows.
+        is_padding = row >= tl.load(end)
+        used = tl.where(is_padding, 0, used)
     base = (query_head // GROUP) * (SPLITS + TAILS) * slot_stride + row * GROUP + query_head % GROUP
     slot = tl.arange(0, PARTS)
     filled = (slot < used) | ((slot >= SPLITS) & (slot < SPLITS + TAILS))
@@ -398,6 +403,8 @@ def _merge_kernel(
         part = tl.load(part_sum + at[:, None] * D + dims[None, :], inside, 0.0, cache_modifier=".cg")
         sum_ += tl.sum(part * tl.exp2(top - level)[:, None], 0)
     result = sum_ / weight
+    if RAGGED:
+        result = tl.where(is_padding, 0.0, result)
     if ROTATION:
         result = rotate(result, ROTATION, True)
     if GATE:
@@ -438,19 +445,22 @@ class SplitResults:
         self.sums = torch.empty(*slots, dim, device=q.device)
         self.active = torch.empty(rows, dtype=torch.int32, device=q.device)  # splits that a row has
 
-    def merge(self, gate: Tensor | None, rotation: int = 0) -> Tensor:
-        """Return the output [R, H, D], rotated back in groups of `rotation` values unless it is 0."""
+    def merge(self, gate: Tensor | None, rotation: int = 0, end: Tensor | None = None) -> Tensor:
+        """Return the output [R, H, D], rotated back in groups of `rotation` values unless it is 0.
+
+        Rows from `end` [1] on are padding, and zero.
+        """
         rows, heads, dim = self._q.shape
         out = torch.empty(rows, heads, dim, device=self._q.device)
         gates = out if gate is None else gate
         if gates.stride(-1) != 1:
             gates = gates.contiguous()
         _merge_kernel[(heads, rows)](
-            self.tops, self.weights, self.sums, self.active, gates, out, gates.stride(0), gates.stride(1),
-            rows * self._group,
+            self.tops, self.weights, self.sums, self.active, gates, out, self.active if end is None else end,
+            gates.stride(0), gates.stride(1), rows * self._group,
             KV=self._kv_heads, GROUP=self._group, D=dim, BLOCK=triton.next_power_of_2(dim), ROTATION=rotation,
             SPLITS=SPLITS, TAILS=self._tails, PARTS=triton.next_power_of_2(SPLITS + self._tails), STEP=32,
-            GATE=gate is not None, num_warps=8, **launch_options(out.device),
+            GATE=gate is not None, RAGGED=end is not None, num_warps=8, **launch_options(out.device),
         )  # fmt: skip
         return out
 
@@ -509,10 +519,11 @@ def ragged_attention(
         # A fused multiply-add rounds once: the two loops must not differ in that.
         enable_fp_fusion=False, **chosen,
     )  # fmt: skip
-    return parts.merge(gate, rotation if values.format.quantised else 0)
+    end = None if first is None else first[-1:]
+    return parts.merge(gate, rotation if values.format.quantised else 0, end)
 
 
-paged_attention = partial(equal_rows, ragged_attention)
+paged_attention = partial(tree_rows, ragged_attention)
 
 
 def block_attention(

@@ -8,13 +8,13 @@ from treeflash.kernels.causal_conv.reference import chunk_conv, delta_gates, spl
 __all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "path_heads", "split_heads", "tree_conv"]
 
 
-def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
+def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Tensor | None = None) -> Tensor:
     """See reference.conv_index."""
     if not parents.is_cuda:
-        return reference.conv_index(parents, width, count, path)
+        return reference.conv_index(parents, width, count, path, first)
     from treeflash.kernels.causal_conv import triton_kernels
 
-    return triton_kernels.conv_index(parents, width, count, path)
+    return triton_kernels.conv_index(parents, width, count, path, first)
 
 
 def chunk_heads(

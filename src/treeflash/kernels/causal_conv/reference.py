@@ -4,6 +4,9 @@ weight [C, K]: tap K-1 multiplies the row itself, tap 0 the row K-1 above it. wi
 newest inputs before the step, oldest first. Channels: queries, keys, values, head after head.
 """
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -53,12 +56,17 @@ def chunk_heads(
     return *split_heads(mixed, key_heads, dim), *delta_gates(alpha, beta, decay, bias)
 
 
-def conv_index(parents: Tensor, width: int, count: Tensor, path: int) -> Tensor:
+def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Tensor | None = None) -> Tensor:
     """Return the indices in [window, path rows, tree rows] of each row's inputs: [B, path + T, width], oldest
     first.
 
-    parents [B, T]; the tree follows the first `count` [B] of `path` consecutive rows.
+    parents [B, T]; the tree follows the first `count` [B] of `path` consecutive rows. Ragged rows: parents
+    [N], those of sequence s from first[s] to first[s + 1]; the result is [B * path + N, width].
     """
+    if first is not None:
+        own = (parents[begin:end][None] for begin, end in pairwise(first.tolist()))
+        parts = (conv_index(p, width, n, path)[0] for p, n in zip(own, count.split(1), strict=True))
+        return torch.cat([*parts, parents.new_zeros(len(parents) - int(first[-1]), width)])
     batch, rows = parents.shape
     chain = torch.arange(-1, path - 1, device=parents.device).expand(batch, -1)
     above = torch.cat([chain, torch.where(parents < 0, count[:, None] - 1, parents + path)], 1)
@@ -106,6 +114,7 @@ def tree_conv(
     count: Tensor,
     index: Tensor,
     key_heads: int,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the delta rule's inputs for a tree's rows and for the last tree's uncommitted path.
 
@@ -113,8 +122,21 @@ def tree_conv(
     tree_gates [slots, N, 2, Hv]; path [B, P], its first `count` [B] rows; index from `conv_index`.
     Returns q [B, T, Hk, D] and, path first, k [B, P+T, Hk, D], v [B, P+T, Hv, D], g and beta [B, P+T, Hv],
     which are zero after a path. Advances the windows and saves the tree's rows in tree_inputs and tree_gates;
-    a tree without rows changes nothing.
+    a tree without rows changes nothing. Ragged rows: inputs, alpha, beta [N, ...], those of sequence s from
+    first[s] to first[s + 1]; q [N, ...] and k, v, g, beta [B * P + N, ...].
     """
+    if first is not None:
+        tensors: dict[str, Any] = {"window": window, "tree_inputs": tree_inputs, "tree_gates": tree_gates}
+        found, length = [], path.shape[1]
+        for item, (begin, end) in enumerate(pairwise(first.tolist())):
+            rows = (x[begin:end][None] for x in (inputs, alpha, beta))
+            own = {"slots": slots[item, None], "path": path[item, None], "count": count[item, None]}
+            places = index[item * length + begin : (item + 1) * length + end][None]
+            rest: dict[str, Any] = {**tensors, **own, "index": places, "key_heads": key_heads}
+            found.append(tree_conv(*rows, weight, decay, bias, **rest))
+        spare = [part.new_zeros(1, len(inputs) - int(first[-1]), *part.shape[2:]) for part in found[0]]
+        q, k, v, g, beta = (torch.cat(parts, 1)[0] for parts in zip(*found, spare, strict=True))
+        return q, k, v, g, beta
     rows, length, dim = inputs.shape[1], path.shape[1], weight.shape[0] // (2 * key_heads + alpha.shape[2])
     # Rows are computed from the saved precision, so that a commit reads the same numbers.
     inputs = inputs.to(tree_inputs.dtype)
@@ -126,7 +148,7 @@ def tree_conv(
     q, k, v = split_heads(mixed, key_heads, dim)
     if length:
         gates = tree_gates[slots[:, None], path]
-        if len(slots) > 1:
+        if int(count.min()) < length:
             beyond = torch.arange(length, device=slots.device) >= count[:, None]
             gates = gates.masked_fill(beyond[..., None, None], 0)
     if length and rows:

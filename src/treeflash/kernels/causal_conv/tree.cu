@@ -2,6 +2,7 @@
 //
 // No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
 //   HALF     1: window and stash hold float16, else float32
+//   WARPS    of a block: many for one sequence, few where blocks of many sequences share an SM
 //   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
 //
 // A block owns the 128 channels of one head, so no other block uses its part of window and stash. A warp has whole
@@ -13,8 +14,7 @@ typedef unsigned short u16;
 
 constexpr int D = 128;
 constexpr int TAPS = 4;
-constexpr int THREADS = 512;
-constexpr int WARPS = THREADS / 32;
+constexpr int THREADS = 32 * WARPS;
 constexpr int MOST_ROWS = 64;
 
 DEVICE u32 to_half2(float low, float high) {
@@ -56,7 +56,7 @@ DEVICE void find_inputs(int* taps_at, const long long* index, long long first, i
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
     const float* inputs, const float* alpha, const float* beta, const float* weight, const float* decay,
     const float* bias, Stored* window, Stored* stash, float* gates, const long long* slots,
-    const long long* path, const long long* count, const long long* index, float* q, float* k, float* v,
+    const long long* path, const long long* count, const long long* index, const long long* begins, float* q, float* k, float* v,
     float* g_out, float* beta_out, long long input_stride, long long alpha_stride, long long beta_stride,
     int rows, int length, int saved, int key_heads, int value_heads, float eps, float scale) {
   launch_dependents();
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
   const int channel = head * D + 4 * lane;
   const bool is_query = head < key_heads, is_value = head >= 2 * key_heads;
   const int own_head = is_value ? head - 2 * key_heads : is_query ? head : head - key_heads;
-  const long long first = item * (length + rows);
+  const long long begin = begins ? begins[item] : item * rows, first = item * length + begin;
+  if (begins && !(rows = (int)(begins[item + 1] - begin))) return;
   Stored* old = window + slot * (TAPS - 1) * channels + channel;
   Stored* left = stash + slot * saved * channels + channel;
   const long long* chosen = path + item * length;
@@ -89,15 +90,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
   Saved fresh[MOST_ROWS / WARPS];  // inputs that go to the stash
   UNROLL for (int n = 0; n < MOST_ROWS / WARPS; n++) {
     const int row = n * WARPS + warp;
-    if (row < rows) fresh[n] = save(__ldcg((const float4*)(inputs + (item * rows + row) * input_stride + channel)));
+    if (row < rows) fresh[n] = save(__ldcg((const float4*)(inputs + (begin + row) * input_stride + channel)));
   }
   const int own_row = threadIdx.x;
   const bool gated = is_value && own_row < rows;
   float gate = 0, strength = 0;
   if (gated) {
-    gate = __ldcg(alpha + (item * rows + own_row) * alpha_stride + own_head) + bias[own_head];
+    gate = __ldcg(alpha + (begin + own_row) * alpha_stride + own_head) + bias[own_head];
     gate = decay[own_head] * (gate > 20.f ? gate : log1pf(expf(gate)));
-    strength = 1.f / (1.f + expf(-__ldcg(beta + (item * rows + own_row) * beta_stride + own_head)));
+    strength = 1.f / (1.f + expf(-__ldcg(beta + (begin + own_row) * beta_stride + own_head)));
   }
 
   for (int n = warp; n < before + rows; n += WARPS) {
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
       const int at = taps_at[tap];
       float4 x;
       if (at >= TAPS - 1 + length) {
-        const float* from = inputs + (item * rows + at - (TAPS - 1) - length) * input_stride + channel;
+        const float* from = inputs + (begin + at - (TAPS - 1) - length) * input_stride + channel;
         x = value_of(save(__ldcg((const float4*)from)));
       } else {
         x = value_of(*(const Saved*)(at < TAPS - 1 ? old + at * channels
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_conv(
       const float times = __fmul_rn(rsqrtf(__fadd_rn(length_, eps)), is_query ? scale : 1.f);
       UNROLL for (int i = 0; i < 4; i++) mixed[i] *= times;
     }
-    float* to = is_query   ? q + ((item * rows + row) * key_heads + own_head) * D
+    float* to = is_query   ? q + ((begin + row) * key_heads + own_head) * D
                 : is_value ? v + ((first + joined) * value_heads + own_head) * D
                            : k + ((first + joined) * key_heads + own_head) * D;
     ((float4*)to)[lane] = make_float4(mixed[0], mixed[1], mixed[2], mixed[3]);

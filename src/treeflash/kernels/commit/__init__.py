@@ -20,10 +20,17 @@ def _of(slots: Tensor):
 
 
 def commit_path(
-    ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
+    ancestors: Tensor,
+    last: Tensor,
+    slots: Tensor,
+    first: Tensor | None = None,
+    *,
+    path: Tensor,
+    count: Tensor,
+    lengths: Tensor,
 ) -> AcceptedPath:
     """See reference.commit_path."""
-    return _of(slots).commit_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
+    return _of(slots).commit_path(ancestors, last, slots, first, path=path, count=count, lengths=lengths)
 
 
 def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:

@@ -14,15 +14,19 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @triton.jit
 def _commit_kernel(
-    ancestors, last, slots, path, count, lengths, counts, starts, source, path_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ancestors, last, slots, first, path, count, lengths, counts, starts, source, path_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64)
+    begin, rows = item * ROWS, tl.full((), ROWS, tl.int32)
+    if RAGGED:
+        begin = tl.load(first + item)
+        rows = (tl.load(first + item + 1) - begin).to(tl.int32)
     slot = tl.load(slots + item)
     row = tl.load(last + item)
-    bits = tl.load(ancestors + item * ROWS + row, mask=row >= 0, other=0)
+    bits = tl.load(ancestors + begin + row, mask=(row >= 0) & (rows > 0), other=0)
     column = tl.arange(0, BLOCK)
-    inside = column < ROWS
+    inside = column < rows
     accepted = tl.where(inside, (bits >> column.to(tl.int64)) & 1, 0).to(tl.int32)
     before = tl.cumsum(accepted, 0) - accepted
     found = tl.sum(accepted, 0)
@@ -33,9 +37,10 @@ def _commit_kernel(
     tl.store(source + item * ROWS + column, column.to(tl.int64), mask=inside & (column >= found))
     start = tl.load(lengths + slot)
     tl.store(counts + item, found.to(tl.int64))
-    tl.store(count + slot, found.to(tl.int64))
     tl.store(starts + item, start)
-    tl.store(lengths + slot, start + found)
+    # A sequence without rows is nobody's: its slot may be that of another one.
+    tl.store(count + slot, found.to(tl.int64), mask=rows > 0)
+    tl.store(lengths + slot, start + found, mask=rows > 0)
 
 
 @triton.jit
@@ -65,18 +70,26 @@ def _move_kernel(
 
 
 def commit_path(
-    ancestors: Tensor, last: Tensor, slots: Tensor, *, path: Tensor, count: Tensor, lengths: Tensor
+    ancestors: Tensor,
+    last: Tensor,
+    slots: Tensor,
+    first: Tensor | None = None,
+    *,
+    path: Tensor,
+    count: Tensor,
+    lengths: Tensor,
 ) -> AcceptedPath:
-    """See reference.commit_path."""
-    batch, rows = ancestors.shape
-    assert rows <= path.shape[1], f"{rows} rows, room for {path.shape[1]}"
+    """See reference.commit_path; of ragged rows `source` has no more than a sequence's own."""
+    batch, rows = len(slots), ancestors.shape[1]
+    assert first is not None or rows <= path.shape[1], f"{rows} rows, room for {path.shape[1]}"
     for part in (last, slots, path, count, lengths):
         assert part.is_contiguous() and part.dtype == torch.int64, f"{part.dtype}, strides {part.stride()}"
     counts, starts = torch.empty(2, batch, dtype=torch.int64, device=last.device)
     source = torch.empty(batch, rows, dtype=torch.int64, device=last.device)
     _commit_kernel[(batch,)](
-        ancestors.contiguous(), last, slots, path, count, lengths, counts, starts, source, path.stride(0),
-        ROWS=rows, BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=1,
+        ancestors.contiguous(), last, slots, slots if first is None else first, path, count, lengths,
+        counts, starts, source, path.stride(0),
+        ROWS=rows, BLOCK=max(32, triton.next_power_of_2(rows)), RAGGED=first is not None, num_warps=1,
     )  # fmt: skip
     return AcceptedPath(counts, starts, source)
 

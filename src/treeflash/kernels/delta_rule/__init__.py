@@ -1,28 +1,34 @@
 """The gated delta rule: prompt chunks, and trees with the commit of the path before them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from treeflash.kernels.causal_conv import path_heads
 from treeflash.kernels.delta_rule import reference
 from treeflash.kernels.delta_rule.reference import chunk_delta
+from treeflash.kernels.tree import MAX_ROWS
 
 __all__ = ["chunk_delta", "fold_path", "slot_delta", "tree_delta", "tree_order"]
 
 
-def tree_order(ancestors: Tensor, first: Tensor | None = None) -> Tensor:
-    """See reference.tree_order; once for all layers of a step."""
+def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_ROWS) -> Tensor:
+    """See reference.tree_order; once for all layers of a step. A sequence has `most` rows at most."""
     if not ancestors.is_cuda:
         return reference.tree_order(ancestors, first)
     from treeflash.kernels.delta_rule import triton_kernels
 
-    return triton_kernels.tree_order(ancestors, first)
+    return triton_kernels.tree_order(ancestors, first, most)
 
 
 def tree_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **rows: Any
 ) -> Tensor:
-    """See reference.tree_delta. Card and head size decide on the backend, never the number of rows."""
+    """See reference.tree_delta; `most`: rows of a sequence, at most.
+
+    Card and head size decide on the backend, never the number of rows.
+    """
     if q.is_cuda:
         from treeflash.kernels.delta_rule import cuda, triton_kernels
 
@@ -30,6 +36,7 @@ def tree_delta(
             return cuda.tree_delta(q, k, v, g, beta, state, **rows)
         if triton_kernels.takes(state):
             return triton_kernels.tree_delta(q, k, v, g, beta, state, **rows)
+    rows.pop("most", None)
     return reference.tree_delta(q, k, v, g, beta, state, **rows)
 
 

@@ -17,6 +17,8 @@ from treeflash.kernels.tree import MAX_ROWS
 COLUMNS = 8  # of a head's state, a warp
 MOST_WARPS = 8  # of a block, with columns
 _RING_ROWS = 24
+_REGISTERS, _THREAD_REGISTERS = 65536, 128  # of an SM, of a thread
+_RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 
 
 def source() -> str:
@@ -29,17 +31,22 @@ def shared_bytes(dim: int, warps: int, saved: int) -> int:
 
 
 def warps_of(card: Card, dim: int, saved: int, *, groups: int, units: int) -> int:
-    """Return the warps with columns of a block, for the least work of the busiest SM.
+    """Return the warps with columns of a block, for the fewest rounds and the least work of the busiest SM.
 
     groups: key heads of all sequences; units: warps of columns of a group. A row's bits do not depend on it.
     """
 
-    def busiest(warps: int) -> int:
-        blocks = groups * -(-units // warps)
-        return -(-blocks // card.processors) * (warps + 1)  # one more for the warp that copies rows
+    def cost(warps: int) -> tuple[int, int, int]:
+        blocks, all_warps = groups * -(-units // warps), warps + 1  # one more for the warp that copies rows
+        shared = shared_bytes(dim, warps, saved) + _RESERVED
+        resident = min(
+            _REGISTERS // (32 * all_warps * _THREAD_REGISTERS), card.shared_per_processor // shared
+        )
+        rounds = -(-blocks // (card.processors * max(1, resident)))
+        return rounds, -(-blocks // card.processors) * all_warps, -warps
 
     fitting = [n for n in range(1, MOST_WARPS + 1) if shared_bytes(dim, n, saved) <= card.shared_per_block]
-    return min(fitting, key=lambda warps: (busiest(warps), -warps))
+    return min(fitting, key=cost)
 
 
 def takes(state: Tensor) -> bool:
@@ -87,6 +94,7 @@ def tree_delta(
     count: Tensor,
     order: Tensor,
     first: Tensor | None = None,
+    most: int = MAX_ROWS,
 ) -> Tensor:
     """See reference.tree_delta."""
     (key_heads, dim), value_heads, batch = q.shape[-2:], v.shape[-2], len(slots)
@@ -100,7 +108,7 @@ def tree_delta(
         assert part.dtype == wanted, f"{part.dtype}, needed {wanted}"
     out = torch.empty(*q.shape[:-2], value_heads, dim, dtype=torch.float32, device=q.device)
     groups, units = batch * key_heads, value_heads // key_heads * dim // COLUMNS
-    kernel, warps = _kernel(dim, saved_states(min(rows, MAX_ROWS)), groups, units, q.device)
+    kernel, warps = _kernel(dim, saved_states(min(rows, most)), groups, units, q.device)
     begins = c_void_p(None) if first is None else first
     numbers = (rows, path, key_heads, value_heads)
     kernel(

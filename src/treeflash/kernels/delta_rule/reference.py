@@ -99,11 +99,12 @@ def tree_order(ancestors: Tensor, first: Tensor | None = None) -> Tensor:
     """Return the packed visits [B, T] int32 of trees, in order; see Visit.
 
     ancestors [B, T]: bit j of row i is set if row j is i or an ancestor of it. Ragged rows: ancestors [N],
-    those of sequence s from first[s] to first[s + 1].
+    those of sequence s from first[s] to first[s + 1]; rows after the last are padding and have no visit.
     """
     flat, bounds = ancestors.flatten().tolist(), row_bounds(ancestors, first)
     orders = [tree_visits(flat[begin:end]) for begin, end in pairwise(bounds)]
     packed = [visit.packed() for order in orders for visit in order]
+    packed += [0] * (len(flat) - len(packed))
     return torch.tensor(packed, dtype=torch.int32, device=ancestors.device).view(ancestors.shape)
 
 
@@ -164,7 +165,7 @@ def tree_delta(
         q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     visits = [Visit.unpack(number) for number in order.flatten().tolist()]
     room = (len(k) - len(q)) // batch
-    out = torch.empty(len(q), *v.shape[1:], dtype=v.dtype, device=v.device)
+    out = torch.zeros(len(q), *v.shape[1:], dtype=v.dtype, device=v.device)
     tables = zip(pairwise(bounds), slots.tolist(), count.tolist(), strict=True)
     for item, ((begin, end), slot, taken) in enumerate(tables):
         rows = slice(item * room + begin, (item + 1) * room + end)

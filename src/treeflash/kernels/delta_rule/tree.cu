@@ -220,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_delta(
   const long long first_row = first ? first[item] : (long long)item * rows, joined = (long long)item * path + first_row;
   if (first) rows = (int)(first[item + 1] - first_row);
   const int taken = (int)count[item], total = taken + rows, value_stride = value_heads * D;
+  if (!total) return;
   const Tree tree = {q + (first_row * key_heads + key_head) * D, k + (joined * key_heads + key_head) * D,
                      v + joined * value_stride, g + joined * value_heads, beta + joined * value_heads,
                      taken, total, path, key_heads * D, value_stride, value_heads,

@@ -114,14 +114,14 @@ def takes(state: Tensor) -> bool:
     return dim >= 16 and dim & (dim - 1) == 0
 
 
-def tree_order(ancestors: Tensor, first: Tensor | None = None) -> Tensor:
+def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_ROWS) -> Tensor:
     """See reference.tree_order."""
     order = torch.empty(ancestors.shape, dtype=torch.int32, device=ancestors.device)
     ancestors = ancestors.contiguous()
     rows = ancestors.shape[-1]
     assert first is not None or rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     batch = len(ancestors) if first is None else len(first) - 1
-    begins, room = ancestors if first is None else first, min(rows, MAX_ROWS)
+    begins, room = ancestors if first is None else first, min(rows, most)
     _order_kernel[(batch,)](
         ancestors, begins, order, rows,
         RAGGED=first is not None, ROWS=max(2, triton.next_power_of_2(room)), num_warps=4,
@@ -141,6 +141,7 @@ def tree_delta(
     count: Tensor,
     order: Tensor,
     first: Tensor | None = None,
+    most: int = MAX_ROWS,
 ) -> Tensor:
     """See reference.tree_delta."""
     (key_heads, dim), value_heads, batch = q.shape[-2:], v.shape[-2], len(slots)
@@ -150,7 +151,7 @@ def tree_delta(
         assert part is order or part.dtype == torch.float32, f"{part.dtype}, needed float32"
     rows = order.shape[-1]
     path = (prod(k.shape[:-2]) - order.numel()) // batch
-    levels, columns = max(1, saved_states(min(rows, MAX_ROWS))), min(COLUMNS, dim)
+    levels, columns = max(1, saved_states(min(rows, most))), min(COLUMNS, dim)
     out = torch.empty(*q.shape[:-2], value_heads, dim, dtype=torch.float32, device=q.device)
     saved = torch.empty(batch * value_heads, levels, dim, dim, dtype=torch.float32, device=q.device)
     begins = order if first is None else first

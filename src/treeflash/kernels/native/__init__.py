@@ -27,6 +27,7 @@ from treeflash.kernels.native.library import (
     Ring,
     Step,
 )
+from treeflash.kernels.native.memory import WeightMemory
 
 __all__ = [
     "CACHE_FORMATS",
@@ -43,8 +44,10 @@ __all__ = [
     "PackedMatrix",
     "Ring",
     "Step",
+    "argmax_rows",
     "has_kind",
     "packed_bytes",
+    "rank_rows",
     "unavailable",
 ]
 
@@ -64,6 +67,29 @@ def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
     found, _ = library.find_library()
     assert found is not None
     return found.tf_packed_bytes(KINDS.index(type.name), rows, columns) if has_kind(type) else 0
+
+
+def argmax_rows(x: Tensor) -> Tensor:
+    """Return `x.argmax(-1)` of x [R, N] on a CPU: the first of equal values, NaN above all."""
+    found, _ = library.find_library()
+    if found is None or x.dtype != torch.float32 or not x.is_contiguous() or not x.shape[1]:
+        return x.argmax(-1)
+    best = torch.empty(len(x), dtype=torch.int64)
+    found.tf_argmax(x.data_ptr(), len(x), x.shape[1], best.data_ptr())
+    return best
+
+
+def rank_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return the likeliest ids [R, count] of logits x [R, N] on a CPU, best first, and log probabilities.
+
+    Of equal ones the lower id comes first; those of probability 0 have id 0. None: not for these logits.
+    """
+    found, _ = library.find_library()
+    if found is None or x.dtype != torch.float32 or not x.is_contiguous() or not 0 < count <= x.shape[1]:
+        return None
+    ids, scores = torch.empty(len(x), count, dtype=torch.int64), torch.empty(len(x), count)
+    done = found.tf_rank(x.data_ptr(), *x.shape, count, ids.data_ptr(), scores.data_ptr())
+    return (ids, scores) if done else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +121,7 @@ class Library:
         if not self.pool:
             raise MemoryError("no memory for threads")
         self.threads = found.tf_pool_threads(self.pool)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch, self._memory = torch.empty(0, dtype=torch.uint8), WeightMemory()
         # Not at exit: a thread may still be in a step then.
         weakref.finalize(self, found.tf_pool_free, self.pool).atexit = False
 
@@ -109,7 +135,7 @@ class Library:
         given = rows * columns // type.block_elements * type.block_bytes
         assert source.is_contiguous() and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
         assert bias is None or len(bias) == rows
-        data = torch.empty(size, dtype=torch.uint8)
+        data = self._memory.take(size)
         self.c.tf_pack(self.pool, kind, source.data_ptr(), rows, columns, data.data_ptr())
         struct = Matrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
         return PackedMatrix(rows, columns, data, bias, struct)

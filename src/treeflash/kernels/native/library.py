@@ -15,12 +15,14 @@ KINDS = (
     "Q6_K",
     "Q5_0",
     "Q4_0",
+    "IQ4_NL",
+    "IQ4_XS",
     "F16",
     "BF16",
     "F32",
 )  # of packed weights, in C's order
 INT8, INT16 = 0, 1
-CACHE_FORMATS = {"f32": 0, "f16": 1}
+CACHE_FORMATS = {"f32": 0, "f16": 1, "q8_0": 2}
 # Flags of /proc/cpuinfo that a variant needs, the fastest variant first.
 _BASE = {"avx2", "fma", "f16c", "bmi2", "movbe"}
 _NEEDS = {
@@ -58,7 +60,8 @@ class Model(Structure):
 
 class Cache(Structure):
     _fields_ = [
-        ("data", c_void_p), ("page_stride", c_int64), ("head_stride", c_int64), ("format", c_int32),
+        ("data", c_void_p), ("page_stride", c_int64), ("head_stride", c_int64), ("scales", c_void_p),
+        ("scales_page", c_int64), ("scales_head", c_int64), ("format", c_int32),
     ]  # fmt: skip
 
 
@@ -101,6 +104,8 @@ _FUNCTIONS = {
     "tf_packed_bytes": (c_size_t, [c_int, c_int, c_int]),
     "tf_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
     "tf_embed": (None, [POINTER(Matrix), c_void_p, c_int, c_void_p]),
+    "tf_argmax": (None, [c_void_p, c_int, c_int, c_void_p]),
+    "tf_rank": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
     "tf_matmul_scratch": (c_size_t, [c_int]),
     "tf_matmul": (None, [c_void_p, POINTER(Matrix), c_int, c_void_p, c_int, c_void_p, c_void_p]),
     "tf_step_scratch": (c_size_t, [POINTER(Model), c_int]),

@@ -4,9 +4,16 @@
 #include <stdint.h>
 
 enum { MAX_ROWS = 64 };  // of one step
-enum { Q8_0, Q4_K, Q5_K, Q6_K, Q5_0, Q4_0, F16, BF16, F32, KINDS };  // of packed weights
+enum { Q8_0, Q4_K, Q5_K, Q6_K, Q5_0, Q4_0, IQ4_NL, IQ4_XS, F16, BF16, F32, KINDS };  // of packed weights
 enum { INT8, INT16 };  // what activations are rounded to before a matmul with quantised weights
-enum { CACHE_F32, CACHE_F16 };
+enum { CACHE_F32, CACHE_F16, CACHE_Q8_0 };
+
+// Outputs of a matmul that are computed together: the 32-bit lanes of a vector.
+#if defined(__AVX512VNNI__)
+enum { TILE = 16 };
+#else
+enum { TILE = 8 };
+#endif
 
 typedef struct Pool Pool;
 
@@ -45,8 +52,15 @@ typedef struct {
   float *hidden;       // [rows, width]
 } Block;
 
-// K or V of one layer: pages x KV heads x tokens of a page x head_dim; strides in bytes.
-typedef struct { uint8_t *data; int64_t page_stride, head_stride; int32_t format; } Cache;
+// K or V of one layer: pages x KV heads x tokens of a page x head_dim; strides in bytes. Of q8_0 these are codes, and
+// each 32 have a float16 scale in `scales`.
+typedef struct {
+  uint8_t *data;
+  int64_t page_stride, head_stride;
+  uint8_t *scales;
+  int64_t scales_page, scales_head;
+  int32_t format;
+} Cache;
 
 // One layer's buffers of one sequence slot, see models/step.py.
 typedef struct { Cache k, v; float *state, *window, *inputs, *gates; } LayerState;
@@ -77,9 +91,9 @@ typedef struct {
 size_t act_bytes(int columns);
 Act act_at(uint8_t *memory, int columns);
 void quantise(const float *x, Act *act, int columns, int mode);
-// Outputs of tiles t0 to t1 - 1, 8 columns each, of `rows` rows; `out` has `stride` floats a row.
+// Outputs of tiles t0 to t1 - 1, TILE columns each, of `rows` rows; `out` has `stride` floats a row.
 void multiply(const Matrix *m, int mode, int t0, int t1, const Act *act, int rows, float *out, size_t stride);
-static inline int tiles_of(const Matrix *m) { return (m->rows + 7) / 8; }
+static inline int tiles_of(const Matrix *m) { return (m->rows + TILE - 1) / TILE; }
 
 // Threads: `pool_run` calls body(arg, worker) here and in the threads that are free. A thread may come late and find
 // phases over, so what it reads outside of items must not change during the job.

@@ -1,5 +1,8 @@
-// Vectors of 8 floats (AVX2, FMA, F16C) and the integer dot products that newer CPUs have as one instruction.
+// Vectors of 8 floats (AVX2, FMA, F16C), and those of a matmul's tile, which AVX-512 makes twice as wide, with the
+// integer dot products that newer CPUs have as one instruction.
 #pragma once
+#include "native.h"
+
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -10,24 +13,47 @@
 // gcc would add all products of a block in a tree, keep them on the stack until then, and take 25% longer.
 #define IN_ORDER(vector) __asm__("" : "+x"(vector))
 
-INLINE __m256i load256(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 INLINE __m256 halves_ps(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-INLINE __m256 bfloats_ps(const void *p) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
-}
-INLINE __m256 bytes_ps(const void *p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
-INLINE __m256 signed_bytes_ps(const void *p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
 
-#if defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__)
+#define V(name) _mm512_##name
+typedef __m512i Ints;
+typedef __m512 Floats;
+INLINE Ints load_ints(const void *p) { return _mm512_loadu_si512(p); }
+INLINE Ints zero_ints(void) { return _mm512_setzero_si512(); }
+INLINE Ints and_ints(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+INLINE Ints or_ints(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+INLINE Ints xor_ints(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+INLINE Ints table_bytes(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
+INLINE Ints widened_halves(const void *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE Floats tile_halves(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE Floats tile_bytes(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE Floats tile_signed_bytes(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
+#else
+#define V(name) _mm256_##name
+typedef __m256i Ints;
+typedef __m256 Floats;
+INLINE Ints load_ints(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE Ints zero_ints(void) { return _mm256_setzero_si256(); }
+INLINE Ints and_ints(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+INLINE Ints or_ints(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+INLINE Ints xor_ints(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
+INLINE Ints table_bytes(const void *p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)); }
+INLINE Ints widened_halves(const void *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE Floats tile_halves(const void *p) { return halves_ps(p); }
+INLINE Floats tile_bytes(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE Floats tile_signed_bytes(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE Floats as_floats(Ints a) { return _mm256_castsi256_ps(a); }
+#endif
+INLINE Floats tile_bfloats(const void *p) { return as_floats(V(slli_epi32)(widened_halves(p), 16)); }
+
+#if defined(__AVX512VNNI__)
+#define HAS_VNNI 1
+#define DOT_U8_I8(sum, w, a) _mm512_dpbusd_epi32(sum, w, a)
+#elif defined(__AVXVNNI__)
 #define HAS_VNNI 1
 #define DOT_U8_I8(sum, w, a) _mm256_dpbusd_avx_epi32(sum, w, a)
-#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define HAS_VNNI 1
-#define DOT_U8_I8(sum, w, a) _mm256_dpbusd_epi32(sum, w, a)
 #elif defined(EMULATE_VNNI)  // for tests on CPUs without it: the same integers
 #define HAS_VNNI 1
 INLINE __m256i DOT_U8_I8(__m256i sum, __m256i w, __m256i a) {

@@ -139,9 +139,46 @@ static void rotate(const Run *run, int r, float *x) {
 }
 
 static uint8_t *cache_row(const Run *run, const Cache *cache, int head, int64_t index) {
-  size_t row = (size_t)run->m->head_dim * (cache->format == CACHE_F32 ? 4 : 2);
+  static const size_t bytes[] = {[CACHE_F32] = 4, [CACHE_F16] = 2, [CACHE_Q8_0] = 1};
+  size_t row = (size_t)run->m->head_dim * bytes[cache->format];
   int64_t page = run->s->page_table[index / run->s->page];
   return cache->data + page * cache->page_stride + head * cache->head_stride + (size_t)(index % run->s->page) * row;
+}
+
+static uint8_t *cache_scales(const Run *run, const Cache *cache, int head, int64_t index) {
+  int64_t page = run->s->page_table[index / run->s->page];
+  size_t row = (size_t)(run->m->head_dim / 32) * 2;
+  return cache->scales + page * cache->scales_page + head * cache->scales_head + (size_t)(index % run->s->page) * row;
+}
+
+// Rounds 32 values to codes of 8 bits with a float16 scale, as kernels/kv_cache/reference.py does.
+static void write_codes(const float *x, uint8_t *codes, uint8_t *scale) {
+  const __m256 sign = _mm256_set1_ps(-0.f), half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1);
+  float top = 0;
+  for (int i = 0; i < 32; i++) top = fabsf(x[i]) > top || x[i] != x[i] ? fabsf(x[i]) : top;
+  float d = top / 127, inverse = isinf(1 / d) ? 0 : 1 / d;
+  __m256i q[4];
+  for (int i = 0; i < 4; i++) {
+    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse));
+    __m256 whole = _mm256_round_ps(v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __m256 away = _mm256_cmp_ps(_mm256_andnot_ps(sign, _mm256_sub_ps(v, whole)), half, _CMP_GE_OQ);
+    __m256 step = _mm256_and_ps(away, _mm256_or_ps(one, _mm256_and_ps(sign, v)));
+    q[i] = _mm256_cvttps_epi32(_mm256_add_ps(whole, step));
+  }
+  __m256i low = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
+  __m256i high = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[2], q[3]), 0xd8);
+  _mm256_storeu_si256((__m256i *)codes, _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8));
+  uint16_t stored = _cvtss_sh(d > 65504.f ? 65504.f : d, _MM_FROUND_TO_NEAREST_INT);
+  memcpy(scale, &stored, 2);
+}
+
+static void read_codes(const uint8_t *codes, const uint8_t *scales, int count, float *out) {
+  for (int i = 0; i < count; i += 8) {
+    uint16_t h;
+    memcpy(&h, scales + i / 32 * 2, 2);
+    __m256 values = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i))));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(values, _mm256_set1_ps(_cvtsh_ss(h))));
+  }
 }
 
 static void write_row(const Run *run, const Cache *cache, int head, int64_t index, const float *x) {
@@ -149,6 +186,11 @@ static void write_row(const Run *run, const Cache *cache, int head, int64_t inde
   int D = run->m->head_dim;
   if (cache->format == CACHE_F32) {
     memcpy(to, x, 4 * (size_t)D);
+    return;
+  }
+  if (cache->format == CACHE_Q8_0) {
+    uint8_t *scales = cache_scales(run, cache, head, index);
+    for (int i = 0; i < D; i += 32) write_codes(x + i, to + i, scales + i / 32 * 2);
     return;
   }
   for (int i = 0; i < D; i += 8)
@@ -159,6 +201,10 @@ static void write_row(const Run *run, const Cache *cache, int head, int64_t inde
 static const float *read_rows(const Run *run, const Cache *cache, int head, int64_t index, int count, float *memory) {
   const uint8_t *from = cache_row(run, cache, head, index);
   if (cache->format == CACHE_F32) return (const float *)from;
+  if (cache->format == CACHE_Q8_0) {
+    read_codes(from, cache_scales(run, cache, head, index), count * run->m->head_dim, memory);
+    return memory;
+  }
   for (int i = 0; i < count * run->m->head_dim; i += 8) _mm256_storeu_ps(memory + i, halves_ps(from + 2 * i));
   return memory;
 }
@@ -206,19 +252,26 @@ static float softmax(float *s, int n) {  // turns scores to weights; returns 1 /
   return 1 / sum8(total);
 }
 
+// 8 * `vectors` columns of `add_values`.
+INLINE void add_columns(int vectors, float *out, const float *weights, const float *values, int count, size_t stride) {
+  __m256 acc[8];
+#pragma GCC unroll 8
+  for (int j = 0; j < vectors; j++) acc[j] = _mm256_loadu_ps(out + 8 * j);
+  for (int k = 0; k < count; k++, values += stride) {
+    __m256 w = _mm256_broadcast_ss(weights + k);
+#pragma GCC unroll 8
+    for (int j = 0; j < vectors; j++) acc[j] = _mm256_fmadd_ps(w, _mm256_loadu_ps(values + 8 * j), acc[j]);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < vectors; j++) _mm256_storeu_ps(out + 8 * j, acc[j]);
+}
+
 // out += weights times `count` rows of values, `stride` floats apart.
 static void add_values(float *out, const float *weights, const float *values, int count, int D, size_t stride) {
-  for (int c = 0; c < D; c += 64) {
-    int vectors = min(8, (D - c) / 8);
-    __m256 acc[8];
-    for (int j = 0; j < vectors; j++) acc[j] = _mm256_loadu_ps(out + c + 8 * j);
-    for (int k = 0; k < count; k++) {
-      __m256 w = _mm256_broadcast_ss(weights + k);
-      const float *v = values + (size_t)k * stride + c;
-      for (int j = 0; j < vectors; j++) acc[j] = _mm256_fmadd_ps(w, _mm256_loadu_ps(v + 8 * j), acc[j]);
-    }
-    for (int j = 0; j < vectors; j++) _mm256_storeu_ps(out + c + 8 * j, acc[j]);
-  }
+  int c = 0;
+  for (; c + 64 <= D; c += 64) add_columns(8, out + c, weights, values + c, count, stride);
+  for (; c + 16 <= D; c += 16) add_columns(2, out + c, weights, values + c, count, stride);
+  for (; c < D; c += 8) add_columns(1, out + c, weights, values + c, count, stride);
 }
 
 // Query heads [from, to) of KV head g, counted row by row, attend to the committed tokens, then to their ancestors.

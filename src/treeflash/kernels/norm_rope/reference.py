@@ -107,16 +107,17 @@ def ring_heads(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
     count: Tensor,
 ) -> None:
     """Write the first `count` [B] of k, normed and rotated, and v [B, T, KV, D] to keys, values
-    [slots, ring, KV, D], after lengths [slots] positions; position p is at p modulo the ring."""
+    [slots, ring, KV, D]: position p of positions [B, T] at p modulo the ring, of slots [B]."""
     rows, ring = k.shape[1], keys.shape[1]
     assert rows <= ring, f"{rows} rows, a ring of {ring}"
     columns = torch.arange(rows, device=k.device)
-    target = slots[:, None], (lengths[slots][:, None] + columns) % ring
-    kept = (columns < count[:, None])[..., None, None]
+    kept = columns < count[:, None]
+    places = positions % ring
+    owners = slots[:, None].expand_as(kept)
     k = head_rope(k, norm, eps, cos, sin, interleaved=False)
     for pool, new in ((keys, k), (values, v)):
-        pool[target] = torch.where(kept, new.to(pool.dtype), pool[target])
+        pool[owners[kept], places[kept]] = new[kept].to(pool.dtype)

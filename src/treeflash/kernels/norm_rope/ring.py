@@ -9,7 +9,7 @@ from treeflash.kernels.norm_rope.triton_kernels import flat_heads, normed_rope
 
 @triton.jit
 def _ring_kernel(
-    k, v, norm, cos, sin, keys, values, slots, lengths, count, k_stride, k_head_stride, v_stride,
+    k, v, norm, cos, sin, keys, values, slots, positions, count, k_stride, k_head_stride, v_stride,
     v_head_stride, T, ring, eps,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -19,7 +19,7 @@ def _ring_kernel(
     slot = tl.load(slots + item)
     dims = tl.arange(0, BLOCK)
     inside = dims < tl.where(number < tl.load(count + item), D, 0)
-    index = (tl.load(lengths + slot) + number) % ring
+    index = tl.load(positions + row) % ring
     at = ((slot * ring + index) * HEADS + head) * D + dims
     source = k + row * k_stride + head * k_head_stride
     cos, sin = cos + row * HALF, sin + row * HALF
@@ -40,7 +40,7 @@ def ring_heads(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
     count: Tensor,
 ) -> None:
     """See reference.ring_heads."""
@@ -48,9 +48,10 @@ def ring_heads(
     assert rows <= keys.shape[1], f"{rows} rows, a ring of {keys.shape[1]}"
     k, v = flat_heads(k), flat_heads(v)
     assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}, {values.stride()}"
+    assert positions.is_contiguous(), f"{positions.stride()}"
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
     _ring_kernel[(heads, len(k))](
-        k, v, norm, cos, sin, keys, values, slots, lengths, count,
+        k, v, norm, cos, sin, keys, values, slots, positions, count,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), rows, keys.shape[1], eps,
         HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), INTERLEAVED=False,
         num_warps=1,

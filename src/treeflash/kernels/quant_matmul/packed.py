@@ -107,11 +107,17 @@ def packed_matmul(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor | No
     return out
 
 
-def packed_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
-    """Return x [M, K] times several matrices that read the same x, concatenated: float32 [M, total N]."""
+def packed_matmuls(
+    x: Tensor | PackedRows, weights: Sequence[PackedWeight], out: Tensor | None = None
+) -> Tensor:
+    """Return x [M, K] times several matrices that read the same x, concatenated: float32 [M, total N].
+
+    In `out` if given.
+    """
     sizes, device = [weight.rows for weight in weights], weights[0].data.device
     rows = x.rows if isinstance(x, PackedRows) else len(x)
-    out = torch.empty(rows, sum(sizes), device=device)
+    if out is None:
+        out = torch.empty(rows, sum(sizes), device=device)
     if not rows:
         return out
     if isinstance(x, Tensor) and device.type != "cpu":

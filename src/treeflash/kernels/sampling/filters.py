@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from treeflash.kernels.sampling import reference
+from treeflash.kernels.sampling import reference, workspace
 
-BINS = tl.constexpr(2048)  # of 1/32 octave; those beyond 41 octaves stay empty
+BINS = tl.constexpr(workspace.BINS)
 POOL = tl.constexpr(reference.POOL)
 REACH = tl.constexpr(reference.REACH)
 # Beyond every key, and their difference still fits in 64 bits.
@@ -27,7 +27,13 @@ OPEN = tl.constexpr(10)  # 1: the short list was not enough
 LISTED = tl.constexpr(11)  # tokens on the short list, in the bins that are cut, kept in the end
 GATHERED = tl.constexpr(12)
 KEPT = tl.constexpr(13)
-WORDS = tl.constexpr(16)
+WORDS = tl.constexpr(workspace.WORDS)
+
+
+@triton.jit
+def of_slot(numbers, integers, slot):
+    """A slot's parameters."""
+    return numbers + slot * 6, integers + slot * 3
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from treeflash.kernels.sampling.filters import (
     limit_of,
     load_filters,
     load_values,
+    of_slot,
 )
 from treeflash.kernels.sampling.triton_kernels import store_ranking
 
@@ -52,6 +53,7 @@ def histogram_kernel(
     count,
     record,
     arrived,
+    slots,
     numbers,
     integers,
     stride,
@@ -61,6 +63,10 @@ def histogram_kernel(
 ):
     """Weight and number of the tokens in each bin of scores; then the bins where the filters cut."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    numbers, integers = of_slot(numbers, integers, slot)
     temperature, top_k, share, _ = load_filters(numbers, integers, COUNT)
     here = record + row * WORDS
     if _open(here, temperature, top_k, share):
@@ -116,6 +122,7 @@ def gather_kernel(
     record,
     arrived,
     found,
+    slots,
     numbers,
     integers,
     stride,
@@ -127,6 +134,10 @@ def gather_kernel(
 ):
     """Keys of the tokens in the bins that are cut, in any order; then that of the last token kept."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    numbers, integers = of_slot(numbers, integers, slot)
     temperature, top_k, share, _ = load_filters(numbers, integers, COUNT)
     here = record + row * WORDS
     if _open(here, temperature, top_k, share):
@@ -264,6 +275,7 @@ def rank_kernel(
     arrived,
     kept,
     positions,
+    slots,
     numbers,
     integers,
     ids_out,
@@ -275,6 +287,10 @@ def rank_kernel(
 ):
     """Gathers what the filters keep of a draft's row, at most POOL tokens, and ranks it."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    numbers, integers = of_slot(numbers, integers, slot)
     temperature, top_k, share, least = load_filters(numbers, integers, COUNT)
     here = record + row * WORDS
     if _open(here, temperature, top_k, share):

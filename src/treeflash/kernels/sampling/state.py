@@ -1,12 +1,14 @@
-"""A request's sampling parameters and token counts as tensors, and sampling with them in plain torch."""
+"""The requests' sampling parameters and token counts as tensors, and sampling with them in plain torch."""
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treeflash.kernels import native
 from treeflash.kernels.sampling.penalties import penalised
 from treeflash.kernels.sampling.reference import gumbel, rank, sample
 
@@ -16,32 +18,50 @@ _TOP_K, _SEED, _FLAGS = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingState:
-    """A request's sampling parameters and what it has generated; kernels read it at every launch."""
+class RowOwners:
+    """Which sequence each row of a step belongs to."""
 
-    numbers: Tensor  # [6] float32: temperature, top-p, log of min-p, repetition, presence, frequency
-    integers: Tensor  # [3] int64: top-k, seed, flags
-    prompt: Tensor  # [V] bool
-    counts: Tensor  # [V] float32: occurrences of each generated token, without the rows of the current tree
-    bias: Tensor  # [V] float32
-    allowed: Tensor  # [rows, V / 32] int32: a grammar's bits for each row, the lowest bit first
+    slots: Tensor  # [R] int64; -1: padding
+    starts: Tensor  # [R] int64: the first row of its sequence
 
     @classmethod
-    def empty(cls, rows: int, vocabulary: int, device: torch.device | str) -> "SamplingState":
-        """Return the state of a greedy request that has generated nothing."""
+    def one(cls, slot: int, rows: int, device: torch.device | str) -> "RowOwners":
+        """Return the owners of `rows` rows of one sequence."""
+        slots, starts = torch.tensor([[slot], [0]], device=device).expand(2, rows).contiguous()
+        return cls(slots, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """The requests' sampling parameters and what they have generated; kernels read it at every launch."""
+
+    numbers: Tensor  # [slots, 6] float32: temperature, top-p, log of min-p, repetition, presence, frequency
+    integers: Tensor  # [slots, 3] int64: top-k, seed, flags
+    prompt: Tensor  # [slots, V] bool
+    counts: Tensor  # [slots, V] float32: occurrences of generated tokens, without rows of the current tree
+    bias: Tensor  # [slots, V] float32
+    allowed: Tensor  # [rows, V / 32] int32: a grammar's bits for each row of a step, the lowest bit first
+
+    @classmethod
+    def empty(
+        cls, rows: int, vocabulary: int, device: torch.device | str, *, slots: int = 1
+    ) -> "SamplingState":
+        """Return the state of greedy requests that have generated nothing."""
         state = cls(
-            torch.zeros(6, device=device),
-            torch.zeros(3, dtype=torch.int64, device=device),
-            torch.zeros(vocabulary, dtype=torch.bool, device=device),
-            torch.zeros(vocabulary, device=device),
-            torch.zeros(vocabulary, device=device),
+            torch.zeros(slots, 6, device=device),
+            torch.zeros(slots, 3, dtype=torch.int64, device=device),
+            torch.zeros(slots, vocabulary, dtype=torch.bool, device=device),
+            torch.zeros(slots, vocabulary, device=device),
+            torch.zeros(slots, vocabulary, device=device),
             torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device),
         )
-        state.begin()
+        for slot in range(slots):
+            state.begin(slot)
         return state
 
     def begin(
         self,
+        slot: int = 0,
         *,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -63,22 +83,22 @@ class SamplingState:
         numbers = torch.tensor([cool, top_p, least, repetition, presence, frequency])
         penalties = repetition != 1 or presence != 0 or frequency != 0
         flags = PENALISED * penalties + MASKED * masked
-        self.prompt.zero_()
-        self.counts.zero_()
-        self.bias.zero_()
+        self.prompt[slot].zero_()
+        self.counts[slot].zero_()
+        self.bias[slot].zero_()
         if prompt is not None and penalties:
-            self.prompt[prompt] = True
+            self.prompt[slot, prompt] = True
         if biased is not None and bias is not None and len(biased):
             flags += BIASED
-            self.bias.index_add_(0, biased, bias)
+            self.bias[slot].index_add_(0, biased, bias)
         # The seed's bits in a signed word.
         signed = seed - 2**64 if seed >= 2**63 else seed
-        self.numbers.copy_(numbers)
-        self.integers.copy_(torch.tensor([top_k, signed, flags]))
+        self.numbers[slot].copy_(numbers)
+        self.integers[slot].copy_(torch.tensor([top_k, signed, flags]))
 
-    def settings(self) -> dict:
+    def settings(self, slot: int) -> dict:
         """Return the parameters on the host, as `sample` takes them."""
-        numbers, integers = self.numbers.tolist(), self.integers.tolist()
+        numbers, integers = self.numbers[slot].tolist(), self.integers[slot].tolist()
         return {
             "temperature": numbers[_TEMPERATURE],
             "top_k": integers[_TOP_K],
@@ -87,26 +107,31 @@ class SamplingState:
             "seed": integers[_SEED] % 2**64,
         }
 
+    def is_argmax(self, slot: int) -> bool:
+        """Return whether a slot's request samples the largest logit as it is; reads to the host."""
+        return not self.numbers[slot].tolist()[_TEMPERATURE] and not self.integers[slot].tolist()[_FLAGS]
+
 
 class NoiseCache:
-    """Gumbel noise of the last positions [V each]: consecutive trees sample the same positions again."""
+    """Gumbel noise of each slot's last positions [V each]: consecutive trees sample the same positions."""
 
     def __init__(self) -> None:
-        self._seed = -1
-        self._rows: dict[int, Tensor] = {}
+        self._seeds: dict[int, int] = {}  # by slot
+        self._rows: dict[int, dict[int, Tensor]] = {}  # by slot and position
 
-    def at(self, seed: int, positions: Tensor, vocabulary: int) -> Tensor:
+    def at(self, slot: int, seed: int, positions: Tensor, vocabulary: int) -> Tensor:
         """Return the noise [R, V] of the positions [R]."""
-        wanted = positions.tolist()
-        if seed != self._seed:
-            self._seed, self._rows = seed, {}
-        missing = sorted(set(wanted) - self._rows.keys())
+        wanted, rows = positions.tolist(), self._rows.get(slot, {})
+        if seed != self._seeds.get(slot):
+            self._seeds[slot], rows = seed, {}
+        missing = sorted(set(wanted) - rows.keys())
         if missing:
             ids = torch.arange(vocabulary, device=positions.device)
             fresh = gumbel(seed, ids, torch.tensor(missing, device=positions.device)[:, None])
-            self._rows = {at: row for at, row in self._rows.items() if at >= min(wanted)}
-            self._rows.update(zip(missing, fresh, strict=True))
-        return torch.stack([self._rows[at] for at in wanted])
+            rows = {at: row for at, row in rows.items() if at >= min(wanted)}
+            rows.update(zip(missing, fresh, strict=True))
+        self._rows[slot] = rows
+        return torch.stack([rows[at] for at in wanted])
 
 
 def sample_rows(
@@ -114,15 +139,33 @@ def sample_rows(
     positions: Tensor,
     tokens: Tensor,
     ancestors: Tensor,
+    owners: RowOwners,
     state: SamplingState,
     cache: NoiseCache | None = None,
 ) -> Tensor:
     """The package's function of this name on any device, with the parameters read to the host."""
-    settings = state.settings()
-    noise = None
-    if cache is not None and settings["temperature"] > 0 and not _filters(settings):
-        noise = cache.at(settings["seed"], positions, logits.shape[1])
-    return sample(adjusted(logits, tokens, ancestors, state), positions, noise=noise, **settings)
+    parts = []
+    for slot, start, rows in _by_sequence(owners):
+        if slot < 0:
+            parts.append(torch.zeros_like(positions[rows]))
+        elif state.is_argmax(slot) and not logits.is_cuda:
+            parts.append(native.argmax_rows(logits[rows]))
+        else:
+            settings, noise = state.settings(slot), None
+            if cache is not None and settings["temperature"] > 0 and not _filters(settings):
+                noise = cache.at(slot, settings["seed"], positions[rows], logits.shape[1])
+            tree = tokens[start : start + 64]  # of the rows, and perhaps others that their bits leave out
+            own = adjusted(logits[rows], tree, ancestors[rows], state, slot, masks=state.allowed[rows])
+            parts.append(sample(own, positions[rows], noise=noise, **settings))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_sequence(owners: RowOwners) -> list[tuple[int, int, slice]]:
+    """Return the slot, the first row and the rows of each sequence of a step."""
+    slots, starts = owners.slots.tolist(), owners.starts.tolist()
+    begins = [row for row, start in enumerate(starts) if row == 0 or start != starts[row - 1]]
+    bounds = pairwise([*begins, len(slots)])
+    return [(slots[begin], starts[begin], slice(begin, end)) for begin, end in bounds]
 
 
 def _filters(settings: dict) -> bool:
@@ -130,27 +173,45 @@ def _filters(settings: dict) -> bool:
 
 
 def rank_rows(
-    logits: Tensor, positions: Tensor, anchor: Tensor, count: int, state: SamplingState
+    logits: Tensor, positions: Tensor, anchors: Tensor, owners: RowOwners, count: int, state: SamplingState
 ) -> tuple[Tensor, Tensor]:
     """The package's function of this name on any device."""
-    above = torch.ones(len(logits), dtype=torch.int64, device=logits.device)
-    logits = adjusted(logits, anchor, above, state, masks=False)
-    ids, scores = rank(logits, positions, count=count, **state.settings())
-    missing = count - ids.shape[1]
-    ids = ids.masked_fill(scores == -torch.inf, 0)
-    return pad(ids, (0, missing)), pad(scores, (0, missing), value=-torch.inf)
+    parts = []
+    for slot, start, rows in _by_sequence(owners):
+        own, found = logits[rows], None
+        if state.is_argmax(slot) and not logits.is_cuda:
+            found = native.rank_rows(own, count)
+        if found is None:
+            above = torch.ones(len(own), dtype=torch.int64, device=logits.device)
+            own = adjusted(own, anchors[start : start + 1], above, state, slot)
+            ids, scores = rank(own, positions[rows], count=count, **state.settings(slot))
+            missing = count - ids.shape[1]
+            ids = ids.masked_fill(scores == -torch.inf, 0)
+            found = pad(ids, (0, missing)), pad(scores, (0, missing), value=-torch.inf)
+        parts.append(found)
+    if len(parts) == 1:
+        return parts[0]
+    ids, scores = (torch.cat(part) for part in zip(*parts, strict=True))
+    return ids, scores
 
 
 def adjusted(
-    logits: Tensor, tokens: Tensor, ancestors: Tensor, state: SamplingState, *, masks: bool = True
+    logits: Tensor,
+    tokens: Tensor,
+    ancestors: Tensor,
+    state: SamplingState,
+    slot: int,
+    *,
+    masks: Tensor | None = None,
 ) -> Tensor:
-    numbers, flags = state.numbers.tolist(), int(state.integers[_FLAGS])
+    """Return the logits [R, V] of one sequence as its request wants them; masks [R, V / 32] of the rows."""
+    numbers, flags = state.numbers[slot].tolist(), int(state.integers[slot, _FLAGS])
     if flags & PENALISED:
         visible = (ancestors[:, None] >> torch.arange(len(tokens), device=logits.device)) & 1
         logits = penalised(
             logits,
-            state.prompt,
-            state.counts,
+            state.prompt[slot],
+            state.counts[slot],
             tokens,
             visible,
             repetition=numbers[_REPETITION],
@@ -158,11 +219,10 @@ def adjusted(
             frequency=numbers[_FREQUENCY],
         )
     if flags & BIASED:
-        logits = logits + state.bias
-    if masks and flags & MASKED:
-        allowed = state.allowed[: len(logits)]
-        rows = (allowed != -1).any(-1).nonzero()[:, 0]  # the others allow every token
-        bits = (allowed[rows, :, None] >> torch.arange(32, device=logits.device)) & 1
+        logits = logits + state.bias[slot]
+    if masks is not None and flags & MASKED:
+        rows = (masks != -1).any(-1).nonzero()[:, 0]  # the others allow every token
+        bits = (masks[rows, :, None] >> torch.arange(32, device=logits.device)) & 1
         limited = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
         logits = logits.index_copy(0, rows, limited)
     return logits

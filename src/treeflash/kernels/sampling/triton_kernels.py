@@ -40,6 +40,7 @@ from treeflash.kernels.sampling.filters import (
     limit_of,
     load_filters,
     load_values,
+    of_slot,
     token_of,
 )
 
@@ -67,6 +68,8 @@ def adjust_kernel(
     allowed,
     tokens,
     ancestors,
+    slots,
+    starts,
     tree_rows,
     stride,
     vocabulary,
@@ -86,6 +89,13 @@ def adjust_kernel(
     maximum of that rank, and hardly more.
     """
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    numbers, integers = of_slot(numbers, integers, slot)
+    prompt, counts, bias = prompt + slot * vocabulary, counts + slot * vocabulary, bias + slot * vocabulary
+    begin = tl.load(starts + row).to(tl.int32)
+    tokens, tree_rows = tokens + begin, tree_rows - begin
     PART: tl.constexpr = min(_PART, BLOCK)
     deal = tl.arange(0, BLOCK // CLASSES)[:, None] * splits + split
     ids = deal * CLASSES + tl.arange(0, CLASSES)[None, :]
@@ -219,6 +229,7 @@ def shortlist_kernel(
     record,
     arrived,
     positions,
+    slots,
     numbers,
     integers,
     chosen,
@@ -235,6 +246,10 @@ def shortlist_kernel(
     Where top-k or top-p may cut beyond the list, the row stays open and its histogram is emptied.
     """
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    numbers, integers = of_slot(numbers, integers, slot)
     temperature, top_k, share, _ = load_filters(numbers, integers, COUNT)
     # Loaded together with the filters: one wait instead of two.
     here = record + row * WORDS
@@ -376,6 +391,7 @@ def noise_kernel(
     record,
     arrived,
     positions,
+    slots,
     numbers,
     integers,
     chosen,
@@ -386,6 +402,10 @@ def noise_kernel(
 ):
     """The largest of score and noise among the tokens that are kept, where that is not settled yet."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    numbers, integers = of_slot(numbers, integers, slot)
     temperature, top_k, share, least = load_filters(numbers, integers, 0)
     here = record + row * WORDS
     needed = temperature > 0

@@ -1,11 +1,11 @@
-"""The slot mapping of a step's rows (KV pages and offsets), and trees padded to a size."""
+"""The slot mapping of a step's rows (KV pages and offsets), and the rows of trees, padded to a size."""
 
 from torch import Tensor
 
 from treeflash.kernels.slot_mapping import reference
 from treeflash.kernels.slot_mapping.reference import SlotMapping
 
-__all__ = ["SlotMapping", "padded_tree", "slot_mapping"]
+__all__ = ["SlotMapping", "padded_tree", "ragged_rows", "slot_mapping"]
 
 
 def _of(x: Tensor):
@@ -17,17 +17,35 @@ def _of(x: Tensor):
     return triton_kernels
 
 
+def ragged_rows(rows: Tensor, first: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
+    """See reference.ragged_rows."""
+    return _of(rows).ragged_rows(rows, first, slots, lengths, size=size)
+
+
 def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
     """See reference.padded_tree."""
     if not tree.is_cuda and int(count) == size:
-        rows = tree[:, :size].clone()  # nothing to pad
-        rows[3] += lengths[slots]
+        rows = tree.new_zeros(6, size)  # nothing to pad
+        made = rows.numpy()
+        made[:4] = tree.numpy()[:, :size]
+        made[3] += lengths.numpy()[slots.numpy()]
+        made[4] = slots.numpy()
         return rows
     return _of(tree).padded_tree(tree, count, slots, lengths, size=size)
 
 
 def slot_mapping(
-    slots: Tensor, lengths: Tensor, page_table: Tensor, path: Tensor, count: Tensor, *, rows: int, page: int
+    slots: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    path: Tensor,
+    count: Tensor,
+    *,
+    rows: int,
+    page: int,
+    first: Tensor | None = None,
+    spare_page: int = 0,
 ) -> SlotMapping:
     """See reference.slot_mapping."""
-    return _of(slots).slot_mapping(slots, lengths, page_table, path, count, rows=rows, page=page)
+    tables = (slots, lengths, page_table, path, count)
+    return _of(slots).slot_mapping(*tables, rows=rows, page=page, first=first, spare_page=spare_page)

@@ -4,8 +4,8 @@ Rows are in order of worth, the root first, each after its parent. Padding rows 
 themselves and have weight -inf; acceptance never reaches them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,51 +22,64 @@ _HEADER = 4  # count, next token, last row, its ancestor bits
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The accepted path of a verified tree, as named views of one tensor: one copy brings all to the host."""
+    """The accepted paths of S trees, as named views of one tensor: one copy brings all to the host.
 
-    flat: Tensor  # [SIZE] int64
+    Rows are numbered within their tree; a sequence without rows has accepted none.
+    """
+
+    flat: Tensor  # [S * SIZE] int64
 
     SIZE = _HEADER + 3 * MAX_ROWS
 
     @property
-    def count(self) -> Tensor:
-        """[1] accepted rows, the root included."""
-        return self.flat[0:1]
+    def sequences(self) -> int:
+        return len(self.flat) // self.SIZE
 
     @property
-    def next_token(self) -> Tensor:
-        """[1] the token that the target sampled after the last accepted row."""
-        return self.flat[1:2]
+    def counts(self) -> Tensor:
+        """[S] accepted rows, the root included."""
+        return self._header(0)
 
     @property
-    def last_row(self) -> Tensor:
-        """[1] the last accepted row."""
-        return self.flat[2:3]
+    def next_tokens(self) -> Tensor:
+        """[S] the token that the target sampled after the last accepted row."""
+        return self._header(1)
+
+    @property
+    def last_rows(self) -> Tensor:
+        """[S] the last accepted row; -1: none."""
+        return self._header(2)
 
     @property
     def path_bits(self) -> Tensor:
-        """[1] the ancestor bits of the last accepted row: the path."""
-        return self.flat[3:4]
+        """[S] the ancestor bits of the last accepted row: the path."""
+        return self._header(3)
 
     @property
     def rows(self) -> Tensor:
-        """[64] accepted rows from the root down, then -1."""
-        return self.flat[_HEADER : _HEADER + MAX_ROWS]
+        """[S, 64] accepted rows from the root down, then -1."""
+        return self._lists()[0]
 
     @property
     def tokens(self) -> Tensor:
-        """[64] tokens of the accepted rows below the root, then the next token: `count` in all, then -1."""
-        return self.flat[_HEADER + MAX_ROWS : _HEADER + 2 * MAX_ROWS]
+        """[S, 64] tokens of the accepted rows below the root, then the next one: `count` in all, then -1."""
+        return self._lists()[1]
 
     @property
     def source(self) -> Tensor:
-        """[64] for each row, the row that replaces it when the accepted path is compacted to the front."""
-        return self.flat[_HEADER + 2 * MAX_ROWS :]
+        """[S, 64] for each row, the row that replaces it when the accepted path is compacted to the front."""
+        return self._lists()[2]
 
-    def path(self) -> tuple[list[int], list[int]]:
-        """Return the accepted rows and the tokens they decided; on the host."""
-        count = int(self.flat[0])
-        return self.rows[:count].tolist(), self.tokens[:count].tolist()
+    def paths(self) -> list[tuple[list[int], list[int]]]:
+        """Return the accepted rows of each tree and the tokens they decided; on the host."""
+        counts, (rows, tokens, _) = self.counts.tolist(), self._lists().numpy()
+        return [(rows[i, :n].tolist(), tokens[i, :n].tolist()) for i, n in enumerate(counts)]
+
+    def _header(self, field: int) -> Tensor:
+        return self.flat[field * self.sequences : (field + 1) * self.sequences]
+
+    def _lists(self) -> Tensor:
+        return self.flat[_HEADER * self.sequences :].view(3, self.sequences, MAX_ROWS)
 
 
 def pack_tree(tokens: list[int], parents: list[int], *, rows: int = MAX_ROWS) -> Tensor:
@@ -84,7 +97,7 @@ def pack_tree(tokens: list[int], parents: list[int], *, rows: int = MAX_ROWS) ->
 
 
 def best_tree(
-    anchor: Tensor,
+    anchors: Tensor,
     ids: Tensor,
     scores: Tensor,
     chains: Tensor,
@@ -94,27 +107,47 @@ def best_tree(
     rows: int = MAX_ROWS,
     spine: float = 1.0,
     correction: Correction | None = None,
-    edge: Callable[[int, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `nodes` likeliest prefixes below `anchor` [1] as a packed tree [4, rows] and weights [rows].
+    """Return the `nodes` likeliest prefixes below each of anchors [S]: packed trees [S, 4, rows], and weights
+    [S, rows].
 
-    ids, scores [K, k]: candidates of each depth with log probabilities; chains, chain_scores [m, K]: whole
-    continuations, ended by -1. The path of best children is included while its weight is at least `spine`. A
-    row's weight is the log probability of the path to it. `edge(depth, parents)` adds to the scores after
-    parent tokens [W]: [W, k]; it is evaluated on the host.
+    ids [S, K, k]: candidates of each depth; scores: their log probabilities, [S, K, k], or [S, K, k + 1, k]
+    after each candidate of the depth before, the last row after any other token. chains, chain_scores [S, m,
+    K]: whole continuations, ended by -1. The path of best children is included while its weight is at least
+    `spine`. A row's weight is the log probability of the path to it.
     """
-    if ids.is_cuda and edge is None:
+    parts = (ids, scores, chains, chain_scores)
+    if ids.is_cuda:
         from treeflash.kernels.tree import triton_kernels
 
-        parts = (anchor, ids, scores, chains, chain_scores)
-        return triton_kernels.best_tree(*parts, nodes=nodes, rows=rows, spine=spine, correction=correction)
+        options = {"nodes": nodes, "rows": rows, "spine": spine, "correction": correction}
+        return triton_kernels.best_tree(anchors, *(part.contiguous() for part in parts), **options)
+    made = [
+        _best_tree(*each, nodes=nodes, rows=rows, spine=spine, correction=correction)
+        for each in zip(anchors.tolist(), *parts, strict=True)
+    ]
+    packed, weights = (torch.stack(part) for part in zip(*made, strict=True))
+    return packed, weights
+
+
+def _best_tree(
+    anchor: int,
+    ids: Tensor,
+    scores: Tensor,
+    chains: Tensor,
+    chain_scores: Tensor,
+    *,
+    nodes: int,
+    rows: int,
+    spine: float,
+    correction: Correction | None,
+) -> tuple[Tensor, Tensor]:
     corrected = correction.applied(scores) if correction else scores
     tokens, parents, weights = reference.best_first(
-        int(anchor), ids, corrected, chains, chain_scores, nodes=nodes, spine=spine, edge=edge
+        anchor, ids, corrected, chains, chain_scores, nodes=nodes, spine=spine
     )
     padding = [-torch.inf] * (rows - len(tokens))
-    packed = pack_tree(tokens, parents, rows=rows)
-    return packed.to(ids.device), torch.tensor(weights + padding, device=ids.device)
+    return pack_tree(tokens, parents, rows=rows), torch.tensor(weights + padding)
 
 
 def accept_path(
@@ -123,30 +156,43 @@ def accept_path(
     ancestors: Tensor,
     sampled: Tensor,
     *,
+    first: Tensor | None = None,
+    slots: Tensor,
     stops: Tensor,
-    limit: Tensor,
+    limits: Tensor,
     counts: Tensor,
 ) -> Acceptance:
-    """Accept the path on which the tree holds what the target sampled; sampled [T], a token after each row.
+    """Accept the path on which a tree holds what the target sampled; sampled [N], a token after each row.
 
-    A sampled token among `stops` [S] ends the path, and so do `limit` [1] rows, at least one: the accepted
-    rows are those that plain decoding would have processed. Their tokens are added to `counts` [V].
+    Rows first[s] to first[s + 1] are the tree of the sequence in slots [S]; without `first` all rows are one
+    tree. A sampled token among its `stops` [slots, 64] ends a path, and so do limits [S] rows, at least one:
+    the accepted rows are those that plain decoding would have processed. Their tokens are added to `counts`
+    [slots, V].
     """
     if tokens.is_cuda:
         from treeflash.kernels.tree import triton_kernels
 
-        flat = triton_kernels.accept_path(
-            tokens, parents, ancestors, sampled, stops=stops, limit=limit, counts=counts
-        )
-        return Acceptance(flat)
-    picks, own = sampled.tolist(), tokens.tolist()
-    path = reference.accept_path(own, parents.tolist(), picks, stops=stops.tolist(), limit=int(limit))
-    times, size = counts.numpy(), len(path)
-    for row in path:
-        times[own[row]] += 1
-    flat = np.full(Acceptance.SIZE, -1)
-    rows, decided, source = flat[_HEADER:].reshape(3, MAX_ROWS)
-    rows[:size], decided[:size], source[:] = path, [picks[row] for row in path], np.arange(MAX_ROWS)
-    source[:size] = path
-    flat[:_HEADER] = size, decided[size - 1], path[-1], int(ancestors[path[-1]])
+        tables = {"first": first, "slots": slots, "stops": stops, "limits": limits, "counts": counts}
+        return Acceptance(triton_kernels.accept_path(tokens, parents, ancestors, sampled, **tables))
+    bounds = [0, len(tokens)] if first is None else first.tolist()
+    parts = zip(pairwise(bounds), slots.tolist(), limits.tolist(), strict=True)
+    flat = np.full(Acceptance.SIZE * len(slots), -1)
+    header, lists = flat[: _HEADER * len(slots)].reshape(_HEADER, -1), flat[_HEADER * len(slots) :]
+    header[0], lists = 0, lists.reshape(3, len(slots), MAX_ROWS)
+    lists[2] = np.arange(MAX_ROWS)
+    picks, own, above = sampled.tolist(), tokens.tolist(), parents.tolist()
+    for item, ((begin, end), slot, limit) in enumerate(parts):
+        if end > begin:
+            mine, taken = own[begin:end], picks[begin:end]
+            path = [0]
+            if end > begin + 1:
+                path = reference.accept_path(
+                    mine, above[begin:end], taken, stops=stops[slot].tolist(), limit=limit
+                )
+            times, size = counts[slot].numpy(), len(path)
+            for row in path:
+                times[mine[row]] += 1
+            lists[0, item, :size], lists[1, item, :size] = path, [taken[row] for row in path]
+            lists[2, item, :size] = path
+            header[:, item] = size, taken[path[-1]], path[-1], int(ancestors[begin + path[-1]])
     return Acceptance(torch.from_numpy(flat))

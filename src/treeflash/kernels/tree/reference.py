@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy
@@ -19,9 +19,10 @@ class Correction:
     depth_bins: Tensor  # [K] int64
 
     def applied(self, scores: Tensor) -> Tensor:
-        """Return calibrated scores [K, k], one row a depth, at most 0."""
+        """Return calibrated scores [K, ..., k] of K depths, at most 0."""
         claims = torch.bucketize(scores.contiguous(), self.edges)
-        return (scores + self.table[self.depth_bins[: len(scores), None], claims]).clamp(max=0)
+        bins = self.depth_bins[: len(scores)].view(-1, *[1] * (scores.ndim - 1))
+        return (scores + self.table[bins, claims]).clamp(max=0)
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class _Node:
     depth: int
     weight: float
     chains: list[int]  # that begin with the path to this node
+    column: int = 0  # of its token
 
 
 def best_first(
@@ -42,26 +44,25 @@ def best_first(
     *,
     nodes: int,
     spine: float,
-    edge: Callable[[int, Tensor], Tensor] | None = None,
 ) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and weights of the root and up to `nodes` likeliest prefixes, best first.
 
-    ids, scores [K, k]: candidates of each depth; chains, chain_scores [m, K]: whole continuations. The path
-    of best children is included while its weight is at least `spine`. Weights are float32 sums from the root
-    down. Ties: the shallower first, then the child of the earlier row, the better score, the earlier
-    column; a chain's token that is no candidate of its depth has a column after them.
+    ids [K, k]: candidates of each depth; scores [K, k], or [K, k + 1, k] after each candidate of the depth
+    before, in the last row after any other token; the root's children have the first row. chains,
+    chain_scores [m, K]: whole continuations. The path of best children is included while its weight is at
+    least `spine`. Weights are float32 sums from the root down. Ties: the shallower first, then the child of
+    the earlier row, the better score, the earlier column; a chain's token that is no candidate of its depth
+    has a column after them.
     """
     depths, width = ids.shape
     columns = [ids[d].tolist() + chains[:, d].tolist() for d in range(depths)]
-    own_scores, own_chains = scores.tolist(), chain_scores.tolist()
+    lines = scores if scores.ndim == 3 else scores[:, None]
+    own_scores, own_chains, last = lines.tolist(), chain_scores.tolist(), lines.shape[1] - 1
 
     def children(node: _Node) -> list[float]:
         """Return the score of every column below a node; -inf: no such child."""
         depth = node.depth
-        own = own_scores[depth] + [-math.inf] * len(chains)
-        if edge is not None:
-            gain = edge(depth, torch.tensor([node.token], device=ids.device))[0].tolist()
-            own[:width] = [score + more for score, more in zip(own, gain, strict=False)]
+        own = own_scores[depth][min(node.column, last)] + [-math.inf] * len(chains)
         for chain in node.chains:
             token = columns[depth][width + chain]
             if token >= 0:
@@ -85,7 +86,7 @@ def best_first(
         node = rows[row]
         token = columns[node.depth][column]
         followed = [chain for chain in node.chains if columns[node.depth][width + chain] == token >= 0]
-        return _Node(token, row, node.depth + 1, weight, followed)
+        return _Node(token, row, node.depth + 1, weight, followed, column)
 
     forced, tail = 0, rows[0]
     while forced < nodes and tail.depth < depths:
@@ -96,7 +97,8 @@ def best_first(
             break
         column, depth = own.index(score), tail.depth
         token = columns[depth][column]
-        tail = _Node(token, -1, depth + 1, weight, [c for c in tail.chains if chains[c, depth] == token])
+        followed = [chain for chain in tail.chains if chains[chain, depth] == token]
+        tail = _Node(token, -1, depth + 1, weight, followed, column)
         forced += 1
 
     expand(0)

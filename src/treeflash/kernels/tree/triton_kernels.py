@@ -10,7 +10,7 @@ from treeflash.kernels.tree.reference import Correction
 MAX_ROWS = 64  # as in the package, whose __init__ imports this module lazily
 _ROWS = tl.constexpr(MAX_ROWS)
 # One compiled kernel serves every shape.
-_SHAPES = ["depths", "width", "chain_count", "edge_count", "nodes", "rows", "stop_count"]
+_SHAPES = ["depths", "width", "lines", "chain_count", "edge_count", "nodes", "rows", "stop_count"]
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def _prepare(
     depth_bins,
     depths,
     width,
+    lines,
     chain_count,
     edge_count,
     CORRECTED: tl.constexpr,
@@ -47,18 +48,21 @@ def _prepare(
 ):
     """Correct the scores and find the column that holds each chain's token at each depth, -1 for none.
 
-    One more depth follows the last; it has no candidates.
+    A depth has one line of scores, or one after each candidate of the depth before and one after any other
+    token. One more depth follows the last; it has no candidates.
     """
     column, depth = tl.arange(0, WIDE)[None, :], tl.arange(0, DEEP)[:, None]
     candidate = (column < width) & (depth < depths)
-    score = tl.load(scores + depth * width + column, mask=candidate, other=float("-inf"))
-    if CORRECTED:
-        claim = tl.zeros([DEEP, WIDE], tl.int32)
-        for edge in range(0, edge_count):
-            claim += (score > tl.load(edges + edge)).to(tl.int32)
-        line = tl.load(depth_bins + depth, mask=depth < depths, other=0) * (edge_count + 1)
-        score = score + tl.load(table + line + claim, mask=candidate, other=0.0)
-    tl.store(corrected + depth * WIDE + column, tl.minimum(score, 0.0))
+    for number in range(0, lines):
+        line = depth * lines + number
+        score = tl.load(scores + line * width + column, mask=candidate, other=float("-inf"))
+        if CORRECTED:
+            claim = tl.zeros([DEEP, WIDE], tl.int32)
+            for edge in range(0, edge_count):
+                claim += (score > tl.load(edges + edge)).to(tl.int32)
+            bin = tl.load(depth_bins + depth, mask=depth < depths, other=0) * (edge_count + 1)
+            score = score + tl.load(table + bin + claim, mask=candidate, other=0.0)
+        tl.store(corrected + line * WIDE + column, tl.minimum(score, 0.0))
     if chain_count > 0:
         token = tl.load(ids + depth * width + column, mask=candidate, other=-1)
         nth = column - width
@@ -74,10 +78,15 @@ def _prepare(
 
 
 @triton.jit
-def _best_child(corrected, homes, gains, depth, chain_count, followed, used, WIDE: tl.constexpr):
-    """Order of the score of the best unused column, and the column; order of -inf when there is none."""
+def _best_child(
+    corrected, homes, gains, depth, above, lines, chain_count, followed, used, WIDE: tl.constexpr
+):
+    """Order of the score of the best unused column, and the column; order of -inf when there is none.
+
+    above: the column of the parent, 0 for the root.
+    """
     column = tl.arange(0, WIDE)
-    own = tl.load(corrected + depth * WIDE + column)
+    own = tl.load(corrected + (depth * lines + tl.minimum(above, lines - 1)) * WIDE + column)
     for chain in range(0, chain_count):
         home = tl.load(homes + depth * chain_count + chain)
         gain = tl.load(gains + depth * chain_count + chain)
@@ -129,6 +138,7 @@ def best_tree_kernel(
     out_depths,
     depths,
     width,
+    lines,
     chain_count,
     edge_count,
     nodes,
@@ -141,8 +151,16 @@ def best_tree_kernel(
     """Add the best remaining child of any row until the tree is full.
 
     Every row holds its best child not yet taken: the sort key of its weight and a tie-breaker, so that two
-    reductions over the rows find the next one.
+    reductions over the rows find the next one. One sequence a program.
     """
+    item = tl.program_id(0).to(tl.int64)
+    anchor, ids, scores = anchor + item, ids + item * depths * width, scores + item * depths * lines * width
+    chains, chain_scores = chains + item * chain_count * depths, chain_scores + item * chain_count * depths
+    corrected += item * DEEP * lines * WIDE
+    homes, gains = homes + item * DEEP * chain_count, gains + item * DEEP * chain_count
+    out_tokens, out_parents = out_tokens + item * 4 * rows, out_parents + item * 4 * rows
+    out_ancestors, out_depths = out_ancestors + item * 4 * rows, out_depths + item * 4 * rows
+    out_weights += item * rows
     _prepare(
         ids,
         scores,
@@ -156,6 +174,7 @@ def best_tree_kernel(
         depth_bins,
         depths,
         width,
+        lines,
         chain_count,
         edge_count,
         CORRECTED,
@@ -169,8 +188,11 @@ def best_tree_kernel(
     nothing = tl.full((), 0, tl.int32 if WIDE == 32 else tl.int64)
     # How many rows the path of best children has.
     forced, line, followed, going = 0, tl.full((), 0.0, tl.float32), every, True
+    column = tl.full((), 0, tl.int32)
     while going:
-        score, column = _best_child(corrected, homes, gains, forced, chain_count, followed, nothing, WIDE)
+        score, column = _best_child(
+            corrected, homes, gains, forced, column, lines, chain_count, followed, nothing, WIDE
+        )
         line = line + _disorder(score)
         followed = _followed(homes, forced, chain_count, followed, column)
         going = (line >= spine) & (line > float("-inf"))
@@ -187,7 +209,7 @@ def best_tree_kernel(
     low, high = tl.where(row < 32, one << (row & 31), 0), tl.where(row < 32, 0, one << (row & 31))
     used = tl.zeros([_ROWS], tl.int32 if WIDE == 32 else tl.int64)
     chains_of = tl.where(row == 0, every, 0)
-    score, column = _best_child(corrected, homes, gains, 0, chain_count, every, nothing, WIDE)
+    score, column = _best_child(corrected, homes, gains, 0, 0, lines, chain_count, every, nothing, WIDE)
     tail_order, tail_tie = _order(_disorder(score)), _tie(0, 0, column)
     order, tie = tl.where(row == 0, tail_order, lowest), tl.where(row == 0, tail_tie, 0)
     tail, new, open_ = 0, 1, True
@@ -206,10 +228,20 @@ def best_tree_kernel(
             new_weight = _disorder(top)
             new_chains = _followed(homes, depth, chain_count, above_chains, column)
             child, child_column = _best_child(
-                corrected, homes, gains, depth + 1, chain_count, new_chains, nothing, WIDE
+                corrected, homes, gains, depth + 1, column, lines, chain_count, new_chains, nothing, WIDE
             )
+            above_column = _at(here, column_of)
             sibling, sibling_column = _best_child(
-                corrected, homes, gains, depth, chain_count, above_chains, above_used, WIDE
+                corrected,
+                homes,
+                gains,
+                depth,
+                above_column,
+                lines,
+                chain_count,
+                above_chains,
+                above_used,
+                WIDE,
             )
             parent = tl.where(fresh, above, parent)
             column_of = tl.where(fresh, column, column_of)
@@ -253,8 +285,10 @@ def accept_path_kernel(
     parents,
     ancestors,
     sampled,
+    first,
+    slots,
     stops,
-    limit,
+    limits,
     counts,
     header,
     path,
@@ -262,13 +296,28 @@ def accept_path_kernel(
     source,
     rows,
     stop_count,
+    vocabulary,
+    RAGGED: tl.constexpr,
 ):
+    """One sequence a program; a sequence without rows accepts none."""
+    item, sequences = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    if RAGGED:
+        begin = tl.load(first + item)
+        rows = (tl.load(first + item + 1) - begin).to(tl.int32)
+        tokens, parents, ancestors, sampled = (
+            tokens + begin,
+            parents + begin,
+            ancestors + begin,
+            sampled + begin,
+        )
+    slot = tl.load(slots + item)
+    stops, counts = stops + slot * stop_count, counts + slot * vocabulary
     row = tl.arange(0, _ROWS)
     inside = row < rows
     token = tl.load(tokens + row, mask=inside, other=-1)
     parent = tl.load(parents + row, mask=inside, other=-2)
-    most = tl.load(limit)
-    at, count, going = 0, 0, True
+    most = tl.load(limits + item)
+    at, count, going = 0, 0, rows > 0
     accepted = tl.full([_ROWS], -1, tl.int64)
     picked = tl.full([_ROWS], -1, tl.int64)
     while going:
@@ -285,17 +334,18 @@ def accept_path_kernel(
         if going:
             at = child
         else:
-            tl.store(header + 1, pick)
-    tl.store(header, count)
-    tl.store(header + 2, at)
-    tl.store(header + 3, tl.load(ancestors + at))
-    tl.store(path + row, accepted)
-    tl.store(out_tokens + row, picked)
-    tl.store(source + row, tl.where(row < count, accepted, row))
+            tl.store(header + sequences + item, pick)
+    some = rows > 0
+    tl.store(header + item, count)
+    tl.store(header + 2 * sequences + item, tl.where(some, at, -1))
+    tl.store(header + 3 * sequences + item, tl.load(ancestors + at, mask=some, other=0))
+    tl.store(path + item * _ROWS + row, accepted)
+    tl.store(out_tokens + item * _ROWS + row, picked)
+    tl.store(source + item * _ROWS + row, tl.where(row < count, accepted, row))
 
 
 def best_tree(
-    anchor: Tensor,
+    anchors: Tensor,
     ids: Tensor,
     scores: Tensor,
     chains: Tensor,
@@ -307,7 +357,7 @@ def best_tree(
     correction: Correction | None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of the package's `best_tree`."""
-    (depths, width), count, device = ids.shape, len(chains), ids.device
+    (sequences, depths, width), count, device = ids.shape, chains.shape[1], ids.device
     assert 0 < nodes < rows <= MAX_ROWS, f"{nodes} nodes in {rows} rows, at most {MAX_ROWS}"
     assert 0 < width + count <= MAX_ROWS and count < 31, f"{width} candidates, {count} chains"
     assert 0 < depths < MAX_ROWS, f"{depths} deep"
@@ -315,17 +365,19 @@ def best_tree(
         assert part.is_contiguous(), f"strides {part.stride()}"
     # One column for each lane of a warp, at least.
     deep, wide = triton.next_power_of_2(depths + 1), max(32, triton.next_power_of_2(width + count))
-    corrected = torch.empty(deep, wide, device=device)
-    homes = torch.empty(deep, count, dtype=torch.int32, device=device)
-    gains = torch.empty(deep, count, device=device)
-    packed = torch.empty(4, rows, dtype=torch.int64, device=device)
-    tokens, parents, ancestors, depth_rows = packed
-    weights = torch.empty(rows, device=device)
+    lines = scores.shape[2] if scores.ndim == 4 else 1
+    assert lines in (1, width + 1), f"{lines} lines of scores for {width} candidates"
+    corrected = torch.empty(sequences, deep * lines, wide, device=device)
+    homes = torch.empty(sequences, deep, count, dtype=torch.int32, device=device)
+    gains = torch.empty(sequences, deep, count, device=device)
+    packed = torch.empty(sequences, 4, rows, dtype=torch.int64, device=device)
+    tokens, parents, ancestors, depth_rows = packed.unbind(1)
+    weights = torch.empty(sequences, rows, device=device)
     edges, table, bins = (
         (correction.edges, correction.table, correction.depth_bins) if correction else (scores, scores, ids)
     )
-    best_tree_kernel[(1,)](
-        anchor,
+    best_tree_kernel[(sequences,)](
+        anchors,
         ids,
         scores,
         chains,
@@ -343,6 +395,7 @@ def best_tree(
         depth_rows,
         depths,
         width,
+        lines,
         count,
         len(edges),
         nodes,
@@ -363,29 +416,38 @@ def accept_path(
     ancestors: Tensor,
     sampled: Tensor,
     *,
+    first: Tensor | None,
+    slots: Tensor,
     stops: Tensor,
-    limit: Tensor,
+    limits: Tensor,
     counts: Tensor,
 ) -> Tensor:
     """Launch the kernel of the package's `accept_path`: the fields of an `Acceptance`."""
-    rows = len(tokens)
+    rows, sequences = len(tokens), len(slots)
     assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
-    flat = torch.empty(4 + 3 * MAX_ROWS, dtype=torch.int64, device=tokens.device)
-    header, path, out_tokens, source = flat.split([4, MAX_ROWS, MAX_ROWS, MAX_ROWS])
-    accept_path_kernel[(1,)](
+    assert first is not None or sequences == 1, f"{sequences} sequences in one tree"
+    for part in (stops, counts, limits, slots):
+        assert part.is_contiguous(), f"strides {part.stride()}"
+    flat = torch.empty(sequences * (4 + 3 * MAX_ROWS), dtype=torch.int64, device=tokens.device)
+    header, path, out_tokens, source = flat.split([4 * sequences] + 3 * [MAX_ROWS * sequences])
+    accept_path_kernel[(sequences,)](
         tokens,
         parents,
         ancestors,
         sampled,
+        slots if first is None else first,
+        slots,
         stops,
-        limit,
+        limits,
         counts,
         header,
         path,
         out_tokens,
         source,
         rows,
-        len(stops),
+        stops.shape[1],
+        counts.shape[1],
+        RAGGED=first is not None,
         num_warps=1,
     )
     return flat

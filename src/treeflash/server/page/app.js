@@ -9,6 +9,7 @@ import { chats, draft, key, settings as storedSettings, theme } from "./store.js
 const $ = (id) => document.getElementById(id);
 const HEALTH_EVERY_MS = 10000;
 const HEALTH_SOON_MS = 1500;
+const BUILT_IN = "treeflash-40m";
 // Pixels from the end within which the view follows new text.
 const NEAR_END = 60;
 
@@ -156,6 +157,9 @@ async function fetchModelName() {
   try {
     const models = await getJson("v1/models", { key: key.load() });
     modelName = models.data?.[0]?.id ?? "";
+    $("about-model").textContent = modelName === BUILT_IN
+      ? `${modelName} is the small model that comes with TreeFlash, for trying things out: it writes short code and short answers.`
+      : modelName ? `The model is ${modelName}.` : "";
     document.title = modelName ? `${modelName} · TreeFlash` : "TreeFlash";
   } catch (error) {
     // Without a key the model name stays empty; the first message prompts for one.
@@ -196,7 +200,7 @@ $("welcome").addEventListener("click", (event) => {
   const suggestion = event.target.closest("button");
   if (!suggestion) return;
   setPrompt(suggestion.textContent);
-  $("prompt").focus();
+  submit();
 });
 $("new-chat").addEventListener("click", () => {
   conversation.open(chats.create());

@@ -14,11 +14,24 @@ function showBudget(form) {
 }
 
 function fill(form, values) {
-  for (const name of TEXT_FIELDS) form.elements[name].value = values[name];
+  for (const name of TEXT_FIELDS) {
+    form.elements[name].value = values[name];
+    isValid(form.elements[name]);
+  }
   form.elements.thinking.value = values.thinking;
   form.elements.budget_range.value = values.budget === "" ? -1 : values.budget;
   form.elements.key.value = key.load();
   showBudget(form);
+}
+
+/** Returns whether a field's value can be used; says below it why not. */
+function isValid(field) {
+  const { min, max, type, validity } = field;
+  const range = max ? `from ${min} to ${max}` : `of at least ${min}`;
+  const note = field.parentElement.querySelector(".wrong");
+  if (note) note.textContent = validity.valid || type !== "number" ? "" : `Needs a number ${range}; the last value is used.`;
+  field.setAttribute("aria-invalid", String(!validity.valid));
+  return validity.valid;
 }
 
 /** Connects the settings form; every change calls `onChange(values)` at once. */
@@ -27,8 +40,8 @@ export function connectSettings(current, onChange) {
   const dialog = $("settings-dialog");
   const changed = () => {
     const values = { thinking: form.elements.thinking.value };
-    // An invalid number stays in the field, marked, and the last valid value stays in effect.
-    for (const name of TEXT_FIELDS) if (form.elements[name].validity.valid) values[name] = form.elements[name].value;
+    // An invalid number stays in the field, with what is wrong below it, and the last valid value stays in effect.
+    for (const name of TEXT_FIELDS) if (isValid(form.elements[name])) values[name] = form.elements[name].value;
     const budget = Number(form.elements.budget_range.value);
     values.budget = budget < 0 ? "" : budget;
     key.save(form.elements.key.value.trim());
@@ -73,9 +86,19 @@ export function connectChats({ onOpen, onRemove }) {
       const remove = element("button", { type: "button", className: "text" }, "Delete");
       remove.setAttribute("aria-label", `Delete chat: ${chats.title(chat)}`);
       remove.addEventListener("click", () => {
+        // The first click asks, the second one deletes; leaving the button takes the question back.
+        if (remove.textContent === "Delete") {
+          remove.textContent = "Really delete?";
+          remove.setAttribute("aria-label", `Really delete chat: ${chats.title(chat)}?`);
+          return;
+        }
         chats.remove(chat.id);
         onRemove(chat);
         list();
+      });
+      remove.addEventListener("blur", () => {
+        remove.textContent = "Delete";
+        remove.setAttribute("aria-label", `Delete chat: ${chats.title(chat)}`);
       });
       return element("li", {}, open, remove);
     });

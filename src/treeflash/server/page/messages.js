@@ -24,6 +24,7 @@ export function statsInWords(stats) {
   if (stats.acceptance_length > 1) parts.push(`${number(stats.acceptance_length, 2)} a step`);
   if (stats.generated_tokens) parts.push(`${number(stats.generated_tokens)} tokens`);
   if (stats.ttft_s) parts.push(`first after ${number(stats.ttft_s, 2)} s`);
+  parts.push(...(stats.approximate ?? []));
   return parts.join(" · ");
 }
 

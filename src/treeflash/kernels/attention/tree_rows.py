@@ -1,4 +1,4 @@
-"""Trees of equal sizes as rows of different sequences, for kernels that take any numbers of rows."""
+"""Trees [B, T], or ragged rows [1, N], as the rows that kernels take."""
 
 from collections.abc import Callable
 
@@ -8,21 +8,24 @@ from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.tree import MAX_ROWS
 
 
-def equal_rows(
+def tree_rows(
     ragged: Callable[..., Tensor],
     q: Tensor,
     keys: HeadPool,
     values: HeadPool,
-    *tables: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    first: Tensor | None = None,
+    *,
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_attention; for trees of at most MAX_ROWS rows, by a kernel's ragged_attention."""
     assert q.shape[1] <= MAX_ROWS, f"{q.shape[1]} rows, at most {MAX_ROWS}"
-    *tables_of_sequences, ancestors = tables
     out = ragged(
         q.flatten(0, 1),
-        *(keys, values, *tables_of_sequences, ancestors.flatten()),
+        *(keys, values, page_table, lengths, ancestors.flatten(), first),
         window=window,
         gate=None if gate is None else gate.flatten(0, 1),
     )

@@ -1,0 +1,175 @@
+"""Compares texts and logits, bit for bit, of requests alone and in company, plain and with trees.
+
+    PYTHONPATH=src:. python benchmarks/gpu/company.py --data DIR --target GGUF --draft GGUF --out FILE
+
+Every prompt is answered four times by one engine: plain and alone, which is the reference; with trees and
+alone; plain among others; with trees among others. A 64-bit hash of the logits is taken on the device at
+every position of a text. Prompts of all suites in --data, greedy and at temperature 0.8 in turns. Also says
+how many tokens a second each way gives in all.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.exact import GREEDY, SAMPLED, suite_prompts
+from benchmarks.gpu.report import Report
+from tests.gpu.texts import embedded_pair
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.engine.engine import Engine, Tokens
+from treeflash.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
+from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.sequence import Request
+from treeflash.engine.sequence import Sequence as Running
+from treeflash.session.loading import load_session
+
+
+class LogitHashes:
+    """Hashes of the logits of accepted rows by slot, kept on the device until they are compared."""
+
+    def __init__(self, engine: Engine):
+        runner, vocabulary = engine.runner, engine.target.spec.vocab_size
+        odd = torch.randint(0, 2**62, (vocabulary,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+        self._odd = odd.to(engine.target.device)
+        self._works: Sequence[Verify] = ()
+        self._last: list[tuple[int, Tensor]] = []
+        self.owners: dict[int, list[Tensor]] = {}  # by slot
+        verify, accept, read_back = runner.verify, runner.accept, runner.read_back
+
+        def noted_verify(works: Sequence[Verify]) -> Forward:
+            self._works = works
+            return verify(works)
+
+        def hashed_accept(forward: Forward, masks: Sequence[Masks]) -> None:
+            slots = [work.slot for work in self._works]
+            self._last = [(slot, self._hash(forward.logits_of(i))) for i, slot in enumerate(slots)]
+            accept(forward, masks)
+
+        def hashed_read_back() -> tuple[list[Accepted], StepTimes]:
+            found, times = read_back()
+            for (slot, hashes), accepted in zip(self._last, found, strict=True):
+                self.owners[slot].append(hashes[torch.tensor(accepted.path, device=hashes.device)])
+            return found, times
+
+        runner.verify, runner.accept, runner.read_back = noted_verify, hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]
+
+    def _hash(self, logits: Tensor) -> Tensor:
+        assert logits.dtype == torch.float32, f"{logits.dtype}"
+        return (logits.view(torch.int32).long() * self._odd).sum(-1)
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[Tensor] = field(default_factory=list)
+
+    def numbers(self) -> list[int]:
+        return torch.cat(self.hashes).tolist() if self.hashes else []
+
+
+@dataclass(slots=True)
+class Result:
+    answers: list[Answer]
+    seconds: float
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+
+def answer(engine: Engine, hashes: LogitHashes, requests: Sequence[Request], together: int) -> Result:
+    """Answer the requests, at most `together` at a time, in order."""
+    answers, waiting = [Answer() for _ in requests], list(enumerate(requests))
+    running: dict[Running, Answer] = {}
+    begin, steps = time.perf_counter(), 0
+    while waiting or running:
+        while waiting and len(running) < together:
+            index, request = waiting.pop(0)
+            running[engine.add(request)] = answers[index]
+        hashes.owners.update({each.slot: own.hashes for each, own in running.items() if each.slot >= 0})
+        steps += 1
+        for sequence, event in engine.step():
+            if isinstance(event, Tokens):
+                running[sequence].tokens += event.ids
+        for sequence in [each for each in running if each.finished]:
+            engine.release(sequence)
+            del running[sequence]
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize()
+    return Result(answers, time.perf_counter() - begin, steps)
+
+
+def compare(report: Report, name: str, reference: Result, found: Result) -> None:
+    rows = different = same = 0
+    for plain, other in zip(reference.answers, found.answers, strict=True):
+        same += plain.tokens == other.tokens
+        # A step may accept rows beyond the end of the text.
+        before, after = plain.numbers()[: len(plain.tokens)], other.numbers()
+        pairs = list(zip(before, after, strict=False))
+        rows += len(pairs)
+        different += sum(a != b for a, b in pairs) + max(0, len(before) - len(after))
+    facts = {"texts": len(found.answers), "same_texts": same, "tokens": found.tokens}
+    facts |= {"rows": rows, "different_rows": different, "steps": found.steps}
+    speed = {"seconds": round(found.seconds, 2), "tok_s": round(found.tokens / found.seconds, 1)}
+    report.check(name, same == len(found.answers) and rows > 0 and not different, **facts, **speed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the suites")
+    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
+    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--together", type=int, nargs="+", default=[16])
+    parser.add_argument("--n-gen", type=int, default=256)
+    parser.add_argument("--kv", default="f16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop before this many are over")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    report = Report(options.out, options.seconds, options.device)
+    kv = options.kv if options.device != "cpu" else "f32"
+    config = EngineConfig(
+        options.device,
+        max_ctx=4096,
+        kv_k=kv,
+        kv_v=kv,
+        speculation=SpecConfig(budget=63),
+        draft=DraftConfig(options.draft),
+        prefix_cache=0,
+        parallel=max(options.together),
+    )
+    session = load_session(options.target, config)
+    engine, stops = session.engine, session.tokenizer.stop_ids
+    hashes = LogitHashes(engine)
+    prompts = suite_prompts(session, options.data, options.prompts)
+
+    def requests(budget: int | None) -> list[Request]:
+        samplings: list[SamplingParams] = [SAMPLED if index % 2 else GREEDY for index in range(len(prompts))]
+        return [
+            Request(ids, options.n_gen, sampling, stops, may_stop=False, draft_budget=budget)
+            for ids, sampling in zip(prompts, samplings, strict=True)
+        ]
+
+    plain = answer(engine, hashes, requests(0), 1)
+    report.log("plain, alone", tokens=plain.tokens, tok_s=round(plain.tokens / plain.seconds, 1))
+    compare(report, "trees, alone", plain, answer(engine, hashes, requests(None), 1))
+    for count in options.together:
+        if report.left > 20:
+            compare(report, f"trees, {count} at once", plain, answer(engine, hashes, requests(None), count))
+        if report.left > 20:
+            compare(report, f"plain, {count} at once", plain, answer(engine, hashes, requests(0), count))
+    print("FAIL" if report.failed else "PASS", json.dumps({"prompts": len(prompts), "kv": kv}), flush=True)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

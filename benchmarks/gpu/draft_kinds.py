@@ -1,0 +1,187 @@
+"""Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MTP.
+
+    PYTHONPATH=src:. python benchmarks/gpu/draft_kinds.py --target GGUF --draft GGUF --out FILE
+
+The DFlash draft is the file's; the others have its backbone, and random weights for what they add: time does
+not depend on values. Times are of one whole step of 24 rows, with the step's graphs captured.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.report import Report
+from tests.gpu.texts import embedded_pair
+from treeflash.bench.step import StepProbe
+from treeflash.config import SpecConfig
+from treeflash.engine.engine import Engine
+from treeflash.gguf.quantise import quantise
+from treeflash.gguf.reader import GGUFFile, TensorInfo
+from treeflash.gguf.types import QuantType
+from treeflash.models.decoder import Decoder
+from treeflash.models.dflash import DFlashDraft
+from treeflash.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
+from treeflash.models.measure import tile_space
+from treeflash.models.mtp import MTPBlock
+from treeflash.models.spec import ModelSpec
+from treeflash.models.weights import TensorSource, WeightLoader
+from treeflash.spec.dflash import DFlashModel, DraftModel
+from treeflash.spec.mtp import MTPModel
+from treeflash.spec.policy import StepCosts
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import draft_buffers, mtp_buffers
+
+ROWS, CONTEXT = 24, 256
+RANK = 256
+MAX_CTX = 4096
+
+
+class WithRandom:
+    """A `TensorSource` with more tensors than its file: random ones of the given shapes."""
+
+    def __init__(self, file: TensorSource, shapes: Mapping[str, tuple[int, ...]]):
+        self._file = file
+        self._own = {name: TensorInfo(name, shape, _type(shape)) for name, shape in shapes.items()}
+        self.tensors = {**file.tensors, **self._own}
+
+    def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:
+        return self._own[name] if name in self._own else self._file.require_tensor(name, shape)
+
+    def raw(self, name: str) -> np.ndarray:
+        if name not in self._own:
+            return self._file.raw(name)
+        info = self._own[name]
+        rows = max(1, info.elements // info.shape[-1])
+        # A few different rows suffice.
+        some = quantise(0.02 * torch.randn(min(rows, 64), info.shape[-1]), info.type)
+        every = some.repeat(-(-rows // len(some)), 1)[:rows]
+        return every.reshape(*info.shape[:-1], -1).numpy()
+
+
+def _type(shape: tuple[int, ...]) -> QuantType:
+    return QuantType.Q8_0 if len(shape) == 2 and shape[1] % 32 == 0 else QuantType.F32
+
+
+def second_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    second, width = spec.second, spec.width
+    assert second is not None
+    shapes: dict[str, tuple[int, ...]] = {
+        "selector_predecessor.weight": (vocabulary, second.rank),
+        "selector_successor.weight": (vocabulary, second.rank),
+        "selector_hidden.weight": (second.rank, width),
+    }
+    for layer in range(len(spec.layers)):
+        for part in ("attn_conv", "ffn_conv"):
+            shapes[f"blk.{layer}.{part}_base.weight"] = (2, second.kernel, width)
+            rows = 2 * second.kernel * width // second.group
+            shapes[f"blk.{layer}.{part}_proj.weight"] = (rows, width)
+    return shapes
+
+
+def markov_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    tables = {f"markov_w{number}.weight": (vocabulary, RANK) for number in (1, 2)}
+    return {**tables, "conf_proj.weight": (spec.width + RANK,), "conf_proj.bias": (1,)}
+
+
+def mtp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    width, dim, block = spec.width, spec.head_dim, f"blk.{len(spec.layers)}"
+    queries, kv = spec.heads * dim, spec.kv_heads * dim
+    shapes = {
+        "nextn.enorm": (width,),
+        "nextn.hnorm": (width,),
+        "nextn.eh_proj": (width, 2 * width),
+        "nextn.shared_head_norm": (width,),
+        "attn_norm": (width,),
+        "attn_q": (2 * queries, width),
+        "attn_k": (kv, width),
+        "attn_v": (kv, width),
+        "attn_q_norm": (dim,),
+        "attn_k_norm": (dim,),
+        "attn_output": (width, queries),
+        spec.family.feed_forward_norm: (width,),
+        "ffn_gate": (spec.feed_forward, width),
+        "ffn_up": (spec.feed_forward, width),
+        "ffn_down": (width, spec.feed_forward),
+    }
+    return {f"{block}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def loaded(source: TensorSource, device: torch.device, dtype: torch.dtype, make):
+    """Return make(loader) with weights in the layouts of the device."""
+    space = None
+    if device.type == "cuda":
+        space = tile_space(source, lambda measuring: make(measuring, torch.device("cpu")))
+    return make(WeightLoader(source, device=device, dtype=dtype, space=space), device)
+
+
+def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) -> DraftModel:
+    spec, device, ring = target.spec, target.device, torch.float16
+    ring = ring if device.type == "cuda" else torch.float32
+    if kind == "mtp":
+        with GGUFFile.open(target_path) as file:
+            source = WithRandom(file, mtp_shapes(spec))
+            block = loaded(source, device, target.dtype, lambda loader, at: MTPBlock(spec, loader, at))
+        return MTPModel(block, target, mtp_buffers(spec, max_ctx=MAX_CTX, device=device, dtype=ring))
+    with GGUFFile.open(draft_path) as file:
+        found = DraftSpec.from_gguf(file).with_heads(file.tensors)
+        extra: dict[str, tuple[int, ...]] = {}
+        if kind == "dflash2":
+            found = replace(found, second=SecondSpec(2, 16, RANK, 16))
+            extra = second_shapes(found, spec.vocab_size)
+        elif kind == "dspark":
+            found = replace(found, markov=MarkovSpec(RANK, True), from_anchor=True)
+            extra = markov_shapes(found, spec.vocab_size)
+        source = WithRandom(file, extra)
+        draft = loaded(
+            source, device, target.dtype, lambda loader, at: DFlashDraft(found, loader, at, spec.vocab_size)
+        )
+    return DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
+
+
+def measure(report: Report, kind: str, target: Decoder, options: argparse.Namespace) -> None:
+    model = proposer(kind, target, options.target, options.draft)
+    sizes = (8, ROWS) if target.device.type == "cuda" else (ROWS,)
+    speculator = Speculator(
+        model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
+    )
+    engine = Engine(target, max_ctx=MAX_CTX, drafter=speculator, max_rows=ROWS)
+    graphs = engine.capture() if target.device.type == "cuda" else False
+    probe = StepProbe(engine, CONTEXT, rounds=options.repeats + 4)
+    try:
+        found = probe.times(ROWS, options.repeats)
+    finally:
+        probe.close()
+    draft = {key: round(value, 3) for key, value in found.items()}
+    report.check(f"{kind} proposes", math.isfinite(found["draft_ms"]), graphs=graphs, rows=ROWS, **draft)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
+    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    report = Report(options.out, float("inf"), options.device)
+    device = torch.device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with GGUFFile.open(options.target) as file:
+        target = Decoder.load(file, device=device, dtype=dtype)
+    for kind in ("dflash", "dflash2", "dspark", "mtp"):
+        measure(report, kind, target, options)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print("FAIL" if report.failed else "PASS", json.dumps({"rows": ROWS}), flush=True)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

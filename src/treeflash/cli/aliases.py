@@ -1,0 +1,66 @@
+"""Other programs' spellings of our options: accepted, and shown in no help."""
+
+from collections.abc import Container, Sequence
+from itertools import islice
+
+# Of Luce DFlash.
+COMPRESS = {
+    "--prefill-compression": "--compress",
+    "--prefill-threshold": "--compress-above",
+    "--prefill-keep-ratio": "--compress-to",
+    "--prefill-drafter": "--compress-scorer",
+}
+# Of llama.cpp, Ollama and vLLM, and those above.
+OPTIONS = {
+    "-c": "--max-ctx",
+    "--ctx-size": "--max-ctx",
+    "--num-ctx": "--max-ctx",
+    "--max-model-len": "--max-ctx",
+    "--temp": "--temperature",
+    "--max-tokens": "--n-gen",
+    "--predict": "--n-gen",
+    "--n-predict": "--n-gen",
+    "--num-predict": "--n-gen",
+    "--repeat-penalty": "--repetition-penalty",
+    "--system-prompt": "--system",
+    "-sys": "--system",
+    "--thinking": "--think",
+    "--no-thinking": "--no-think",
+    "--alias": "--served-model-name",
+    **COMPRESS,
+}
+# Of Luce DFlash.
+SWITCHES = {
+    "--kv-f16": "--kv=f16",
+    "--kv-q8": "--kv=q8_0",
+    "--kv-q4": "--kv=q4_0",
+    "--kv-tq3": "--kv=tq3_0",
+}
+MODEL = ("-m", "--model", "-hf", "-hfr", "--hf-repo")
+
+
+def spelled(arguments: Sequence[str], known: Container[str], valued: Container[str]) -> list[str]:
+    """Return the arguments in our spelling; a model that was given as an option becomes the first argument.
+
+    known: the options of the command; valued: those that take a value, which is never changed.
+    """
+    result: list[str] = []
+    models: list[str] = []
+    rest = iter(arguments)
+    for each in rest:
+        if each == "--":
+            result += [each, *rest]
+            break
+        name, equals, value = each.partition("=") if each.startswith("--") else (each, "", "")
+        if name in MODEL and name not in known:
+            models += [value] if equals else islice(rest, 1)
+            continue
+        if each in SWITCHES:
+            each = SWITCHES[each]
+        elif name not in known and OPTIONS.get(name, "") in known:
+            name = OPTIONS[name]
+            each = f"{name}{equals}{value}"
+        result.append(each)
+        if name in valued and not equals:
+            result += islice(rest, 1)
+    return [*models, *result]

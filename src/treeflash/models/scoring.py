@@ -1,0 +1,144 @@
+"""The part of a model that scores a prompt: its first layers, and queries and keys of some in the middle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from treeflash.errors import UnsupportedModel
+from treeflash.gguf.quants import check_decodable
+from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.norm_rope import head_rope, rms_norm
+from treeflash.models.decoder import Block, Decoder, rope_frequencies
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import Buffers, Step
+from treeflash.models.weights import Progress, WeightLoader
+
+ROWS = 16  # queries whose probabilities are held at once
+# Architecture, width, layers: the layer that keeps most facts. docs/compression.md has the measurement.
+MEASURED = {("qwen2", 896, 24): (11,), ("qwen2", 1536, 28): (12,)}
+
+
+def scoring_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the layers whose attention scores: the measured one, else those of the middle third.
+
+    Single layers have holes, and the first third scores hardly better than words do.
+    """
+    count = len(spec.layers)
+    if known := MEASURED.get((spec.architecture, spec.width, count)):
+        return known
+    attention = [index for index, kind in enumerate(spec.layers) if kind == "attention"]
+    if not attention:
+        raise UnsupportedModel(f"{spec.name} has no attention layer, so that it cannot score a prompt")
+    middle = tuple(index for index in attention if count <= 3 * index < 2 * count)
+    return middle or (min(attention, key=lambda index: abs(2 * index - count)),)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """What one scoring layer computes of some rows."""
+
+    queries: Tensor  # [T, H, D], after norm and rope
+    keys: Tensor  # [T, KV, D]
+
+
+class _ScoringLayer:
+    """Queries and keys of an attention layer; its values, output and feed-forward layer are not needed."""
+
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
+        block, width, dim = f"blk.{index}", spec.width, spec.head_dim
+        self._spec = spec
+        self._norm = loader.vector(f"{block}.attn_norm.weight", width)
+        query = spec.heads * dim * (2 if spec.family.gated_query else 1)
+        self._query = loader.projections([f"{block}.attn_q.weight"], [query], width)
+        self._key = loader.projections([f"{block}.attn_k.weight"], [spec.kv_heads * dim], width)
+        self._norms: list[Tensor | None] = [None, None]
+        if spec.family.query_key_norm:
+            self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", dim) for part in "qk"]
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> LayerHeads:
+        """Return the heads of the residual stream x [1, T, width] before the layer."""
+        spec = self._spec
+        x = rms_norm(x, self._norm, spec.eps)
+        q, k = self._query(x)[0], self._key(x)[0]
+        if spec.family.gated_query:
+            q = q.unflatten(-1, (spec.heads, 2 * spec.head_dim))[..., : spec.head_dim]
+        else:
+            q = q.unflatten(-1, (spec.heads, spec.head_dim))
+        k = k.unflatten(-1, (spec.kv_heads, spec.head_dim))
+        q, k = (
+            head_rope(part.contiguous(), norm, spec.eps, cos, sin, interleaved=spec.family.rope_interleaved)
+            for part, norm in zip((q, k), self._norms, strict=True)
+        )
+        return LayerHeads(q[0], k[0])
+
+
+class ScoringDecoder(Decoder):
+    """The blocks below the last scoring layer, without a head."""
+
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, device: torch.device, layers: Sequence[int]):
+        last = max(layers)
+        # Of the buffers, which need at least one attention layer for their pages.
+        held = last if "attention" in spec.layers[:last] else last + 1
+        self.spec = replace(spec, layers=spec.layers[:held])
+        self.context_length = spec.context_length
+        self.device = device
+        self.dtype = loader.dtype
+        self.layouts = loader.layouts
+        self.layers = tuple(sorted(layers))
+        self.embed = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
+        self._blocks = [Block(spec, loader, index) for index in range(last)]
+        self._scoring = {index: _ScoringLayer(spec, loader, index) for index in self.layers}
+        self._frequencies = rope_frequencies(spec, loader, device)
+
+    @classmethod
+    def load_part(
+        cls,
+        file: GGUFFile,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        layers: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> "ScoringDecoder":
+        """Read the weights that are needed; `layers`: those that score, else as `scoring_layers` says."""
+        spec = ModelSpec.from_gguf(file)
+        check_decodable(info.type for info in file.tensors.values())
+        loader = WeightLoader(file, device=device, dtype=dtype, progress=progress)
+        return cls(spec, loader, device, layers or scoring_layers(spec))
+
+    def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
+        """Run a chunk through the blocks; return queries and keys of each scoring layer."""
+        context = self._context(step, buffers)
+        x, add = self.embed(step.tokens), None
+        found = []
+        for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=False)):
+            before, x, add = block(x, add, context, layer, partial_sums=False)
+            if index in self._scoring:
+                found.append(self._scoring[index](before, context.cos, context.sin))
+        assert isinstance(add, Tensor), "no partial sums were asked for"
+        buffers.pending.count.index_fill_(0, step.slots, 0)
+        return [*found, self._scoring[self.layers[-1]](x + add, context.cos, context.sin)]
+
+
+def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the attention [N] that N keys get from the rows of a text that follow them, mean of all rows.
+
+    queries [T, H, D], keys [N + T, KV, D]: a row attends to all keys up to its own. Mean over heads, too.
+    """
+    rows, heads, dim = queries.shape
+    kv = keys.shape[1]
+    before = len(keys) - rows
+    keys = keys.permute(1, 2, 0).float()  # [KV, D, N + T]
+    grouped = queries.float().unflatten(1, (kv, heads // kv)) * dim**-0.5
+    positions = torch.arange(len(keys[0, 0]), device=keys.device)
+    total = torch.zeros(before, device=keys.device)
+    for start in range(0, rows, ROWS):
+        q = grouped[start : start + ROWS].permute(1, 2, 0, 3)  # [KV, G, R, D]
+        logits = (q.flatten(1, 2) @ keys).unflatten(1, q.shape[1:3])  # [KV, G, R, N + T]
+        own = before + start + torch.arange(q.shape[2], device=keys.device)
+        logits.masked_fill_(positions > own[:, None], float("-inf"))
+        # float32: over 128K keys a mass is some 1e-6.
+        total += logits.softmax(-1)[..., :before].sum((0, 1, 2))
+    return total / (rows * heads)

@@ -1,0 +1,114 @@
+"""Compression of a session's prompts: what is wanted of a request, and its prompt after it."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from treeflash.compress.compressor import Compressed, Compressor, Measure, Report
+from treeflash.compress.conversation import Message, Wanted
+from treeflash.compress.scorer import Scorer
+from treeflash.compress.words import WordScorer
+from treeflash.config import CompressConfig
+from treeflash.errors import Cancelled, TemplateFailed, UsageError
+from treeflash.session.prompts import Prompts
+from treeflash.session.requests import Prompt, TextRequest
+from treeflash.text.tokenizer import EncodeLimit, Tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENS = 1 << 24  # of a prompt before compression
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a session compresses prompts."""
+
+    config: CompressConfig = field(default_factory=CompressConfig)
+    scorer: Scorer = field(default_factory=WordScorer)
+
+
+class PromptCompression:
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, compression: Compression):
+        self._prompts, self._config = prompts, compression.config
+        self._compressor = Compressor(
+            compression.scorer, lambda texts: [len(ids) for ids in tokenizer.encode_all(texts)]
+        )
+        self._lock = threading.Lock()  # the turns of conversations, and the scorer's state
+
+    @property
+    def by_default(self) -> bool:
+        return self._config.mode != "off"
+
+    def wanted(self, request: TextRequest) -> Wanted:
+        """Return the request's own settings over the configured ones."""
+        config, own = self._config, request.compress
+        wanted = Wanted(mode=config.mode, above=config.above, to=config.to)
+        if own is not None:
+            given = {"mode": own.mode or "on", "above": own.above, "to": own.to}
+            given = {name: value for name, value in given.items() if value is not None}
+            wanted = replace(wanted, query=own.query, keep=own.keep, **given)
+        if not _long(request, wanted.above):
+            return replace(wanted, mode="off")
+        if wanted.mode == "auto" and request.grammar is not None:
+            return replace(wanted, exact="the answer has a grammar")
+        if wanted.mode == "auto" and request.tool_choice not in ("auto", "none"):
+            return replace(wanted, exact="the answer has to call a tool")
+        return wanted
+
+    def deferred(self, request: TextRequest) -> bool:
+        """Return whether only the engine's thread may encode the request: its scorer uses the device."""
+        return not self._compressor.scorer.any_thread and self.wanted(request).mode != "off"
+
+    def encode(self, request: TextRequest, limit: EncodeLimit | None) -> Prompt:
+        """Return the request's prompt, compressed if it is wanted."""
+        wanted = self.wanted(request)
+        if wanted.mode == "off":
+            return self._prompts.encode(request, limit)
+
+        def measure(messages: Sequence[Message]) -> int:
+            most = EncodeLimit(MAX_TOKENS, request.cancelled, stops_at_tokens=False)
+            return len(self._prompts.encode(_with(request, messages), most).ids)
+
+        found = self._compress(request, wanted, measure)
+        if found is None:
+            return self._prompts.encode(request, limit)
+        prompt = self._prompts.encode(_with(request, found.messages) if found.documents else request, limit)
+        kept = len(prompt.ids)
+        sent = found.report.sent_tokens if found.documents else kept
+        report = replace(found.report, sent_tokens=sent, kept_tokens=kept)
+        return replace(prompt, compressed=replace(found, report=report))
+
+    def _compress(self, request: TextRequest, wanted: Wanted, measure: Measure) -> Compressed | None:
+        """Return the compressed conversation; whatever goes wrong, the prompt is read exactly."""
+        messages = _messages(request)
+        try:
+            with self._lock:
+                return self._compressor.compress(messages, wanted, measure, request.cancelled)
+        except (UsageError, TemplateFailed, Cancelled):
+            raise  # the request is refused, or has no client, whatever is done to its prompt
+        except Exception as error:
+            log.warning("compression failed, the prompt is read exactly: %r", error)
+            reason = f"compression failed ({type(error).__name__})"
+            return Compressed(messages, Report(0, 0, scorer=self._compressor.scorer.name, reason=reason), {})
+
+
+def _messages(request: TextRequest) -> Sequence[Message]:
+    """Return the conversation; a raw prompt is one message, with its question at one of its ends."""
+    if request.messages is not None:
+        return request.messages
+    return [{"role": "user", "content": request.prompt}]
+
+
+def _with(request: TextRequest, messages: Sequence[Message]) -> TextRequest:
+    if request.messages is not None:
+        return replace(request, messages=messages)
+    return replace(request, prompt=messages[0]["content"])
+
+
+def _long(request: TextRequest, above: int) -> bool:
+    """Return whether the prompt can have more than `above` tokens: none is shorter than a byte."""
+    if request.messages is None:
+        return isinstance(request.prompt, str) and len(request.prompt.encode(errors="replace")) > above
+    text = f"{request.messages}{request.tools or ''}"
+    return (len(text) if text.isascii() else len(text.encode(errors="replace"))) > above

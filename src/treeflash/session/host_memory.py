@@ -1,0 +1,38 @@
+"""The memory of this machine, on systems that have no `os.sysconf` too. Imports no torch."""
+
+import ctypes
+import os
+
+_UNKNOWN = 8 << 30  # where the system does not say
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows."""
+
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("total", "free", "total_page", "free_page")),
+        *((name, ctypes.c_uint64) for name in ("total_virtual", "free_virtual", "extended")),
+    ]
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory in this machine."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _windows().total or _UNKNOWN
+
+
+def free_memory() -> int:
+    """Return the bytes that can be allocated now, where /proc does not say."""
+    if hasattr(os, "sysconf"):
+        return physical_memory()
+    return _windows().free or _UNKNOWN
+
+
+def _windows() -> _MemoryStatus:
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if (windll := getattr(ctypes, "windll", None)) is not None:
+        windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+    return status

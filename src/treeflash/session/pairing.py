@@ -1,0 +1,36 @@
+"""The card of a model file and the draft that belongs to it. Imports no torch."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treeflash.hub import catalog
+from treeflash.hub.catalog import Card
+from treeflash.hub.drafts import cached_draft
+from treeflash.hub.local import paired_draft
+
+if TYPE_CHECKING:
+    from treeflash.gguf.reader import GGUFFile
+
+
+def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
+    """Return the card of a target, found by its repository or by its file's metadata."""
+    from treeflash.models.spec import ModelSpec
+
+    spec = ModelSpec.from_gguf(file)
+    names = [spec.name, file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
+    return catalog.recognise(
+        names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers), repo=repo
+    )
+
+
+def local_draft(card: Card) -> Path | None:
+    """Return the card's draft, if it is on this machine."""
+    if card.pair is not None:
+        return card.pair.draft
+    return cached_draft(card.draft) if card.draft is not None else None
+
+
+def draft_at_hand(path: Path, card: Card | None) -> Path | None:
+    """Return the draft that belongs to a target, if it is on this machine: the card's, else one beside it."""
+    listed = local_draft(card) if card is not None else None
+    return listed or paired_draft(path)

@@ -1,0 +1,195 @@
+"""The budget is strict, what is never touched stays byte for byte, and choices are the same twice."""
+
+import copy
+import random
+import re
+
+import pytest
+
+from tests.compress import conversations
+from tests.compress.conversations import count, measure
+from treeflash.compress.compressor import Compressor
+from treeflash.compress.conversation import Wanted
+from treeflash.compress.words import WordScorer
+
+FACT = "The password of the harbour office is KESTREL-4471."
+
+
+def compressor(scorer=None) -> Compressor:
+    return Compressor(scorer or WordScorer(), count)
+
+
+def wanted(rng: random.Random) -> Wanted:
+    to = rng.choice([0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 300.0, 800.0])
+    return Wanted(mode=rng.choice(["auto", "on"]), above=400, to=to)
+
+
+def test_the_budget_is_held_in_1000_conversations_and_the_rest_is_untouched() -> None:
+    shortened = exact = 0
+    for seed in range(1000):
+        rng = random.Random(seed)
+        messages = conversations.conversation(rng)
+        original = copy.deepcopy(messages)
+        asked = wanted(rng)
+        found = compressor().compress(messages, asked, measure)
+        assert messages == original
+        if found is None:
+            assert measure(messages) <= asked.above
+            continue
+        report = found.report
+        assert report.kept_tokens == measure(found.messages)
+        if found.documents:
+            shortened += 1
+            assert report.kept_tokens <= asked.budget(report.sent_tokens), seed
+        else:
+            exact += 1
+            assert report.reason and list(found.messages) == original and report.exact
+        check_untouched(original, found.messages)
+        again = compressor().compress(copy.deepcopy(messages), asked, measure)
+        assert again is not None and list(again.messages) == list(found.messages)
+    assert shortened > 300 and exact > 20
+
+
+def check_untouched(original, read) -> None:
+    last = max(index for index, message in enumerate(original) if message["role"] == "user")
+    assert len(read) == len(original)
+    for index, (before, after) in enumerate(zip(original, read, strict=True)):
+        assert {**before, "content": None} == {**after, "content": None}
+        if before["role"] not in ("user", "tool") or (
+            index >= len(original) - 2 and before["role"] == "tool"
+        ):
+            assert after == before
+        if index == last and isinstance(before["content"], str):
+            asked = re.search(r"^What about the .*\?", before["content"], re.MULTILINE)
+            assert asked is not None and asked[0] in after["content"]
+
+
+def document(rng: random.Random, fact: str = FACT, sentences: int = 300) -> str:
+    parts = conversations.prose(rng, sentences).split("\n\n")
+    parts.insert(len(parts) // 3, fact)
+    return "\n\n".join(parts)
+
+
+def asking(question: str, text: str | None = None) -> list[dict]:
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": text or document(random.Random(1))},
+        {"role": "assistant", "content": "I have read it."},
+        {"role": "user", "content": question},
+    ]
+
+
+def test_a_fact_is_kept_and_gaps_say_what_was_left_out() -> None:
+    found = compressor().compress(
+        asking("What is the password of the harbour office?"), Wanted(above=400), measure
+    )
+    assert found is not None
+    text = found.messages[1]["content"]
+    assert FACT in text and " sentences left out ...]\n" in text
+    assert found.report.approximate.startswith("prompt compressed to 1")
+    assert found.report.scorer == "words" and found.report.score_s > 0
+
+
+def test_off_is_off_and_short_prompts_are_read_as_they_are() -> None:
+    messages = asking("What is the password?")
+    assert compressor().compress(messages, Wanted(mode="off", above=1), measure) is None
+    assert compressor().compress(messages, Wanted(above=1_000_000), measure) is None
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        ("Summarise the document.", "whole text"),
+        ("How many captains are there?", "whole text"),
+        ("Xyzzy plugh frobnicate?", "nothing in the text"),
+    ],
+)
+def test_the_prompt_is_read_exactly_and_it_is_said_why(question: str, reason: str) -> None:
+    messages = asking(question)
+    found = compressor().compress(messages, Wanted(above=400), measure)
+    assert found is not None and reason in found.report.reason and list(found.messages) == messages
+    assert found.report.exact and not found.report.approximate
+
+
+def test_a_request_can_ask_for_it_nevertheless() -> None:
+    messages = asking("How many captains are there?")
+    found = compressor().compress(messages, Wanted(mode="on", above=400), measure)
+    assert found is not None and not found.report.exact
+
+
+def test_a_budget_below_what_is_always_kept_reads_exactly() -> None:
+    found = compressor().compress(asking("Where is the harbour?"), Wanted(above=400, to=10.0), measure)
+    assert found is not None and "the budget is 10" in found.report.reason
+
+
+class Failing:
+    name = "failing"
+    any_thread = True
+
+    def score(self, units, queries, cancelled=None):
+        return [float("inf")] * len(units)
+
+
+def test_a_scorer_that_fails_leaves_the_prompt_exact() -> None:
+    messages = asking("What is the password?")
+    found = compressor(Failing()).compress(messages, Wanted(above=400), measure)
+    assert found is not None and found.report.exact and "no score" in found.report.reason
+    assert list(found.messages) == messages
+
+
+def test_what_the_caller_names_is_kept() -> None:
+    messages = asking("What about the copper market?")
+    kept = compressor().compress(messages, Wanted(above=400, keep=("KESTREL-4471",)), measure)
+    assert kept is not None and FACT in kept.messages[1]["content"]
+    whole = compressor().compress(messages, Wanted(above=400, keep=(1,)), measure)
+    assert whole is not None and whole.report.exact and "no document" in whole.report.reason
+
+
+def test_the_question_may_be_given_apart_from_the_text() -> None:
+    messages = [{"role": "user", "content": document(random.Random(2), sentences=400)}]
+    found = compressor().compress(
+        messages, Wanted(above=400, query="Which password has the harbour office?"), measure
+    )
+    assert found is not None and FACT in found.messages[0]["content"]
+
+
+def test_the_question_may_stand_before_its_document() -> None:
+    text = f"What is the password of the harbour office?\n\n{document(random.Random(3), sentences=400)}"
+    found = compressor().compress([{"role": "user", "content": text}], Wanted(above=400), measure)
+    assert found is not None and not found.report.exact
+    assert FACT in found.messages[0]["content"] and found.messages[0]["content"].startswith(
+        "What is the password"
+    )
+
+
+def test_continue_means_the_question_before() -> None:
+    messages = [
+        *asking("What is the password of the harbour office?"),
+        {"role": "assistant", "content": "Let me see."},
+    ]
+    messages.append({"role": "user", "content": "continue"})
+    found = compressor().compress(messages, Wanted(above=400), measure)
+    assert found is not None and FACT in found.messages[1]["content"]
+
+
+def test_instructions_inside_a_document_are_kept() -> None:
+    text = f"Answer only in French.\n\n{document(random.Random(4))}"
+    found = compressor().compress(
+        asking("What is the password of the harbour office?", text), Wanted(above=400), measure
+    )
+    assert found is not None and "Answer only in French." in found.messages[1]["content"]
+
+
+def test_tool_results_are_shortened_and_calls_are_not() -> None:
+    call = {"id": "1", "function": {"name": "read", "arguments": {"path": "harbour.txt"}}}
+    messages = [
+        {"role": "user", "content": "What is the password of the harbour office?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": document(random.Random(5))},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "empty"},
+    ]
+    found = compressor().compress(messages, Wanted(above=400), measure)
+    assert found is not None and FACT in found.messages[2]["content"]
+    assert len(found.messages[2]["content"]) < len(messages[2]["content"]) / 3
+    assert [found.messages[index] for index in (0, 1, 3, 4)] == [messages[index] for index in (0, 1, 3, 4)]

@@ -1,0 +1,55 @@
+"""The words scorer finds what shares words with the question, and what is linked to it by names."""
+
+import pytest
+
+from treeflash.compress.scorer import MixedScorer, Query, ScoringFailed, scaled
+from treeflash.compress.words import WordScorer, names, terms
+
+UNITS = [
+    "The harbour of Lund was built in 1904.",
+    "VAR QX41 = 77120.",
+    "Nobody counts the boats in winter.",
+    "VAR LM7 = VAR QX41.",
+    "The value of the market is disputed.",
+    "VAR ZZ9 = VAR LM7.",
+]
+
+
+def order(query: str) -> list[int]:
+    scores = WordScorer().score(UNITS, [Query(query)])
+    return [index for index in sorted(range(len(UNITS)), key=lambda i: (-scores[i], i)) if scores[index]]
+
+
+def test_words_in_common_rank_first() -> None:
+    assert order("When was the harbour built?")[0] == 0
+    assert order("Which boat is counted?")[0] == 2
+    assert order("Shall we?") == []
+
+
+def test_hops_follow_names_through_the_text() -> None:
+    assert set(order("Which variable holds 77120 in the end?")[:3]) == {1, 3, 5}
+
+
+def test_names_are_taken_apart() -> None:
+    assert terms("parseHTTPHeader read_all_files") == ["parse", "http", "header", "read", "fil"]
+    assert names("The value of max_ctx in LM7 is 1024.") == {"max_ctx", "LM7", "1024"}
+
+
+def test_equal_scores_are_given_twice() -> None:
+    queries = [Query("harbour boats"), Query("market", 0.5)]
+    assert WordScorer().score(UNITS, queries) == WordScorer().score(list(UNITS), list(queries))
+
+
+class Broken:
+    name = "broken"
+    any_thread = True
+
+    def score(self, units, queries, cancelled=None):
+        return [float("nan")] * len(units)
+
+
+def test_numbers_that_are_no_scores_are_refused() -> None:
+    with pytest.raises(ScoringFailed):
+        MixedScorer(Broken(), WordScorer()).score(UNITS, [Query("harbour")])
+    with pytest.raises(ScoringFailed):
+        scaled([0.5, -1.0])

@@ -1,0 +1,198 @@
+"""Sequences in company: each has the logits, paths and tokens that it has alone, whatever the others do."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine import company
+from tests.engine.test_embedded_pair import session
+from tests.kernels.native_library import needs_native, opened
+from tests.models.test_native import FAMILIES, PAIR
+from treeflash.config import SpecConfig
+from treeflash.engine.runner import EagerRunner, GraphRunner, StepRunner
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.decoder import Decoder, Target
+from treeflash.models.mtp import MTPBlock
+from treeflash.models.native import NativeDecoder
+from treeflash.models.step import DeltaBuffers
+from treeflash.spec.dflash import Ask, DFlashModel, DraftReport
+from treeflash.spec.mtp import MTPModel
+from treeflash.spec.policy import StepCosts
+from treeflash.spec.speculator import Speculator
+from treeflash.spec.tree import Tree
+from treeflash.state.draft_ring import draft_buffers, mtp_buffers
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def inference_mode() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def check(
+    target: Target, *, sequences: int, runner: type[StepRunner] = EagerRunner, tolerance: float = 0.0
+) -> None:
+    """With a tolerance of 0 no bit may differ."""
+    texts = company.make_texts(sequences, target.spec.vocab_size, seed=sequences)
+    single = company.Machine(target, slots=1)
+    for text in texts:
+        company.answer(single, text, 60)
+    options = {"steps": STEPS, "total": 64}
+    machine = company.Machine(target, slots=sequences, runner=runner)
+    together = company.run(machine, texts, **options)
+    longest = 0
+    for index, text in enumerate(texts):
+        [alone] = company.run(single, texts, **options, alone=index)
+        found = together[index]
+        assert found.accepted == alone.accepted and found.tokens == alone.tokens
+        assert found.tokens == text.answer[: len(found.tokens)]
+        longest = max(longest, *(len(each.path) for each in found.accepted))
+        for own, other in zip(found.logits, alone.logits, strict=True):
+            assert (own - other).norm() <= tolerance * other.norm()
+    assert longest > 2
+
+
+@needs_native
+@pytest.mark.parametrize("model", ["pair", *FAMILIES])
+def test_the_same_bits_natively(tiny_model: Callable[..., Path], model: str) -> None:
+    with GGUFFile.open(PAIR if model == "pair" else tiny_model(model, layers=4)) as file:
+        target = NativeDecoder.load(file, opened(2))
+    check(target, sequences=3 if model == "pair" else 5)
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "llama"])
+def test_the_same_text_in_torch(
+    tiny_model: Callable[..., Path], family: str, runner: type[StepRunner]
+) -> None:
+    with GGUFFile.open(tiny_model(family, layers=4)) as file:
+        target = Decoder.load(file)
+    check(target, sequences=5, runner=runner, tolerance=1e-4)
+
+
+def test_one_row_each(tiny_model: Callable[..., Path]) -> None:
+    """More sequences than trees have rows for, in a padded step."""
+    with GGUFFile.open(tiny_model("qwen35", layers=4)) as file:
+        target = Decoder.load(file)
+    texts = company.make_texts(20, target.spec.vocab_size)
+    single = company.Machine(target, slots=1)
+    for text in texts:
+        company.answer(single, text, 5)
+    machine = company.Machine(target, slots=20, runner=GraphRunner)
+    for text, found in zip(texts, company.run(machine, texts, steps=4, total=20), strict=True):
+        assert found.tokens == text.answer
+
+
+def test_a_step_without_rows_changes_nothing(tiny_model: Callable[..., Path]) -> None:
+    """So a size of steps can be captured while sequences wait, whose accepted rows are still pending."""
+    with GGUFFile.open(tiny_model("qwen35", layers=4, mtp=True)) as file:
+        target = Decoder.load(file)
+        block = MTPBlock.load(file, target.spec, device=target.device, dtype=torch.float32)
+    model = MTPModel(block, target, mtp_buffers(target.spec, max_ctx=512, slots=3))
+    drafter = Speculator(model, SpecConfig(adaptive=False), StepCosts())
+    machine = company.Machine(target, slots=3, runner=GraphRunner, drafter=drafter)
+    texts = company.make_texts(3, target.spec.vocab_size)
+    for text in texts:
+        company.answer(machine, text, 30)
+    parts = []
+    for index, text in enumerate(texts):
+        slot, _ = machine.begin(text)
+        parts.append((slot, text, company.make_tree(text, 1, 9, target.spec.vocab_size, index)))
+    machine.step(parts)
+    states, runner = machine.states, machine.runner
+    assert int(states.buffers.pending.count.min()) > 0
+
+    def tensors() -> list[torch.Tensor]:
+        pools = [plane[:, 1:] for plane in states.planes]  # without the page of padding rows
+        deltas = [layer for layer in states.buffers.layers if isinstance(layer, DeltaBuffers)]
+        held = [getattr(layer, field.name) for layer in deltas for field in fields(layer)]
+        pending = states.buffers.pending
+        rings = model._buffers
+        own = [rings.hidden[:-1], rings.counts[:-1], rings.ring.lengths, *rings.ring.keys]
+        tables = [states.buffers.lengths, pending.path, pending.count, runner.sampler.counts]
+        return [tensor.clone() for tensor in (*pools, *held, *tables, *own)]
+
+    before = tensors()
+    assert states.buffers.spare_page == 0
+    runner._inputs_of(4).load([])
+    runner._accept(runner._forward(4, 16))
+    for old, new in zip(before, tensors(), strict=True):
+        assert torch.equal(old, new)
+
+
+@needs_native
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("pieces", [(20,), (64, 5), (1, 33, 64)])
+def test_short_pieces_of_a_prompt(
+    tiny_model: Callable[..., Path], native: bool, pieces: tuple[int, ...]
+) -> None:
+    """Read by decode steps they leave the state of a chunk: natively no bit differs."""
+    with GGUFFile.open(tiny_model("qwen35", layers=4)) as file:
+        target = NativeDecoder.load(file, opened(1)) if native else Decoder.load(file)
+    runner = EagerRunner if native else GraphRunner
+    chunks, steps = (company.Machine(target, slots=2, runner=runner) for _ in range(2))
+    text = company.make_texts(1, target.spec.vocab_size)[0]
+    text.prompt = [(7 * n + 3) % 300 for n in range(sum(pieces))]
+    found = [company.answered(chunks, *chunks.begin(text), text, 9)]
+    other = steps.states.open()  # not the first slot
+    slot, _ = steps.begin(replace(text, prompt=text.prompt[:1]))
+    steps.states.close(slot)
+    slot = steps.states.open()
+    steps.runner.sampler.begin(slot, text.sampling, text.prompt, masked=False)
+    done = 0
+    for size in pieces:
+        steps.states.reserve(slot, steps.runner.step_rows(size))
+        forward = steps.runner.read(slot, text.prompt[done : done + size])
+        done += size
+    assert steps.states.lengths[slot] == int(steps.states.buffers.lengths[slot]) == done != 0 and other == 0
+    logits = forward.logits[size - 1 : size]
+    token = int(steps.runner.sampler.sample_first(logits, slot, done))
+    found.append(company.answered(steps, slot, token, text, 9))
+    (one, answer), (two, again) = found
+    assert answer == again
+    for logits, expected in zip(two, one, strict=True):
+        assert (logits - expected).norm() <= (0 if native else 1e-4) * expected.norm()
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
+def test_a_batched_draft_call_is_that_of_each(runner: type[StepRunner]) -> None:
+    """After steps together, whose commits filled the rings of every slot as steps alone do."""
+    made = session(SpecConfig(adaptive=False))
+    target, drafter = made.engine.target, made.engine.drafter
+    assert isinstance(drafter, Speculator) and isinstance(drafter._draft, DFlashModel)
+    draft = drafter._draft._draft
+
+    def machine(slots: int) -> company.Machine:
+        rings = draft_buffers(draft.spec, max_ctx=512, slots=slots)
+        own = Speculator(DFlashModel(draft, target, rings), SpecConfig(adaptive=False), StepCosts())
+        return company.Machine(target, slots=slots, runner=runner, drafter=own)
+
+    def call(of: company.Machine, asks: list[Ask]) -> list[DraftReport]:
+        assert isinstance(of.drafter, Speculator)
+        of.drafter._call(asks)
+        return of.drafter._call.reports()
+
+    single, several = machine(1), machine(5)
+    texts = company.make_texts(5, target.spec.vocab_size)
+    for text in texts:
+        company.answer(single, text, 40)
+    company.run(several, texts, steps=3, total=50)
+    order = random.Random(5).sample(range(5), 5)  # as `run` begins them
+    asks = [Ask(order.index(index), 5 + index, [index] * (index % 3), -0.3) for index in range(5)]
+    together = call(several, asks)
+    for index, (ask, report) in enumerate(zip(asks, together, strict=True)):
+        assert call(several, [ask])[0].tokens == report.tokens
+        company.run(single, texts, steps=3, total=50, alone=index)
+        [alone] = call(single, [replace(ask, slot=0)])
+        assert (report.tokens, report.parents) == (alone.tokens, alone.parents)
+        assert report.probabilities == pytest.approx(alone.probabilities, rel=1e-4)
+        assert torch.equal(report.proposal.ids, alone.proposal.ids)
+        built = Tree.of(report.tokens[:9], report.parents[:9])
+        assert torch.equal(report.tree(9).packed[:, :9], built.packed[:, :9])
+    assert len({tuple(report.tokens) for report in together}) == 5

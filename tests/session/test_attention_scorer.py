@@ -1,0 +1,168 @@
+"""The attention scorer against attention written out, and what it keeps between questions."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from treeflash.compress.scorer import Query, ScoringFailed
+from treeflash.errors import Cancelled
+from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.norm_rope.reference import rope, rope_angles
+from treeflash.models.decoder import Decoder
+from treeflash.models.scoring import ScoringDecoder, attention_mass, scoring_layers
+from treeflash.models.spec import ModelSpec
+from treeflash.models.step import Step
+from treeflash.session import attention_scorer
+from treeflash.session.attention_scorer import AttentionScorer
+from treeflash.state.sequences import SequenceStates
+
+CPU = torch.device("cpu")
+UNITS = [
+    "The captain and the harbour.",
+    " In the winter one is at sea.",
+    " Nothing else is in it.\n",
+    "- an item\n",
+]
+QUERIES = [Query("Where is the captain?"), Query("the sea", 0.5)]
+
+
+def spec_of(path: Path) -> ModelSpec:
+    with GGUFFile.open(path) as file:
+        return ModelSpec.from_gguf(file)
+
+
+def scorer(path: Path, **options) -> AttentionScorer:
+    return AttentionScorer.load(path, device=CPU, **options)
+
+
+def test_the_middle_third_scores_unless_a_layer_was_measured(tiny_model: Callable[..., Path]) -> None:
+    assert scoring_layers(spec_of(tiny_model("qwen3", layers=12))) == (4, 5, 6, 7)
+    assert scoring_layers(spec_of(tiny_model("qwen35", layers=12))) == (7,)
+    assert scoring_layers(spec_of(tiny_model("qwen35"))) == (3,)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen35"])
+def test_queries_and_keys_are_those_of_the_whole_model(tiny_model: Callable[..., Path], family: str) -> None:
+    """The residual stream before the layer, from the whole decoder, times the weights in the file."""
+    path = tiny_model(family)
+    tokens = torch.randint(0, 300, (1, 21), generator=torch.Generator().manual_seed(1))
+    with GGUFFile.open(path) as file:
+        whole, part = Decoder.load(file), ScoringDecoder.load_part(file, device=CPU)
+        (layer,) = part.layers[-1:]
+        block = f"blk.{layer}"
+        weights = {
+            name: _weight(file, f"{block}.{name}")
+            for name in ("attn_norm.weight", "attn_q.weight", "attn_k.weight")
+        }
+        extra = {
+            name: _weight(file, f"{block}.{name}")
+            for name in ("attn_q_norm.weight", "attn_k_norm.weight", "attn_q.bias", "attn_k.bias")
+            if f"{block}.{name}" in file.tensors
+        }
+    spec = whole.spec
+    states = SequenceStates(spec, max_ctx=64)
+    states.reserve(states.open(), 21)
+    step = Step.chunk(torch.tensor([0]), tokens, torch.tensor([0]))
+    x = whole.forward(step, states.buffers, taps=[layer - 1]).features
+    x = torch.nn.functional.rms_norm(x, x.shape[-1:], weights["attn_norm.weight"].flatten(), spec.eps)
+    cos, sin = rope_angles(step.positions, part._frequencies)
+
+    def expected(name: str, heads: int) -> torch.Tensor:
+        out = x @ weights[f"attn_{name}.weight"].T + extra.get(f"attn_{name}.bias", torch.zeros(1)).flatten()
+        out = out.unflatten(-1, (heads, -1))[..., : spec.head_dim]
+        if f"attn_{name}_norm.weight" in extra:
+            scale = extra[f"attn_{name}_norm.weight"].flatten()
+            out = torch.nn.functional.rms_norm(out, scale.shape, scale, spec.eps)
+        return rope(out, cos, sin, interleaved=spec.family.rope_interleaved)[0]
+
+    fresh = SequenceStates(part.spec, max_ctx=64)
+    fresh.reserve(fresh.open(), 21)
+    found = part.heads(step, fresh.buffers)[-1]
+    torch.testing.assert_close(found.queries, expected("q", spec.heads), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.keys, expected("k", spec.kv_heads), rtol=1e-4, atol=1e-4)
+
+
+def _weight(file: GGUFFile, name: str) -> torch.Tensor:
+    from treeflash.gguf.quants import dequantise
+
+    info = file.tensors[name]
+    return dequantise(torch.from_numpy(file.raw(name).copy()), info.type).reshape(info.shape)
+
+
+def test_mass_is_the_mean_of_causal_softmax() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k = torch.randn(37, 6, 8, generator=generator), torch.randn(90, 2, 8, generator=generator)
+    expected = torch.zeros(53)
+    for row in range(37):
+        for head in range(6):
+            logits = k[: 53 + row + 1, head // 3] @ q[row, head] / 8**0.5
+            expected += logits.softmax(0)[:53]
+    torch.testing.assert_close(attention_mass(q, k), expected / (37 * 6), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_a_second_question_costs_its_own_tokens_and_scores_the_same(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model(family)
+    kept = scorer(path)
+    first = kept.score(UNITS, QUERIES[:1])
+    rows: list[int] = []
+    run = kept._run
+    monkeypatch.setattr(kept, "_run", lambda tokens: rows.append(len(tokens)) or run(tokens))
+    second = kept.score(UNITS, QUERIES[1:])
+    assert rows == [len(kept.tokenizer.encode("\n\nthe sea"))]
+    assert second == pytest.approx(scorer(path).score(UNITS, QUERIES[1:]), rel=1e-4)
+    assert kept.score(UNITS, QUERIES[:1]) == pytest.approx(first, rel=1e-4)
+    # A longer text goes on from the one that was read, another begins anew.
+    longer = [*UNITS, " And more of it."]
+    assert kept.score(longer, QUERIES) == pytest.approx(scorer(path).score(longer, QUERIES), rel=1e-4)
+    other = [UNITS[0], " Another thing.", *UNITS[2:]]
+    assert kept.score(other, QUERIES) == pytest.approx(scorer(path).score(other, QUERIES), rel=1e-4)
+
+
+def test_a_failure_leaves_no_trace(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention_scorer.CHUNKS, "cpu", 16)
+    kept = scorer(tiny_model("qwen35"))
+    expected = kept.score(UNITS, QUERIES)
+    run, calls = kept._run, [0]
+
+    def failing(tokens: list[int]):
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("out of memory")
+        return run(tokens)
+
+    monkeypatch.setattr(kept, "_run", failing)
+    with pytest.raises(RuntimeError):
+        kept.score([*UNITS[1:], *UNITS], QUERIES)
+    with pytest.raises(Cancelled):
+        kept.score(UNITS, QUERIES, lambda: True)
+    assert kept.score(UNITS, QUERIES) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_chunks_do_not_change_the_scores(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, text = tiny_model(family), UNITS * 5
+    whole = scorer(path).score(text, QUERIES)
+    monkeypatch.setitem(attention_scorer.CHUNKS, "cpu", 7)
+    assert scorer(path).score(text, QUERIES) == pytest.approx(whole, rel=1e-3)
+    assert all(score >= 0 for score in whole) and any(whole)
+
+
+def test_a_text_beyond_the_trained_length_is_scored_in_windows(tiny_model: Callable[..., Path]) -> None:
+    kept = scorer(tiny_model("qwen3"))
+    kept._limit = 120
+    text = UNITS * 8
+    lengths = [len(ids) for ids in kept.tokenizer.encode_all(text)]
+    windows = kept._windows(lengths)
+    assert len(windows) > 2 and windows[0][0] == 0 and windows[-1][1] == len(text)
+    assert all(sum(lengths[a:b]) + len(kept._before) <= 120 for a, b in windows)
+    assert len(kept.score(text, QUERIES)) == len(text)
+    with pytest.raises(ScoringFailed):
+        kept.score(["word " * 400], QUERIES)
