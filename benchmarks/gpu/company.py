@@ -19,50 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.exact import GREEDY, SAMPLED, suite_prompts
+from benchmarks.gpu.exact import GREEDY, SAMPLED, LogitHashes, suite_prompts
 from benchmarks.gpu.report import Report
 from tests.gpu.texts import embedded_pair
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Engine, Tokens
-from treeflash.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.sequence import Request
 from treeflash.engine.sequence import Sequence as Running
 from treeflash.session.loading import load_session
-
-
-class LogitHashes:
-    """Hashes of the logits of accepted rows by slot, kept on the device until they are compared."""
-
-    def __init__(self, engine: Engine):
-        runner, vocabulary = engine.runner, engine.target.spec.vocab_size
-        odd = torch.randint(0, 2**62, (vocabulary,), generator=torch.Generator().manual_seed(0)) * 2 + 1
-        self._odd = odd.to(engine.target.device)
-        self._works: Sequence[Verify] = ()
-        self._last: list[tuple[int, Tensor]] = []
-        self.owners: dict[int, list[Tensor]] = {}  # by slot
-        verify, accept, read_back = runner.verify, runner.accept, runner.read_back
-
-        def noted_verify(works: Sequence[Verify]) -> Forward:
-            self._works = works
-            return verify(works)
-
-        def hashed_accept(forward: Forward, masks: Sequence[Masks]) -> None:
-            slots = [work.slot for work in self._works]
-            self._last = [(slot, self._hash(forward.logits_of(i))) for i, slot in enumerate(slots)]
-            accept(forward, masks)
-
-        def hashed_read_back() -> tuple[list[Accepted], StepTimes]:
-            found, times = read_back()
-            for (slot, hashes), accepted in zip(self._last, found, strict=True):
-                self.owners[slot].append(hashes[torch.tensor(accepted.path, device=hashes.device)])
-            return found, times
-
-        runner.verify, runner.accept, runner.read_back = noted_verify, hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]
-
-    def _hash(self, logits: Tensor) -> Tensor:
-        assert logits.dtype == torch.float32, f"{logits.dtype}"
-        return (logits.view(torch.int32).long() * self._odd).sum(-1)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from treeflash.spec.mtp import MTPModel
 from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
 from treeflash.state.draft_ring import draft_buffers, mtp_buffers
+from treeflash.train.mtp_model import block_shapes
 
 ROWS, CONTEXT = 24, 256
 RANK = 256
@@ -91,26 +92,7 @@ def markov_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]
 
 
 def mtp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    width, dim, block = spec.width, spec.head_dim, f"blk.{len(spec.layers)}"
-    queries, kv = spec.heads * dim, spec.kv_heads * dim
-    shapes = {
-        "nextn.enorm": (width,),
-        "nextn.hnorm": (width,),
-        "nextn.eh_proj": (width, 2 * width),
-        "nextn.shared_head_norm": (width,),
-        "attn_norm": (width,),
-        "attn_q": (2 * queries, width),
-        "attn_k": (kv, width),
-        "attn_v": (kv, width),
-        "attn_q_norm": (dim,),
-        "attn_k_norm": (dim,),
-        "attn_output": (width, queries),
-        spec.family.feed_forward_norm: (width,),
-        "ffn_gate": (spec.feed_forward, width),
-        "ffn_up": (spec.feed_forward, width),
-        "ffn_down": (width, spec.feed_forward),
-    }
-    return {f"{block}.{name}.weight": shape for name, shape in shapes.items()}
+    return {f"blk.{len(spec.layers)}.{name}.weight": shape for name, shape in block_shapes(spec).items()}
 
 
 def loaded(source: TensorSource, device: torch.device, dtype: torch.dtype, make):

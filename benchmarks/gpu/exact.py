@@ -29,7 +29,7 @@ from tests.gpu.texts import embedded_pair
 from treeflash.bench.suites import SOURCES, load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.runner import Accepted, Forward, Masks, StepTimes
+from treeflash.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
 from treeflash.engine.sampler import SamplingParams
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.session.loading import load_session
@@ -45,34 +45,41 @@ BUDGETS = (7, 15, 22, 31, 47, 63)
 
 
 class LogitHashes:
-    """Hashes of the logits of accepted rows, kept on the device until they are compared."""
+    """Hashes of the logits of accepted rows by slot, kept on the device until they are compared."""
 
     def __init__(self, engine: Engine):
         runner, vocabulary = engine.runner, engine.target.spec.vocab_size
-        generator = torch.Generator().manual_seed(0)
-        odd = torch.randint(0, 2**62, (vocabulary,), generator=generator) * 2 + 1
+        odd = torch.randint(0, 2**62, (vocabulary,), generator=torch.Generator().manual_seed(0)) * 2 + 1
         self._odd = odd.to(engine.target.device)
-        self._last = torch.empty(0, dtype=torch.int64)
-        self._found: list[Tensor] = []
-        accept, read_back = runner.accept, runner.read_back
+        self._works: Sequence[Verify] = ()
+        self._last: list[tuple[int, Tensor]] = []
+        self.owners: dict[int, list[Tensor]] = {0: []}  # by slot
+        verify, accept, read_back = runner.verify, runner.accept, runner.read_back
+
+        def noted_verify(works: Sequence[Verify]) -> Forward:
+            self._works = works
+            return verify(works)
 
         def hashed_accept(forward: Forward, masks: Sequence[Masks]) -> None:
-            self._last = self._hash(forward.logits_of(0))
+            slots = [work.slot for work in self._works]
+            self._last = [(slot, self._hash(forward.logits_of(i))) for i, slot in enumerate(slots)]
             accept(forward, masks)
 
         def hashed_read_back() -> tuple[list[Accepted], StepTimes]:
-            (accepted,), times = read_back()
-            self._found.append(self._last[torch.tensor(accepted.path, device=self._last.device)])
-            return [accepted], times
+            found, times = read_back()
+            for (slot, hashes), accepted in zip(self._last, found, strict=True):
+                self.owners[slot].append(hashes[torch.tensor(accepted.path, device=hashes.device)])
+            return found, times
 
-        runner.accept, runner.read_back = hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]
+        runner.verify, runner.accept, runner.read_back = noted_verify, hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]
 
     def _hash(self, logits: Tensor) -> Tensor:
         assert logits.dtype == torch.float32, f"{logits.dtype}"
         return (logits.view(torch.int32).long() * self._odd).sum(-1)
 
     def take(self) -> list[int]:
-        found, self._found = self._found, []
+        """Return those of slot 0, and begin anew."""
+        found, self.owners[0] = self.owners[0], []
         return torch.cat(found).tolist() if found else []
 
 

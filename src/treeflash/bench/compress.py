@@ -119,7 +119,7 @@ class Outcome:
 
 
 def contexts(count: int, tokens: int, tokenizer: Tokenizer, *, seed: int = 0) -> Iterator[Context]:
-    """Yield texts of about so many tokens, of prose and of code in turn."""
+    """Yield texts of about `tokens` tokens, of prose and of code in turn."""
     for index in range(count):
         rng = random.Random(f"{seed} {index} {tokens}")
         kind = "prose" if index % 2 == 0 else "code"
@@ -225,7 +225,7 @@ def aggregation(tokens: int, tokenizer: Tokenizer, *, seed: int = 0) -> Context:
 
 
 class RandomScorer:
-    """The baseline that knows nothing; the same numbers for the same text."""
+    """The baseline that chooses at random; the same numbers for the same text."""
 
     name = "random"
     any_thread = True

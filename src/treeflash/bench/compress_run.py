@@ -36,7 +36,7 @@ class Remembered:
 def run(
     path: Path, lengths: Sequence[int], texts: int, *, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[int, list[Row]]]:
-    """Yield the rows of each length, with so many texts of it and the attention of the model in `path`."""
+    """Yield the rows of each length, of `texts` texts, with the attention of the model in `path`."""
     attention = AttentionScorer.load(path, device=device)
     tokenizer, words = attention.tokenizer, WordScorer()
     for length in lengths:

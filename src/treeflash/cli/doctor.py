@@ -17,7 +17,7 @@ import typer
 
 import treeflash
 from treeflash.cli import view
-from treeflash.session.host_memory import free_memory, physical_memory
+from treeflash.memory.host import physical_memory
 
 LIBRARIES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "typer", "rich")
 LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
@@ -165,7 +165,7 @@ def resources() -> Iterator[Check]:
         from treeflash.memory.device import available_memory
     except (ImportError, OSError):
         return
-    free = available_memory(torch.device("cpu")) if hasattr(os, "sysconf") else free_memory()
+    free = available_memory(torch.device("cpu"))
     yield Check("memory", "ok", f"{view.amount(free)} of {view.amount(physical_memory())} free")
 
 

@@ -12,7 +12,7 @@ from treeflash.cli.inventory import Inventory, Target, inventory
 from treeflash.hub import catalog
 from treeflash.hub.cache import Cached
 from treeflash.hub.download import cache_folder
-from treeflash.session.host_memory import physical_memory
+from treeflash.memory.host import physical_memory
 
 BYTES_PER_WEIGHT = 0.61  # of Q4_K_M, which the cards name
 # A model needs about this much more than its file: draft, buffers, a context of some thousand tokens.

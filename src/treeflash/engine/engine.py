@@ -486,7 +486,7 @@ class Engine:
         return Turn(slot, sequence.anchor, position, limit, sequence.constraint)
 
     def _ask_ahead(self, sequences: list[Sequence]) -> None:
-        """Launch the next step's draft, so that the host's work on the text hides behind it."""
+        """Launch the next step's draft, so that it overlaps with the host's work on the text."""
         if self.runner.asynchronous and len(sequences) > 1:
             turns = [self._turn(each, len(sequences)) for each in sequences]
             self.runner.draft(lambda: self.drafter.ask(turns))

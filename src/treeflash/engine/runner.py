@@ -209,7 +209,7 @@ class StepRunner:
 
     @staticmethod
     def tree_rows(sequences: int) -> int:
-        """Return the rows that a tree may have in a step of so many sequences.
+        """Return the rows that a tree may have in a step of `sequences` sequences.
 
         The delta rule's kernel reserves memory for the largest: with less of it twice as many run at a time.
         """

@@ -1,7 +1,6 @@
 """Device selection, memory sizes and limits of a device, and the KV cache formats it supports."""
 
 import gc
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 
 from treeflash.errors import ResourceError, UsageError
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS, KVFormat
+from treeflash.memory.host import free_memory
 from treeflash.models.spec import ModelSpec
 
 KVFormats = tuple[KVFormat, KVFormat]  # of K and of V
@@ -49,7 +49,7 @@ def available_memory(device: torch.device) -> int:
     """Return the bytes that can be allocated now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = free_memory()
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024

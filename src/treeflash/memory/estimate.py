@@ -74,7 +74,7 @@ class MemoryEstimate:
         return PAGE * kv_bytes_per_token(self.spec, formats)
 
     def pool_pages(self, tokens: int) -> int:
-        """Return the pages for so many tokens: a tree's rows after them, a page more for each sequence."""
+        """Return the pages of `tokens` tokens and a tree's rows after them, a page more for each sequence."""
         return -(-(tokens + self.rows) // PAGE) + self.sequences - 1
 
     def kv_bytes(self, formats: KVFormats, context: int, tokens: int = 0) -> int:

@@ -154,7 +154,7 @@ class DraftLayer:
         buffers: DraftBuffers,
         **tables: Tensor,
     ) -> None:
-        """Write rows of `to_key_value`'s output to the layer's ring: those that `ring_heads` is told."""
+        """Write rows of `to_key_value`'s output to the layer's ring; `tables` are those of `ring_heads`."""
         k, v = self._heads(rows, len(slots))
         pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
         ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, slots=slots, **tables)

@@ -1,7 +1,6 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from treeflash.kernels.native import INT8, INT16, Library
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import (
-    MemoryBudget,
     available_memory,
     device_name,
     limit_allocator,
     pick_device,
 )
 from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype, uses_mtp
-from treeflash.memory.planner import MemoryPlan, MemoryPlanner, plan_memory
+from treeflash.memory.planner import MemoryPlan, plan_memory
 from treeflash.models.decoder import Decoder, Target
 from treeflash.models.dflash import DFlashDraft, open_draft
 from treeflash.models.mtp import MTPBlock
@@ -40,7 +38,6 @@ from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles, identity
 from treeflash.session.attention_scorer import AttentionScorer
 from treeflash.session.compression import Compression
-from treeflash.session.host_memory import free_memory
 from treeflash.session.session import Session
 from treeflash.session.threads import checked_threads, torch_threads
 from treeflash.spec.cost_file import CostFile
@@ -85,7 +82,7 @@ def load_session(
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
         tokenizer, template = _text_of(file, spec)
-        plan = _plan(file, spec, config, device)
+        plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
         card = _card_of(file, spec)
@@ -132,17 +129,6 @@ def _scorer(config: CompressConfig, device: torch.device) -> Scorer:
         if config.scorer is None
         else MixedScorer(AttentionScorer.load(config.scorer, device=device), words)
     )
-
-
-def _plan(file: GGUFFile, spec: ModelSpec, config: EngineConfig, device: torch.device) -> MemoryPlan:
-    if device.type == "cpu" and config.vram_limit is None and not hasattr(os, "sysconf"):
-        return MemoryPlanner.create(file, spec, config, device, MemoryBudget(_free_memory(), 0)).plan()
-    return plan_memory(file, spec, config, device)
-
-
-def _free_memory() -> int:
-    """Return the bytes of host memory that can be allocated now; not every system has `os.sysconf`."""
-    return available_memory(torch.device("cpu")) if hasattr(os, "sysconf") else free_memory()
 
 
 def _target(
@@ -270,7 +256,7 @@ def _prefix_cache(
 ) -> PrefixCacheConfig:
     budget = config.prefix_cache
     if budget is None:
-        budget = min(_free_memory() // 4, 8 << 30)
+        budget = min(available_memory(torch.device("cpu")) // 4, 8 << 30)
     if config.prefix_cache_dir is None or config.prefix_cache == 0:
         return PrefixCacheConfig(budget, exact=config.prefix_cache_exact)
     draft = config.draft if config.speculation else None

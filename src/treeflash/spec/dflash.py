@@ -15,10 +15,10 @@ from treeflash.models.dflash import DFlashDraft, DraftBuffers
 from treeflash.spec.drafter import Rank
 from treeflash.spec.policy import LEADING, Calibration
 from treeflash.spec.tree import Proposal, Tree, build_trees
+from treeflash.spec.waiting import WaitingFeatures
 from treeflash.state.draft_ring import SavedRings, restore_rings, save_rings
 from treeflash.state.graphs import CapturedFunction
 
-_FLUSH = 64  # rows of features that wait for a proposal, at most
 _GROUPS = (1, 2, 4)  # sequences of a call at a time
 
 
@@ -49,13 +49,13 @@ class DraftModel(Protocol):
     def restore(self, slot: int, saved: SavedRings) -> None: ...
 
 
-class DFlashModel:
+class DFlashModel(WaitingFeatures):
     """The DFlash draft with its KV ring and the target's embedding and head."""
 
     def __init__(self, draft: DFlashDraft, target: Target, buffers: DraftBuffers):
+        super().__init__()
         self._spec = draft.spec
         self._draft, self._target, self._buffers = draft, target, buffers
-        self._waiting: dict[int, list[Tensor]] = {}  # features by slot
         masks = torch.full((1, draft.spec.block_size - 1), draft.spec.mask_id, device=draft.device)
         self._masks = target.embed(masks)
 
@@ -77,19 +77,11 @@ class DFlashModel:
         self._buffers.starts[slot] = 0
         self._waiting[slot] = []
 
-    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None:
-        """Add features [n, taps * width] after `skipped` positions that no ring has to hold.
+    def _add(self, slot: int, features: Tensor, *, skipped: int) -> None:
+        self._draft.append(features, self._slots(slot), self._buffers, skipped=skipped)
 
-        A few rows wait until a proposal needs them.
-        """
-        if skipped or len(features) >= _FLUSH:
-            self.flush(slot)
-            self._draft.append(features[None], self._slots(slot), self._buffers, skipped=skipped)
-            return
-        waiting = self._waiting[slot]
-        waiting.append(features)
-        if sum(map(len, waiting)) >= _FLUSH:
-            self.flush(slot)
+    def _remove(self, slot: int, count: int) -> None:
+        self._buffers.lengths[slot] -= count
 
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
         """Add the first counts [S] of each slot's rows [S, n] of features; no host/device synchronisation.
@@ -104,23 +96,12 @@ class DFlashModel:
         # More rows than the matmuls of small steps take: only the accepted ones, each as an item of its own.
         number = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
         taken = number < counts[:, None]
-        # Where each goes; the others go behind them all.
+        # Where each goes; the others go after them.
         places = torch.where(taken, (counts.cumsum(0) - counts)[:, None] + number, len(features)).flatten()
         packed = torch.stack([rows, slots[:, None].expand_as(rows), number, taken.long()]).flatten(1)
         flat = packed.new_zeros(4, len(features) + 1).index_copy_(1, places, packed)[:, : len(features)]
         row, slot, after, count = (part.contiguous() for part in flat)
         self._draft.commit(features[row][:, None], slot, self._buffers, count, after)
-
-    def rollback(self, slot: int, count: int) -> None:
-        if waiting := self._waiting[slot]:
-            waiting[-1] = waiting[-1][: len(waiting[-1]) - count]
-        else:
-            self._buffers.lengths[slot] -= count
-
-    def flush(self, slot: int) -> None:
-        if waiting := self._waiting[slot]:
-            self._draft.append(torch.cat(waiting)[None], self._slots(slot), self._buffers)
-            self._waiting[slot] = []
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None

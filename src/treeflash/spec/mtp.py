@@ -9,6 +9,7 @@ from treeflash.models.decoder import Target
 from treeflash.models.mtp import DraftPaths, MTPBlock, MTPBuffers
 from treeflash.spec.drafter import Rank
 from treeflash.spec.tree import Proposal
+from treeflash.spec.waiting import WaitingFeatures
 from treeflash.state.draft_ring import SavedRings, restore_rings, save_rings
 from treeflash.state.snapshots import host_copy
 
@@ -19,17 +20,16 @@ STEPS = 4
 # one, and the continuations of all depths within the chains that a tree takes.
 BEAMS, CHILDREN = 4, 3
 _DEPTH = 15  # of a proposal: prompt lookup may go deeper than the block
-_FLUSH = 64  # rows of features that wait for a proposal, at most
 
 
-class MTPModel:
+class MTPModel(WaitingFeatures):
     """The block with its KV ring and the target's embedding and head: a `DraftModel`."""
 
     depth = _DEPTH
 
     def __init__(self, block: MTPBlock, target: Target, buffers: MTPBuffers):
+        super().__init__()
         self._block, self._target, self._buffers = block, target, buffers
-        self._waiting: dict[int, list[Tensor]] = {}  # features by slot
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -45,16 +45,12 @@ class MTPModel:
         self._buffers.ring.starts[slot] = 1
         self._waiting[slot] = []
 
-    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None:
-        """Add features [n, 2 * width] after `skipped` positions without; a few rows wait for a proposal."""
-        if skipped or len(features) >= _FLUSH:
-            self.flush(slot)
-            self._block.append(features[None], self._slots(slot), self._buffers, skipped=skipped)
-            return
-        waiting = self._waiting[slot]
-        waiting.append(features)
-        if sum(map(len, waiting)) >= _FLUSH:
-            self.flush(slot)
+    def _add(self, slot: int, features: Tensor, *, skipped: int) -> None:
+        self._block.append(features, self._slots(slot), self._buffers, skipped=skipped)
+
+    def _remove(self, slot: int, count: int) -> None:
+        self._buffers.ring.lengths[slot] -= count
+        self._buffers.counts[slot] -= count
 
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
         """Add the first counts [S] of each slot's rows [S, n] of features; no host/device synchronisation.
@@ -66,18 +62,6 @@ class MTPModel:
         each = max(1, MAX_ROWS // rows.shape[1])
         for own, count, slot in zip(*(part.split(each) for part in (rows, counts, slots)), strict=True):
             self._block.commit(features[own], slot, self._buffers, count)
-
-    def rollback(self, slot: int, count: int) -> None:
-        if waiting := self._waiting[slot]:
-            waiting[-1] = waiting[-1][: len(waiting[-1]) - count]
-        else:
-            self._buffers.ring.lengths[slot] -= count
-            self._buffers.counts[slot] -= count
-
-    def flush(self, slot: int) -> None:
-        if waiting := self._waiting[slot]:
-            self._block.append(torch.cat(waiting)[None], self._slots(slot), self._buffers)
-            self._waiting[slot] = []
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None

@@ -34,7 +34,7 @@ class BatchCosts:
             self._drafts.observe_step(asked, seconds)
 
     def step(self, texts: int, rows: int) -> float:
-        """Return the cost of a step; where none of so many texts was measured, that of the nearest number."""
+        """Return the cost of a step; where this number of texts was not measured, that of the nearest one."""
         return self.steps(texts, [rows])[0]
 
     def steps(self, texts: int, sizes: Sequence[int]) -> list[float]:

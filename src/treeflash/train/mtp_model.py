@@ -57,6 +57,29 @@ class MTPSpec:
         )
 
 
+def block_shapes(target: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a target's MTP block, without the block's number."""
+    width, dim, inner = target.width, target.head_dim, target.feed_forward
+    queries, kv = target.heads * dim, target.kv_heads * dim
+    return {
+        "nextn.enorm": (width,),
+        "nextn.hnorm": (width,),
+        "nextn.eh_proj": (width, 2 * width),
+        "nextn.shared_head_norm": (width,),
+        "attn_norm": (width,),
+        "attn_q": (2 * queries if target.family.gated_query else queries, width),
+        "attn_k": (kv, width),
+        "attn_v": (kv, width),
+        "attn_q_norm": (dim,),
+        "attn_k_norm": (dim,),
+        "attn_output": (width, queries),
+        target.family.feed_forward_norm: (width,),
+        "ffn_gate": (inner, width),
+        "ffn_up": (inner, width),
+        "ffn_down": (width, inner),
+    }
+
+
 class MTPModel(nn.Module):
     candidate_selector = None
     recompute = False
@@ -67,25 +90,7 @@ class MTPModel(nn.Module):
         self.spec, self._target = MTPSpec.of(target, source), target
         self._final_norm: Tensor
         self.register_buffer("_final_norm", final_norm, persistent=False)
-        width, kv = target.width, target.kv_heads * target.head_dim
-        queries, inner = target.heads * target.head_dim, target.feed_forward
-        shapes: dict[str, tuple[int, ...]] = {
-            "nextn.enorm": (width,),
-            "nextn.hnorm": (width,),
-            "nextn.eh_proj": (width, 2 * width),
-            "nextn.shared_head_norm": (width,),
-            "attn_norm": (width,),
-            "attn_q": (2 * queries if target.family.gated_query else queries, width),
-            "attn_k": (kv, width),
-            "attn_v": (kv, width),
-            "attn_q_norm": (target.head_dim,),
-            "attn_k_norm": (target.head_dim,),
-            "attn_output": (width, queries),
-            target.family.feed_forward_norm: (width,),
-            "ffn_gate": (inner, width),
-            "ffn_up": (inner, width),
-            "ffn_down": (width, inner),
-        }
+        width, shapes = target.width, block_shapes(target)
         generator = torch.Generator().manual_seed(seed)
         self._names = list(shapes)
         for name, shape in shapes.items():
