@@ -25,7 +25,7 @@ class NativeBuildHook(BuildHookInterface):
             self.app.display_warning(f"native CPU code is missing: {problem}")
         if libraries:
             build_data["pure_python"] = False
-            build_data["tag"] = "py3-none-linux_x86_64"
+            build_data["tag"] = f"py3-none-{build.PLATFORMS[build.here()][2]}"
             build_data["artifacts"] += [f"{_FOLDER}/{library.name}" for library in libraries]
 
     def _build(self) -> Any:

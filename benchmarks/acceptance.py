@@ -4,7 +4,7 @@
 
 FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines, from which
 benchmarks/make_page.py generates docs/benchmarks.md, and prints a JSON line per suite, which is also appended
-to benchmarks/results/acceptance.jsonl.
+to --results, by default benchmarks/results/acceptance.jsonl.
 """
 
 import argparse
@@ -31,22 +31,25 @@ def main() -> None:
     parser.add_argument("--suites", default="humaneval,gsm8k,math500", help="comma-separated")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--budget", type=int, default=22)
+    parser.add_argument("--budget", type=int, nargs="+", default=[22])
+    parser.add_argument("--label", default="", help="of the draft, for the results")
     parser.add_argument(
         "--adaptive", action="store_true", help="let the row policy choose the number of rows"
     )
+    parser.add_argument("--no-lookup", dest="lookup", action="store_false", help="the draft alone")
     parser.add_argument("--no-plain", action="store_true", help="tree decoding only, no baseline")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-ctx", type=int, default=4096)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--lines", type=Path, default=RESULTS / "bench-acceptance.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS / "acceptance.jsonl")
     parser.add_argument("--show", type=int, default=0, help="outputs to print from each suite")
     options = parser.parse_args()
     config = EngineConfig(
         device=options.device,
         max_ctx=options.max_ctx,
-        speculation=SpecConfig(budget=options.budget, adaptive=options.adaptive),
+        speculation=SpecConfig(budget=max(options.budget), adaptive=options.adaptive, lookup=options.lookup),
         draft=DraftConfig(options.draft) if options.draft else None,
     )
     session = load_session(options.model, config)
@@ -56,7 +59,7 @@ def main() -> None:
     head = machine.head(facts, command) | machine.of_session(session)
     thinking = False if session.template.supports_thinking else None
     settings = Settings(n_gen=options.n_gen, seed=options.seed, thinking=thinking)
-    budgets = [options.budget] if options.no_plain else [PLAIN, options.budget]
+    budgets = options.budget if options.no_plain else [PLAIN, *options.budget]
     warm_up = Prompt("", "", [{"role": "user", "content": "Count to ten."}])
     short = LocalEndpoint(session, Settings(n_gen=16, thinking=thinking), lambda: False)
     for budget in budgets:
@@ -67,16 +70,17 @@ def main() -> None:
     for suite in options.suites.split(","):
         prompts = load(suite, options.prompts, data=options.data)
         results: dict[Key, Result] = {}
-        for line in measure(endpoint, cases(prompts, budgets, [options.temperature]), found):
+        for line in measure(endpoint, cases(prompts, budgets, options.temperature), found):
             file.add(line)
             results[key_of(line)] = line
         found |= results
         for line in [each for each in results.values() if each["budget"] != PLAIN][: options.show]:
             print("-" * 80, line.get("text"), sep="\n", flush=True)
         for row in report.rows(list(results.values())):
-            text = json.dumps({name: head[name] for name in ("date", "commit", "device", "torch")} | row)
+            known = {name: head[name] for name in ("date", "commit", "device", "torch")}
+            text = json.dumps(known | ({"label": options.label} if options.label else {}) | row)
             print(text, flush=True)
-            with (RESULTS / "acceptance.jsonl").open("a") as log:
+            with options.results.open("a") as log:
                 log.write(text + "\n")
 
 

@@ -22,6 +22,7 @@ from treeflash.hub.catalog import named
 from treeflash.server.app import create_app
 from treeflash.server.listen import bind
 from treeflash.server.metrics import Metrics
+from treeflash.server.models import Models, ServedModel
 from treeflash.server.run import make_server
 from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, Text, TextRequest
@@ -88,17 +89,17 @@ def main() -> None:
     config = EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft))
     session = load_session(pair.target, config)
     server_config = ServerConfig(port=0)
-    worker = EngineWorker(lambda _progress: session)
+    models = Models([ServedModel("pair", lambda _progress: session)], server_config, EngineWorker)
     metrics = Metrics()
-    app = create_app(worker, server_config, metrics=metrics, model_name="pair")
+    app = create_app(models, server_config, metrics=metrics)
     server = make_server(app, server_config)
     listening = bind(server_config)
     port = listening.getsockname()[1]
-    worker.start()
+    models.start()
     threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True, name="server"
     ).start()
-    worker.ready.wait()
+    models.first.worker.ready.wait()
     for _ in range(2):
         engine_alone(session, options.tokens)
         through_the_server(port, options.tokens)
@@ -128,7 +129,7 @@ def main() -> None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     server.should_exit = True
-    worker.close()
+    models.close()
 
 
 if __name__ == "__main__":

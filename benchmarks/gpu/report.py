@@ -37,7 +37,7 @@ class Report:
 
     def log(self, name: str, **facts: Any) -> None:
         print(f"[{time.perf_counter() - self._begin:5.1f} s]", name, facts or "", flush=True)
-        self.write(what=name, **facts)
+        self.write(**{"what": name, **facts})
 
     def time(self, name: str, **facts: Any) -> None:
         print("TIME", name, facts, flush=True)

@@ -1,11 +1,14 @@
 """Settings as frozen dataclasses. Only this module reads the environment; `openmp` sets one variable."""
 
 import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
+from treeflash.errors import UsageError
 from treeflash.openmp import SPIN
 
 
@@ -16,7 +19,8 @@ class SpecConfig:
     budget: int = 22  # most nodes below the root
     chain: bool = False  # a single path without branches
     lookup: bool = True  # prompt lookup (n-gram) in addition to the draft model
-    mtp: bool = True  # without a draft model: the MTP block of the target's file, if it has one
+    # The MTP block of the target's file, if it has one; auto: without a draft model.
+    mtp: Literal["auto", "on", "off"] = "auto"
     adaptive: bool = True  # fewer rows, down to the root alone, when more would not be faster
 
 
@@ -26,6 +30,9 @@ class DraftConfig:
     quant: Literal["auto", "q8_0", "q4_k", "none"] = "auto"  # auto: q8_0 on a GPU, unquantised on a CPU
     context: int | None = None  # positions in the KV ring of its full-attention layers
     causal: bool | None = None  # overrides the checkpoint's attention masks
+    # Tokens that it can propose, those with the first ids, a multiple of 128; None: all. A vocabulary has its
+    # most frequent tokens first, and the head is a large part of a draft call.
+    shortlist: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class EngineConfig:
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
     kv_k: str = "auto"  # K cache
     kv_v: str = "auto"  # V cache
+    # Layers whose routed experts stay in host memory; a GPU reads those that rows choose over the bus.
+    experts_host: int = 0
     vram_limit: int | None = None  # bytes of GPU memory in use, other processes included; None: all
     window: int | None = None  # decoding attends to the last `window` tokens and the first 64; None: all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
@@ -81,6 +90,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()  # each grants access to every route; empty: no key is needed
     model_name: str | None = None  # None: the name in the file
     cors_origins: tuple[str, ...] = ()  # in addition to this machine's own; "*": any
+    models_max: int = 1  # most models in memory at once, where requests may name several
+    strict_model: bool = False  # requests that name no model of this server are refused
     max_queue: int = 64  # most waiting requests, not counting the running ones
     max_body: int = 32 << 20  # most bytes of a request
     thinking: bool | None = None  # default for requests; None: the template's default
@@ -88,6 +99,25 @@ class ServerConfig:
     sampling: Mapping[str, float] = field(default_factory=dict)  # over the model's, for requests
     max_tokens: int | None = None  # default for requests; None: what fits in the context
     drain_s: float = 30.0  # time for running requests to finish at shutdown
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Bounds of the number of a model's copies."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not most >= 1 or least > most:
+            raise UsageError(
+                f"`replicas` is {text}, needed a number from 1, or the least and the most: 1-4",
+                param="replicas",
+            )
+        return cls(least, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +137,11 @@ def omp_threads() -> str | None:
     return os.environ.get("OMP_NUM_THREADS")
 
 
+def pretended_card() -> str | None:
+    """Return the architecture that GPUs act as, for tests: such as sm_86."""
+    return os.environ.get("TREEFLASH_PRETEND_CARD") or None
+
+
 def environment() -> Environment:
     def switch(name: str) -> bool:
         return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
@@ -122,6 +157,21 @@ def environment() -> Environment:
         debug=switch("TREEFLASH_DEBUG"),
         api_key=os.environ.get("TREEFLASH_API_KEY") or None,
     )
+
+
+def set_ray_environment() -> None:
+    """Set what Ray reads when it is imported, unless the user has: loopback, a token, no statistics sent.
+
+    The token is random where the user has none, and seen by this user's processes alone.
+    """
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # also on Linux: all ports on 127.0.0.1
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets every other program go first
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:

@@ -19,6 +19,9 @@ TreeFlashError
     └── QueueFull          the queue of waiting requests is full
 """
 
+import copyreg
+from typing import Any
+
 
 class TreeFlashError(Exception):
     """`message` says what is wrong, the value seen and the value needed; `hint` says what helps."""
@@ -30,6 +33,10 @@ class TreeFlashError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields, not the arguments: errors also come from other processes."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # ty: ignore[missing-attribute]
 
 
 class UsageError(TreeFlashError):

@@ -25,7 +25,7 @@ from treeflash.hub.drafts import fetch_draft
 from treeflash.hub.resolve import meaning, resolve, resolve_draft
 from treeflash.session.folders import costs_file
 from treeflash.session.loading import load_session
-from treeflash.session.pairing import card_of, draft_at_hand
+from treeflash.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
 from treeflash.session.requests import (
     Finished,
     Grammar,
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 Messages = str | Sequence[Mapping[str, Any]]  # of one user, or in OpenAI's form
 Prompt = str | Sequence[int]  # text or token ids, as they are
 Schema = Mapping[str, Any] | type  # JSON schema, or a pydantic model
-AUTO, NONE, MTP, LOOKUP = "auto", "none", "mtp", "lookup"  # drafts that are no names
 _MANY = 1 << 30  # requests that may wait
 
 
@@ -134,8 +133,8 @@ class LLM:
         progress: bool = True,
     ):
         offline = offline or environment().offline
-        target, card, fetched = _find_model(model, offline=offline)
-        speculation, found = _find_draft(target, card, draft, fetch=fetched and not offline)
+        target, card, fetched = find_model(model, offline=offline)
+        speculation, found = find_draft(target, card, draft, fetch=fetched and not offline)
         if speculation is not None and budget is not None:
             speculation = replace(speculation, budget=budget)
         config = EngineConfig(
@@ -483,7 +482,7 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(given)  # ty: ignore[invalid-return-type]
 
 
-def _find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card | None, bool]:
+def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card | None, bool]:
     """Return the model's file, its card, and whether it came from the hub by a name."""
     name = str(model) if model is not None else environment().target or EMBEDDED
     meant = meaning(name)
@@ -493,7 +492,7 @@ def _find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card 
     return path, card, meant.repo is not None
 
 
-def _find_draft(
+def find_draft(
     target: Path, card: Card | None, draft: str | Path | None, *, fetch: bool
 ) -> tuple[SpecConfig | None, DraftConfig | None]:
     """Return how tokens are proposed, and the draft; fetch: one that is listed and not here."""
@@ -501,7 +500,9 @@ def _find_draft(
     name = environment().draft or AUTO if name == AUTO else name
     if name == NONE:
         return None, None
-    speculation = SpecConfig(budget=card.budget if card else SpecConfig().budget, mtp=name != LOOKUP)
+    named = NamedDraft.read(name)
+    name = named.name
+    speculation = SpecConfig(budget=card.budget if card else SpecConfig().budget, mtp=named.mtp)
     if name in (MTP, LOOKUP):
         return speculation, None
     if name != AUTO:

@@ -46,7 +46,7 @@ def test_groups_of_two_passes() -> None:
     assert list(found) == list(LABELS)
     wanted = {
         **{"matmul": 7, "head": 20, "delta net": 2, "attention": 1, "norms": 2},
-        **{"sampling": 3, "draft": 6, "rest": 2},
+        **{"sampling": 3, "draft": 6, "rest": 2, "experts": 0},
     }
     assert {group: round(43 * share, 6) for group, share in found.items()} == wanted
     assert shares([], 3) == {}

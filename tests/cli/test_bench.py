@@ -104,3 +104,12 @@ def test_mistakes(treeflash, here, arguments, said):
     result = treeflash("bench", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_a_prediction(treeflash, here, tiny_model):
+    found = last_line(treeflash("bench", "step", tiny_model(), "--predict", "3090"))
+    assert found["card"] == "RTX 3090" and [row["rows"] for row in found["sizes"]] == [1, 8, 16, 24, 32]
+    wrong = treeflash("bench", "builtin", tiny_model(), "--predict", "3090")
+    assert wrong.exit_code == 2 and "--predict is for the suite step" in wrong.stderr
+    unknown = treeflash("bench", "step", tiny_model(), "--predict", "3dfx")
+    assert unknown.exit_code == 2 and "--predict is '3dfx', needed: one of" in unknown.stderr

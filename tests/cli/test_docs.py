@@ -11,12 +11,13 @@ import pytest
 from tests.cli.chat_server import ChatServer, echo
 from tests.convert.hf_models import build_hf, save_hf
 from tests.hub.fake_pairs import make_draft
+from tests.server.live import scripted
 
 ROOT = Path(__file__).parents[2]
 # Lines that need more than this test has: a package index, and half an hour for all other tests.
 ELSEWHERE = [
     'pip install . && treeflash run -p "def fibonacci(n):"',
-    "pip install -e '.[test]' && pytest -n 2",
+    "pip install -e '.[test,ray]' && pytest -n 2",
 ]
 SHORT = ["-n", "3"]
 QUICK = shlex.split("--steps 1 --layers 1 --batch 2 --anchors 2 --seq 48 -n 8 -t 0 --device cpu")
@@ -91,7 +92,7 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
     elif arguments[0] == "train":
         (workplace / "prompts.jsonl").write_text('{"prompt": "the"}\n{"prompt": "and"}\n')
         arguments += QUICK
-    with ChatServer(echo) as server:
+    with scripted() if arguments[0] == "ps" else ChatServer(echo) as server:
         if "--url" in arguments:
             arguments[arguments.index("--url") + 1] = server.url
         result = treeflash(*arguments, stdin=stdin)

@@ -170,6 +170,20 @@ def test_listing(treeflash, hub, tiny_model, tmp_path):
     assert "2 other GGUF files there cannot be run." in shown
 
 
+def test_the_quantisations_of_a_repository(treeflash, hub):
+    files = {f"m-{quant}.gguf": b"x" * size for quant, size in (("Q8_0", 9), ("Q4_K_M", 5))}
+    hub.repos["me/M-GGUF"] = files | {"m-Q2_K-00001-of-00002.gguf": b"half", "README.md": b"text"}
+    found = json.loads(treeflash("list", "me/M-GGUF", "--json").stdout)["models"]
+    assert [(row["name"], row["size_bytes"]) for row in found] == [
+        ("me/M-GGUF:Q4_K_M", 5),
+        ("me/M-GGUF:Q8_0", 9),
+    ]
+    shown = treeflash("list", "qwen3.6-27b")
+    assert f"{TARGET}:Q4_K_M" in shown.stdout and " yes" in shown.stdout and "fits: with" in shown.stdout
+    assert "is here already" in treeflash("list", "treeflash-40m").stderr
+    assert treeflash("list", "me/Nothing").exit_code == 3
+
+
 def test_a_gguf_draft_is_listed_as_one(treeflash, hub, tiny_model, tmp_path):
     path = save_gguf(tmp_path / "draft.gguf", {}, {})
     hub.repos["me/Draft-GGUF"] = {"draft-Q8_0.gguf": path.read_bytes()}

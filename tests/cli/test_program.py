@@ -65,7 +65,7 @@ def test_piped_in_and_out(environment, tiny_model):
     result = subprocess.run(command, env=environment, input="hello", capture_output=True, text=True)
     assert result.returncode == 0
     assert re.fullmatch(
-        r"20 tok · [\d.]+ tok/s · TTFT [\d.]+ s · prompt \d+ · accept [\d.]+/step"
+        r"20 tok · [\d.,]+ tok/s · TTFT [\d.]+ s · prompt \d+ · accept [\d.]+/step"
         r" · length limit\n"
         r"No draft is listed for this model, .*\n",
         result.stderr,

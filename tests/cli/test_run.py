@@ -13,7 +13,7 @@ import torch
 from tests.kernels.native_library import needs_native
 from treeflash.cli import view
 from treeflash.cli.footprint import on_cpu
-from treeflash.cli.loading import LoadingBar
+from treeflash.cli.loading import LoadingBar, loaded_line
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub import catalog
 from treeflash.kernels.native import library as native_library
@@ -200,7 +200,7 @@ def test_approximate_keys_and_values_are_told_of(treeflash, model):
     assert refused.exit_code == 2 and "--vram-limit is for a GPU" in refused.stderr
 
 
-def test_a_bar_for_bytes_and_then_for_graphs(monkeypatch):
+def test_a_bar_for_bytes_then_for_kernels_and_graphs(monkeypatch):
     monkeypatch.setattr(view, "PATIENCE_S", 0.0)
     screen = io.StringIO()
     screen.isatty = lambda: True
@@ -208,12 +208,20 @@ def test_a_bar_for_bytes_and_then_for_graphs(monkeypatch):
     with LoadingBar("model.gguf", view.Screen()) as bar:
         bar.reading(1 << 20, 2 << 20)
         time.sleep(0.3)
-        for done in range(1, 10):
-            bar.warming(done, 9)
-            time.sleep(0.05)
+        for step, total in ((bar.compiling, 7), (bar.warming, 9)):
+            for done in range(1, total + 1):
+                step(done, total)
+                time.sleep(0.05)
     shown = screen.getvalue()
-    assert "Loading model.gguf" in shown and "Capturing CUDA graphs" in shown and "/9" in shown
-    assert shown.index("Loading") < shown.index("Capturing")
+    assert all(
+        part in shown for part in ("Loading model.gguf", "Compiling kernels", "/7", "Capturing CUDA", "/9")
+    )
+    assert shown.index("Loading") < shown.index("Compiling") < shown.index("Capturing")
+
+
+def test_a_line_says_how_long_loading_took():
+    seconds = {"planning": 0.41, "reading": 3.14, "compiling": 0.01, "capturing": 2.0}
+    assert loaded_line(seconds) == "Loaded in 5.6 s: planning 0.4, reading 3.1, capturing 2.0"
 
 
 def test_without_a_chat_template_chatml_is_a_notice(treeflash, tmp_path, model):

@@ -116,6 +116,14 @@ def test_the_models_own_mtp_block(treeflash, tiny_model, model, draft, monkeypat
     for flags in (["--draft", "lookup"], ["--draft", "none"], ["--draft", draft]):
         other = run(*flags)
         assert other.stdout == found.stdout and line not in other.stderr
+    both = run("--draft", f"{draft},mtp")
+    assert both.stdout == found.stdout and line not in both.stderr
+    refused = treeflash("run", model, "hello", "--draft", f"{draft},mtp")
+    assert refused.exit_code == 2 and ",mtp: qwen35.gguf has no MTP block" in refused.stderr.replace(
+        "\n", " "
+    )
+    for name in ("none,mtp", "lookup,mtp"):
+        assert "beside a draft only" in treeflash("run", path, "hello", "--draft", name).stderr
     monkeypatch.setenv("DFLASH_DRAFT", "lookup")
     assert line not in run().stderr and line in run("--draft", "auto").stderr
     monkeypatch.delenv("DFLASH_DRAFT")

@@ -80,8 +80,9 @@ CLIENTS = [
             "anthropic==0.125.0",
         ),
     ),
-    # litellm imports mcp as soon as a request has tools.
     Client("use_ollama.py", ("ollama==0.6.3",)),
+    Client("use_continue.mjs", ("@continuedev/cli@1.5.47", "zod@4.6.7")),
+    # litellm imports mcp as soon as a request has tools.
     Client("use_dspy.py", ("dspy==3.4.1", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0")),
 ]
 

@@ -24,9 +24,10 @@ def wanted(rng: random.Random) -> Wanted:
     return Wanted(mode=rng.choice(["auto", "on"]), above=400, to=to)
 
 
-def test_the_budget_is_held_in_1000_conversations_and_the_rest_is_untouched() -> None:
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 1000), marks=pytest.mark.slow)])
+def test_the_budget_is_held_in_1000_conversations_and_the_rest_is_untouched(seeds: range) -> None:
     shortened = exact = 0
-    for seed in range(1000):
+    for seed in seeds:
         rng = random.Random(seed)
         messages = conversations.conversation(rng)
         original = copy.deepcopy(messages)
@@ -47,7 +48,7 @@ def test_the_budget_is_held_in_1000_conversations_and_the_rest_is_untouched() ->
         check_untouched(original, found.messages)
         again = compressor().compress(copy.deepcopy(messages), asked, measure)
         assert again is not None and list(again.messages) == list(found.messages)
-    assert shortened > 300 and exact > 20
+    assert shortened > 0.3 * len(seeds) and exact > 0.02 * len(seeds)
 
 
 def check_untouched(original, read) -> None:

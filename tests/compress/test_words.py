@@ -53,3 +53,36 @@ def test_numbers_that_are_no_scores_are_refused() -> None:
         MixedScorer(Broken(), WordScorer()).score(UNITS, [Query("harbour")])
     with pytest.raises(ScoringFailed):
         scaled([0.5, -1.0])
+
+
+def test_hops_follow_people_through_the_text() -> None:
+    units = [
+        "The parcel 4471 was brought to Birgit.",
+        "Nobody saw the parcel again.",
+        "Whatever Birgit receives is passed on to Corin.",
+        "Rain fell on the roofs.",
+        "Whatever Corin receives is passed on to Dagny.",
+    ]
+    scores = WordScorer().score(units, [Query("Through whose hands does parcel 4471 go?")])
+    assert sorted(range(5), key=lambda index: -scores[index])[:3] == [0, 2, 4]
+
+
+def test_a_name_in_the_question_weighs_more_than_its_words() -> None:
+    units = ["The value of a variable is assigned.", "VAR QX41 = 77120.", "A value is a value."]
+    scores = WordScorer().score(units, [Query("Which variables are assigned the value 77120?")])
+    assert scores[1] == max(scores)
+
+
+class Meaning:
+    """A model to which the third unit answers the question."""
+
+    name = "meaning"
+    any_thread = True
+
+    def score(self, units, queries, cancelled=None):
+        return [1.0 if index == 3 else 0.01 for index in range(len(units))]
+
+
+def test_hops_start_from_what_the_model_finds() -> None:
+    scores = MixedScorer(Meaning(), WordScorer()).score(UNITS, [Query("Xyzzy?")])
+    assert sorted(range(len(UNITS)), key=lambda index: -scores[index])[:3] == [3, 1, 5]

@@ -26,7 +26,7 @@ from treeflash.gguf.types import QuantType
 from treeflash.hub.catalog import Pair, named
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
-from treeflash.models.spec import ModelSpec
+from treeflash.models.spec import ExpertSpec, ModelSpec
 from treeflash.models.step import Step
 from treeflash.session.loading import load_session
 from treeflash.session.session import Finished, TextRequest
@@ -280,9 +280,22 @@ def test_random_files_load_and_give_finite_logits(tmp_path, tiny_model: Maker, k
                 assert abs(weights.mean()) < 0.002 and 0.01 < weights.std() < 0.02, name
 
 
+def test_a_random_pair_with_experts_loads_and_gives_finite_logits(tmp_path, tiny_model: Maker):
+    target = tiny_model(mix="q4_k_m", width=256)
+    draft = tiny_draft(target, tmp_path / "draft.gguf", QuantType.Q8_0)
+    experts = ExpertSpec(count=16, used=4, width=256, shared_width=256)
+    sizes = replace(WIDER.target, layers=8, width=512, feed_forward=0, heads=12, value_heads=8)
+    shape = replace(WIDER, target=replace(sizes, experts=experts))
+    grown = grow(tmp_path / "grown", shape, target=target, draft=draft, random=True)
+    spec = specification(grown.target)
+    assert spec.architecture == "qwen35moe" and spec.experts == experts and spec.heads == 12
+    for logits in outputs(grown.target, grown.draft):
+        assert logits.isfinite().all() and logits.std() > 0.01
+
+
 def test_every_type_has_noise():
     noise = Noise()
-    for kind in set(QuantType) - {QuantType.IQ1_M, QuantType.TQ1_0, QuantType.TQ2_0}:
+    for kind in set(QuantType) - {QuantType.IQ1_M, QuantType.TQ1_0, QuantType.TQ2_0, QuantType.I64}:
         noise.prepare(kind)
         out = np.zeros(4000 * kind.block_bytes, np.uint8)
         noise.fill(out, kind, "a name", 0)

@@ -26,11 +26,11 @@ def embedded() -> Pair:
     return found[0].pair
 
 
-def plans(pair: Pair, *, random: bool) -> tuple[list[TensorPlan], list[TensorPlan]]:
-    """Of the 27B and its draft."""
+def plans(pair: Pair, *, random: bool, name: str = "27b") -> tuple[list[TensorPlan], list[TensorPlan]]:
+    """Of a preset and its draft."""
     with GGUFFile.open(pair.target) as target, GGUFFile.open(pair.draft) as draft:
         spec, draft_spec = ModelSpec.from_gguf(target), DraftSpec.from_gguf(draft)
-        shape = preset("27b", spec, draft_spec)
+        shape = preset(name, spec, draft_spec)
         return (
             plan_target(spec, target, shape, random=random),
             plan_draft(draft_spec, draft, shape.draft, shape.target.width, random=random),
@@ -43,6 +43,24 @@ def test_the_random_27b_has_the_size_of_the_published_file(embedded: Pair):
     # Qwen3.5-27B Q4_K_M has 16,740,812,160 bytes, of which about 11 MB are its header
     assert 16_728_000_000 < sum(plan.info.nbytes for plan in target) < 16_732_000_000
     assert sum(plan.info.elements for plan in draft) == 1_730_213_120
+
+
+def test_the_random_35b_a3b_has_the_parameters_of_the_published_one(embedded: Pair):
+    target, _ = plans(embedded, random=True, name="35b-a3b")
+    assert len(target) == 733
+    assert sum(plan.info.elements for plan in target) == 34_660_610_688
+    types = {plan.name: plan.type for plan in target}
+    assert types["blk.0.ffn_gate_inp.weight"] is QuantType.F32
+    assert types["blk.20.ffn_gate_exps.weight"] is QuantType.Q4_K
+    assert types["blk.39.ffn_down_exps.weight"] is QuantType.Q6_K
+    active = sum(plan.info.elements // (32 if "_exps." in plan.name else 1) for plan in target)
+    assert 3.3e9 < active < 3.6e9
+
+
+def test_experts_are_random_only(tmp_path: Path):
+    with pytest.raises(UsageError, match="256 experts cannot answer as") as raised:
+        grow(tmp_path, "35b-a3b")
+    assert "`random`" in (raised.value.hint or "")
 
 
 def test_nine_in_ten_weights_of_the_grown_27b_are_not_zero(embedded: Pair):
@@ -109,7 +127,7 @@ def test_models_that_cannot_be_grown(tmp_path: Path, tiny_model):
         grow(tmp_path / "grown", as_file=tiny_model("llama"), target=tiny_model())
     with pytest.raises(UsageError, match=r"attention\.key_length is 32, needed 256"):
         grow(tmp_path / "grown", as_file=tiny_model())
-    with pytest.raises(UsageError, match="`preset` is '9b', needed: one of 27b, double"):
+    with pytest.raises(UsageError, match="`preset` is '9b', needed: one of 27b, 35b-a3b, double"):
         grow(tmp_path / "grown", "9b")
     with pytest.raises(ModelNotFound):
         grow(tmp_path / "grown", target=tmp_path / "none.gguf")

@@ -121,6 +121,40 @@ class Machine:
         return [np.packbits(bits, bitorder="little").view(np.int32)] * rows
 
 
+def read(machine: Machine, text: Text, pieces: Sequence[int], beside: Sequence[Text] = ()) -> Tensor:
+    """Read a prompt in pieces by decode steps, beside trees of other texts; return all its logits."""
+    states, others = machine.states, [(machine.begin(other), other) for other in beside]
+    slot = states.open()
+    machine.drafter.begin(slot)
+    machine.runner.begin(slot)
+    machine.runner.sampler.begin(slot, text.sampling, [], masked=False)
+    done, found, at = 0, [], {own: 1 for (own, _), _ in others}
+    for number, size in enumerate(pieces):
+        tokens, done = text.prompt[done : done + size], done + size
+        states.reserve(slot, machine.runner.step_rows(size))
+        if not others:
+            found.append(machine.runner.read(slot, tokens).logits_of(0)[: len(tokens)].clone())
+            continue
+        parts = []
+        for (own, _), other in others:
+            tree = make_tree(other, at[own], 3, machine.target.spec.vocab_size, (number, own))
+            states.reserve(own, machine.runner.step_rows(tree.size))
+            parts.append(Verify(own, tree, ROWS))
+        chain = Verify(slot, Tree.chain(tokens), len(tokens), given=True)
+        forward = machine.runner.verify([*parts, chain])
+        machine.runner.accept(forward)
+        accepted, _ = machine.runner.read_back()
+        for part, each in zip([*parts, chain], accepted, strict=True):
+            states.lengths[part.slot] += len(each.path)
+            at[part.slot] = at.get(part.slot, 0) + len(each.path)
+        assert accepted[-1].path == list(range(len(tokens)))
+        found.append(forward.logits_of(len(parts)).clone())
+    assert done == len(text.prompt) == states.lengths[slot] == int(states.buffers.lengths[slot])
+    for own in [slot, *(own for (own, _), _ in others)]:
+        states.close(own)
+    return torch.cat(found)
+
+
 def answer(machine: Machine, text: Text, count: int) -> None:
     """Decode the text plainly."""
     slot, token = machine.begin(text)

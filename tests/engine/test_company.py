@@ -25,6 +25,7 @@ from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
 from treeflash.spec.tree import Tree
 from treeflash.state.draft_ring import draft_buffers, mtp_buffers
+from treeflash.state.graphs import CapturedFunction
 
 STEPS = 6
 
@@ -160,6 +161,23 @@ def test_short_pieces_of_a_prompt(
         assert (logits - expected).norm() <= (0 if native else 1e-4) * expected.norm()
 
 
+@needs_native
+@pytest.mark.parametrize("native", [True, False])
+def test_a_prompt_read_beside_others(tiny_model: Callable[..., Path], native: bool) -> None:
+    """However it is cut, and whatever is verified beside it; its tokens may be end tokens."""
+    with GGUFFile.open(tiny_model("qwen35", layers=4)) as file:
+        target = NativeDecoder.load(file, opened(1)) if native else Decoder.load(file)
+    runner = EagerRunner if native else GraphRunner
+    text, *others = company.make_texts(5, target.spec.vocab_size)[:4]
+    text.prompt = [(7 * n + 3) % 300 for n in range(65)]
+    for other in others:
+        company.answer(company.Machine(target, slots=1), other, 60)
+    expected = company.read(company.Machine(target, slots=4, runner=runner), text, [64, 1])
+    for pieces, beside in (([16, 16, 16, 16, 1], others), ([30, 5, 30], others[:1])):
+        found = company.read(company.Machine(target, slots=4, runner=runner), text, pieces, beside)
+        assert (found - expected).norm() <= (0 if native else 1e-4) * expected.norm()
+
+
 @pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
 def test_a_batched_draft_call_is_that_of_each(runner: type[StepRunner]) -> None:
     """After steps together, whose commits filled the rings of every slot as steps alone do."""
@@ -192,7 +210,49 @@ def test_a_batched_draft_call_is_that_of_each(runner: type[StepRunner]) -> None:
         [alone] = call(single, [replace(ask, slot=0)])
         assert (report.tokens, report.parents) == (alone.tokens, alone.parents)
         assert report.probabilities == pytest.approx(alone.probabilities, rel=1e-4)
-        assert torch.equal(report.proposal.ids, alone.proposal.ids)
+        assert torch.equal(report.proposals[0].ids, alone.proposals[0].ids)
         built = Tree.of(report.tokens[:9], report.parents[:9])
         assert torch.equal(report.tree(9).packed[:, :9], built.packed[:, :9])
     assert len({tuple(report.tokens) for report in together}) == 5
+
+
+def test_a_step_that_is_not_captured_runs_in_a_larger_one(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is captured when it has been needed often: until then nobody waits for that."""
+    with GGUFFile.open(tiny_model("qwen35", layers=4)) as file:
+        target = Decoder.load(file)
+    captured = []
+
+    class Replay:
+        def __init__(self, function: CapturedFunction):
+            self.function = function
+
+        def replay(self) -> None:
+            self.function._result = self.function._function()
+
+    def capture(function: CapturedFunction, pool: object) -> None:
+        captured.append(function)
+        function._graph = Replay(function)  # ty: ignore[invalid-assignment]
+
+    monkeypatch.setattr(CapturedFunction, "capture", capture)
+    machine = company.Machine(target, slots=8, runner=GraphRunner)
+    runner = machine.runner
+    assert isinstance(runner, GraphRunner)
+    runner._pool = "a pool"
+    assert runner._shape(5, 20, 4) == (8, 24) and len(captured) == 2  # nothing holds it: forward and accept
+    assert runner._shape(3, 10, 9) == (8, 24) and runner._shape(8, 24, 3) == (8, 24)
+    assert runner._shape(2, 20, 17) == (2, 24)  # its trees are too large for steps of 8 sequences
+    assert runner._shape(3, 30, 30) == (4, 32) and len(captured) == 6
+    texts = company.make_texts(3, target.spec.vocab_size)
+    for text in texts:
+        company.answer(company.Machine(target, slots=1), text, 20)
+    for text, found in zip(texts, company.run(machine, texts, steps=4, total=12), strict=True):
+        assert found.tokens == text.answer[: len(found.tokens)]
+    assert len(captured) == 6
+    for _ in range(64):
+        shape = runner._shape(3, 10, 9)
+    assert shape == (4, 16) and len(captured) == 8
+    while runner.capture_next():
+        pass
+    assert not runner._later and runner._shape(7, 9, 2) == (8, 16)

@@ -264,17 +264,17 @@ def test_seeds_repeat_and_differ(target: Decoder) -> None:
     assert run(engine, max_tokens=30, sampling=repeat)[0] == fresh
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 30, 64, 65, 200])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 30, 64, 65, 450])
 def test_short_prompts_by_decode_steps_give_the_text_of_chunks(target: Decoder, count: int) -> None:
     """As on a GPU, where a chunk of few tokens is all launches."""
     prompt = [(7 * i) % 250 for i in range(count)]
     expected, _ = run(Engine(target, max_ctx=512), prompt=prompt, max_tokens=20)
     oracle = Oracle(expected, 1000, target.spec.vocab_size)
-    engine = Engine(target, max_ctx=512, drafter=oracle, max_rows=8, runner="graph", prefill_chunk=150)
-    engine.reads_short, reads = True, []
+    engine = Engine(target, max_ctx=512, drafter=oracle, max_rows=8, runner="graph", prefill_chunk=300)
+    engine.short, reads = 256, []
     read = engine.runner.read
     engine.runner.read = lambda slot, tokens: (reads.append(len(tokens)), read(slot, tokens))[1]
     tokens, done = run(engine, prompt=prompt, max_tokens=20)
     assert tokens == expected and done.stats.prompt_tokens == count
-    short = count if count <= 64 else count - 150 if count > 150 else 0
+    short = count if count <= 256 else count - 300
     assert sum(reads) == short and all(size <= 8 for size in reads)

@@ -194,5 +194,5 @@ def test_a_session_uses_the_block_unless_told_otherwise(tiny_model: Callable[...
         return type(getattr(session.engine.drafter, "_draft", None)).__name__
 
     assert draft(SpecConfig()) == "MTPModel"
-    assert draft(SpecConfig(mtp=False)) == "NoDraftModel"
+    assert draft(SpecConfig(mtp="off")) == "NoDraftModel"
     assert draft(None) == "NoneType"

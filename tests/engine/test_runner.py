@@ -1,5 +1,6 @@
 """The graph runner, run eagerly on a CPU, against the eager one: the same text, states and trees."""
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.engine.test_embedded_pair import session
 from tests.engine.test_lossless import SAMPLINGS
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Event, Request, Tokens, VerifiedTree
+from treeflash.engine.runner import Mark, StepClock
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
@@ -383,3 +385,14 @@ def test_a_draft_forgets_the_rows_behind_a_stop_string() -> None:
         assert length == len(prompt) + last - 1  # the last token was delivered, not processed
         trimmed.append(len(seen) - last)
     assert max(trimmed) > 0  # some end fell inside a step
+
+
+def test_the_cpu_share_of_a_step_leaves_out_what_others_took() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for mark in Mark:
+        clock.mark(mark)
+        if mark is Mark.FORWARD:
+            time.sleep(0.05)  # as if another process had the CPU
+    times = clock.times()
+    assert times.forward_s >= 0.05 and times.cpu_share < 0.5
+    assert times.cpu_share * times.verify_s < times.forward_s / 2

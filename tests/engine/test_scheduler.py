@@ -1,6 +1,7 @@
 """The scheduler alone: order, admission, the time share of prompts, parking."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,20 @@ def test_all_decoding_sequences_run_together_and_prompts_one_at_a_time() -> None
     assert scheduler.next(always) == Decode(decoding)
 
 
+def test_short_chunks_are_read_by_the_steps_of_others() -> None:
+    scheduler = Scheduler(8)
+    reading = admitted(scheduler, 2, Phase.PREFILL, prompt=30)
+    # With nobody decoding they have steps of their own.
+    assert scheduler.next(always, short=10) == PrefillChunk(reading[0], 0, 10)
+    decoding = admitted(scheduler, 2)
+    assert scheduler.next(always, short=10) == Decode(decoding, reading)
+    assert scheduler.next(always, short=9) == PrefillChunk(reading[0], 0, 10)
+    reading[1].processed = 3  # a piece of the chunk was read
+    assert scheduler.next(always, short=9) == PrefillChunk(reading[0], 0, 10)
+    scheduler.took(PrefillChunk(reading[0], 0, 10), 1.0)
+    assert scheduler.next(always, short=9) == Decode(decoding, [reading[1]])
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
 def test_chunks_get_their_share_of_the_time(share: float) -> None:
     scheduler = Scheduler(8, prefill_share=share)
@@ -117,6 +132,30 @@ def test_the_youngest_is_parked_and_comes_back_first() -> None:
     assert scheduler.next(always) == Admit(third)
     # Its age is that of its arrival, not of its return.
     assert scheduler.youngest() is third
+
+
+def test_prefill_alone_runs_while_nothing_else_does_and_gives_way() -> None:
+    scheduler = Scheduler(2)
+    [running] = admitted(scheduler, 1)
+    ahead, later = (sequence(30) for _ in range(2))
+    for each in (ahead, later):
+        each.request = replace(each.request, prefill_for_s=60.0)
+        scheduler.add(each)
+    assert scheduler.next(always) == Decode([running]) and not scheduler.contended
+    scheduler.remove(running)
+    assert scheduler.next(always) == Admit(ahead)
+    ahead.phase = Phase.PREFILL
+    assert scheduler.next(always) == PrefillChunk(ahead, 0, 10) and not scheduler.preempted
+    fresh = sequence()
+    scheduler.add(fresh)
+    assert scheduler.preempted == [ahead]
+    scheduler.put_back(ahead)
+    assert scheduler.next(always) == Admit(fresh) and list(scheduler.prefills) == [ahead, later]
+    scheduler.remove(fresh)
+    assert scheduler.next(always) == Admit(ahead)
+    for each in (ahead, later):
+        scheduler.remove(each)
+    assert scheduler.idle
 
 
 def test_a_follower_waits_for_the_prompt_of_its_leader() -> None:

@@ -87,16 +87,17 @@ def worst(ours: list[torch.Tensor], fresh: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, fresh, strict=True))
 
 
-def test_thousands_of_steps_do_not_drift(target: Decoder) -> None:
-    """Commits of every depth over 7,000 tokens: still the state of a fresh prefill of the text, to 1e-4."""
-    plain, _ = run(Engine(target, max_ctx=16384), 7000)
+@pytest.mark.parametrize("count", [3000, pytest.param(7000, marks=pytest.mark.slow)])
+def test_thousands_of_steps_do_not_drift(target: Decoder, count: int) -> None:
+    """Commits of every depth over thousands of tokens: still the state of a fresh prefill, to 1e-4."""
+    plain, _ = run(Engine(target, max_ctx=16384), count)
     oracle = Oracle(len(PROMPT), plain, budget=11, right=0.75, vocabulary=target.spec.vocab_size)
     engine = Engine(target, max_ctx=16384, max_rows=12, drafter=oracle)
-    tokens, done, events = events_of(engine, 7000)
+    tokens, done, events = events_of(engine, count)
     assert tokens == plain
-    assert done.stats.steps > 1500 and done.stats.acceptance_length > 3
+    assert done.stats.steps > count // 5 and done.stats.acceptance_length > 3
     # The last token was delivered, not processed.
-    assert engine.states.lengths[0] == len(PROMPT) + 7000 - 1
+    assert engine.states.lengths[0] == len(PROMPT) + count - 1
     fresh = prefilled(target, (PROMPT + plain)[:-1])
     assert worst(contents(engine.states, 0, target), fresh) < 1e-4
     events.close()

@@ -47,7 +47,8 @@ DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
-every_type = pytest.mark.parametrize("type", list(QuantType), ids=lambda type: type.name)
+WEIGHTS = [type for type in QuantType if type is not QuantType.I64]
+every_type = pytest.mark.parametrize("type", WEIGHTS, ids=lambda type: type.name)
 
 
 def reference(data: Tensor, type: QuantType) -> Tensor:
@@ -222,5 +223,7 @@ def test_iq3_s_without_the_gguf_package(monkeypatch: pytest.MonkeyPatch) -> None
         check_decodable([QuantType.Q4_K, QuantType.IQ3_S, QuantType.IQ2_XS])
     check_decodable([QuantType.Q4_K, QuantType.TQ1_0])
     monkeypatch.undo()
-    check_decodable(QuantType)
+    check_decodable(WEIGHTS)
+    with pytest.raises(UnsupportedQuant, match="of type I64, which holds whole numbers"):
+        check_decodable(QuantType)
     assert dequantise(random_rows(QuantType.IQ3_S, blocks=1), QuantType.IQ3_S).shape == (256,)

@@ -24,9 +24,13 @@ from treeflash.kernels.delta_rule import triton_kernels as delta_triton
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
 from treeflash.kernels.kv_cache.reference import encode
 from treeflash.kernels.kv_cache.rotation import rotate
+from treeflash.kernels.runtime.device import usable
 
 # A CPU serves only to try the inputs themselves: the tests skip there.
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+# Whether the card, or the one that it acts as, runs the CUDA C++ kernels.
+CUDA_KERNELS = DEVICE.type == "cuda" and usable(DEVICE)
+CONV_KERNELS, DELTA_KERNELS = (conv_cuda, delta_cuda) if CUDA_KERNELS else (conv_triton, delta_triton)
 EPS = 1e-6
 WIDTH, FEED_FORWARD = 5120, 17408
 KEY_HEADS, VALUE_HEADS, DELTA_DIM, TAPS = 16, 48, 128, 4
@@ -125,7 +129,7 @@ class DeltaLayers:
         sizes = [CHANNELS, VALUE_HEADS * DELTA_DIM, VALUE_HEADS, VALUE_HEADS]
         return self.inputs[layer].split(sizes, -1)
 
-    def conv(self, layer: int = 0, implementation: ModuleType = conv_cuda) -> tuple[Tensor, ...]:
+    def conv(self, layer: int = 0, implementation: ModuleType = CONV_KERNELS) -> tuple[Tensor, ...]:
         inputs, _, beta, alpha = self.projections(layer)
         return implementation.tree_conv(
             inputs,
@@ -146,7 +150,9 @@ class DeltaLayers:
     def rows_of_step(self) -> dict[str, Tensor]:
         return {"slots": self.slots, "count": self.count, "order": self.order}
 
-    def delta(self, layer: int, heads: tuple[Tensor, ...], implementation: ModuleType = delta_cuda) -> Tensor:
+    def delta(
+        self, layer: int, heads: tuple[Tensor, ...], implementation: ModuleType = DELTA_KERNELS
+    ) -> Tensor:
         return implementation.tree_delta(*heads, self.state[layer], **self.rows_of_step)
 
     @property

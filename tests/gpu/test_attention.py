@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.attention_tiles import OTHER_TILES, other_tiles
+from tests.gpu.card import needs_cuda_attention
 from tests.gpu.inputs import (
     ATTENTION_HEADS,
     DEVICE,
@@ -176,6 +177,8 @@ def test_sequences_may_have_different_numbers_of_rows(
 ) -> None:
     lengths = (60, 8255, 4000, 130)[: len(counts)]
     step = PagedStep(formats, 64, lengths, trees=TREES["deep"])
+    if module is attention_cuda:
+        needs_cuda_attention(step)
     q, bits, gate = (
         torch.cat([rows[:count] for rows, count in zip(parts, counts, strict=True)])
         for parts in (step.q, step.tree.ancestors, step.gate)
@@ -205,6 +208,7 @@ def test_a_changed_order_of_one_sum_shows(monkeypatch: pytest.MonkeyPatch) -> No
         return text.replace(loop, other)
 
     step = PagedStep(("f16", "f16"), 24, (60,), trees=TREES["deep"])
+    needs_cuda_attention(step)
     assert_plain_decoding(step)
     monkeypatch.setattr(attention_cuda.Tile, "source", changed)
     attention_cuda._kernel.cache_clear()
@@ -225,6 +229,7 @@ def test_other_tiles_give_the_result_of_the_chosen_one(
 ) -> None:
     """Other splits and instructions round differently; otherwise a tile changes no bit."""
     step = PagedStep((format, format), rows, (5000,))
+    needs_cuda_attention(step)
     expected = step.attention()
     with other_tiles(changes):
         try:

@@ -91,6 +91,20 @@ def test_the_same_bits_with_poisoned_memory(session: Session, sequences: int) ->
         check(session, sequences, "f16", graphs=False)
 
 
+@pytest.mark.parametrize("name", ["f16", "q8_0"])
+def test_a_prompt_read_beside_others(session: Session, name: str) -> None:
+    """However it is cut, and whatever is verified beside it."""
+    texts = company.make_texts(4, session.engine.target.spec.vocab_size, seed=9)
+    text, *others = texts
+    text.prompt = [(7 * n + 3) % 300 for n in range(130)]
+    made = machine(session, 4, name, graphs=True, rows=32)
+    for other in others:
+        company.answer(made, other, 60)
+    expected = company.read(made, text, [32, 32, 32, 32, 2])
+    for pieces, beside in (([16] * 8 + [2], others), ([13] * 10, others[:1]), ([1] * 130, ())):
+        assert_same_bits(company.read(made, text, pieces, beside), expected, f"{pieces[0]}")
+
+
 def test_one_row_each(session: Session) -> None:
     check(session, 20, "f16", total=20, graphs=True)
 

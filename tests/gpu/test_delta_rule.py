@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import (
     DELTA_DIM,
+    DELTA_KERNELS,
     DEVICE,
     KEY_HEADS,
     MAX_TREE_ROWS,
@@ -38,7 +40,8 @@ BACKENDS = {"cuda": (conv_cuda, delta_cuda), "triton": (conv_triton, delta_trito
 SIZES = (
     (1, 0, 1), (1, 1, 1), (3, 2, 2), (8, 5, 1), (16, 16, 1), (23, 3, 2), (32, 1, 1), (48, 9, 1), (64, 64, 1),
 )  # fmt: skip
-CASES = [("cuda", *size) for size in SIZES] + [("triton", *size) for size in SIZES[2:6:3]]
+CASES = [pytest.param("cuda", *size, marks=needs_cuda_kernels) for size in SIZES]
+CASES += [("triton", *size) for size in SIZES[2:6:3]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
@@ -102,7 +105,7 @@ class TreeHeads:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.k, self.v, self.g, self.beta
 
-    def run(self, implementation: ModuleType = delta_cuda) -> tuple[Tensor, Tensor]:
+    def run(self, implementation: ModuleType = DELTA_KERNELS) -> tuple[Tensor, Tensor]:
         """Return the outputs [N, Hv, D] and the states; path rows from `count` on hold NaN."""
         inputs, state = [part.clone() for part in self.inputs], self.state.clone()
         for item, count in enumerate(self.count.tolist()):
@@ -114,7 +117,7 @@ class TreeHeads:
         with nan_filled_memory():
             return implementation.tree_delta(self.q, *inputs, state, **tables), state
 
-    def roots(self, item: int, implementation: ModuleType = delta_cuda) -> Tensor:
+    def roots(self, item: int, implementation: ModuleType = DELTA_KERNELS) -> Tensor:
         """Return the outputs of one sequence's rows, each as the root after its path was committed.
 
         One call, in which every row is a sequence of its own.
@@ -202,6 +205,7 @@ def test_the_triton_kernel_gives_the_root_s_bits_too(shape: tuple[int, int, int]
     assert_close(state, expected_state, tolerance=DELTA, name="state")
 
 
+@needs_cuda_kernels
 def test_another_order_of_summation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose tree rows sum k S from the last dim on, while a commit begins with the first."""
     source = delta_cuda.source()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import (
     DELTA_DIM,
     DEVICE,
@@ -52,22 +53,23 @@ def clusters() -> Iterator[dict]:
 
 def compile_in_parallel(width: int) -> None:
     """Compile the variants of a width at once: without clusters each takes seconds."""
-    card = card_of(DEVICE)
+    card, clusters = card_of(DEVICE), norm_cuda._clusters(DEVICE)
     shapes = {
-        *(norm_cuda.shape_of(kind, width, clusters=True) for kind in (norm_cuda.NORM, norm_cuda.SILU)),
+        *(norm_cuda.shape_of(kind, width, clusters=clusters) for kind in (norm_cuda.NORM, norm_cuda.SILU)),
         *(
-            norm_cuda.shape_of(norm_cuda.GATED, gated_heads(width) * dim, dim, clusters=True)
+            norm_cuda.shape_of(norm_cuda.GATED, gated_heads(width) * dim, dim, clusters=clusters)
             for dim in HEAD_DIMS
         ),
     }
 
     def build(shape: norm_cuda.Shape) -> bytes:
-        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.pdl), arch=card.arch)
+        return compile_cubin(norm_cuda.source(), defines=shape.defines(card.pdl), arch=card.target)
 
     with ThreadPoolExecutor(len(shapes)) as pool:
         list(pool.map(build, shapes))
 
 
+@needs_cuda_kernels
 @pytest.mark.parametrize(("cluster", "rows", "width"), CLUSTER_SIZES)
 def test_cuda_kernels_match_the_reference(clusters: dict, cluster: int, rows: int, width: int) -> None:
     clusters.update(dict.fromkeys(clusters, cluster))
@@ -94,6 +96,7 @@ def test_cuda_kernels_match_the_reference(clusters: dict, cluster: int, rows: in
         assert_packed_rows(packed, expected, f"gated norm, {count} heads of {dim}")
 
 
+@needs_cuda_kernels
 @pytest.mark.parametrize("kind", ["norm", "silu", "gated norm"])
 def test_cuda_row_0_has_the_same_bits_in_every_row_count(kind: str) -> None:
     wide, weight = torch.randn(64, 2 * FEED_FORWARD, device=DEVICE), torch.randn(FEED_FORWARD, device=DEVICE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import DEVICE, EPS, FEED_FORWARD, TUNED_TYPES, WIDTH
 from tests.gpu.numerics import assert_same_bits, captured, nan_filled_memory
 from treeflash.bench.tuning import random_rows
@@ -21,7 +22,7 @@ from treeflash.kernels.quant_matmul import (
     partial_matmul,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
+pytestmark = [pytest.mark.gpu, needs_cuda_kernels, pytest.mark.usefixtures("inference_mode")]
 
 Q = QuantType
 SHAPES = ((5120, 6144), (5120, FEED_FORWARD), (2 * FEED_FORWARD, 5120), (300, 512), (128, 5120))

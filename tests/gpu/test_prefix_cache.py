@@ -48,6 +48,16 @@ def test_hits_of_a_conversation_give_the_texts_of_misses() -> None:
     assert cached > prompt / 2, f"{cached} of {prompt} prompt tokens were cached"
 
 
+def test_a_text_that_was_read_ahead_is_found() -> None:
+    session = load_session(*embedded_pair(), prefill_chunk=128)
+    text = "The harbour master counts the boats every morning, and nobody knows why. " * 30
+    *_, read = session.generate(TextRequest(messages=[user(text)], prefill_for_s=60.0))
+    assert isinstance(read, Finished) and not read.tokens
+    found = generate(session, [user(f"{text} Why?")])
+    assert found.stats.cached_tokens >= 256
+    assert_same_text_as(found, without_cache(session, [user(f"{text} Why?")]))
+
+
 @pytest.mark.parametrize("format", KV_FORMATS)
 def test_pages_of_every_format_come_back_from_host_memory(format: str) -> None:
     session = load_session(*embedded_pair(), graphs=False, kv_k=format, kv_v=format)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import DEVICE, TUNED_TYPES, spread_rows
 from tests.gpu.numerics import assert_same_bits, worst_row_error
 from treeflash.bench.tuning import LAYERS_27B, Stack, random_rows, tune
@@ -64,6 +65,7 @@ def compiled() -> None:
         prepare([*LAYOUTS.values(), DENSE], DEVICE)
 
 
+@needs_cuda_kernels
 @pytest.mark.parametrize("type", [*TUNED_TYPES, Q.F16], ids=lambda type: type.name)
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_bucket_has_a_kernel_that_fits(type: QuantType, bucket: int) -> None:
@@ -214,6 +216,7 @@ def test_triton_expands_weights(type: QuantType) -> None:
     assert worst_row_error(found, unpack(weight).double()) < 1e-3
 
 
+@needs_cuda_kernels
 @pytest.mark.slow
 def test_every_tiling_gives_the_same_sums() -> None:
     """All tilings that `treeflash tune` tries, at the shapes of a 27B model's layers."""

@@ -179,6 +179,7 @@ def test_requests_side_by_side() -> None:
         slot = int(slots[row])
         for part in ("numbers", "integers", "prompt", "counts", "bias"):
             getattr(both, part)[slot] = getattr(alone, part)[0]
+        both.argmax[slot] = alone.argmax[0]
     rows, work = (logits, POSITIONS[[0, 1, 2, 2]], tokens), launch.Workspace(4, 300, "cpu")
     of_rows = RowOwners(slots, starts)
     found = launch.sample_rows(*rows, torch.ones_like(tokens), of_rows, both, work).clone()

@@ -18,18 +18,24 @@ def test_host_is_the_reference(rows: int, seed: int, start: int) -> None:
     for row in range(1, rows):
         ancestors.append(ancestors[below(row)] | 1 << row)
     signed = torch.tensor([[bits - 2**64 if bits >= 2**63 else bits for bits in ancestors]])
-    last, slots = torch.tensor([below(rows + 1) - 1]), torch.tensor([1])
+    last, slots = below(rows), torch.tensor([1])
+    path = [row for row in range(rows) if ancestors[last] >> row & 1]
     table = torch.randperm(6, generator=generator).view(2, 3)
-    found = []
-    for way in (host, reference):
-        state = {
+    states = [
+        {
             "path": torch.full((2, 64), 9),
             "count": torch.tensor([5, 6]),
             "lengths": torch.tensor([3, start]),
         }
-        planes = [torch.arange(2 * 6 * 64 * 2.0).view(1, 6, 2, 64, 2) * sign for sign in (1, -1)]
-        kept = way.commit_path(signed, last, slots, **state)
-        way.move_rows(planes, kept, slots, table)
-        found.append([kept.counts, kept.starts, kept.source, *state.values(), *planes])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other) and one.dtype == other.dtype
+        for _ in range(2)
+    ]
+    planes = [
+        [torch.arange(2 * 6 * 64 * 2.0).view(1, 6, 2, 64, 2) * sign for sign in (1, -1)] for _ in range(2)
+    ]
+    kept = reference.commit_path(signed, torch.tensor([last]), slots, **states[0])
+    reference.move_rows(planes[0], kept, slots, table)
+    before = host.commit_rows(path, 1, size=rows, **states[1])
+    host.move_rows(planes[1], path, before, table[1])
+    assert before == int(kept.starts) and len(path) == int(kept.counts)
+    for one, other in zip([*states[0].values(), *planes[0]], [*states[1].values(), *planes[1]], strict=True):
+        assert torch.equal(one, other)

@@ -80,6 +80,8 @@ NUMBERS = {
     "ring",
     "sequences",
     "spare_page",
+    "size",
+    "each",
 }
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}
@@ -103,8 +105,8 @@ SIMPLE = {
         f"embedding {bits}": (embedding._embed_kernel, {"WIDTH": 5120, "BITS": bits, "COLUMNS": 256})
         for bits in embedding.TYPES.values()
     },
-    "tree": (slot_mapping._pad_kernel, {"SIZE": 24, "BLOCK": 32}),
-    "ragged rows": (slot_mapping._ragged_kernel, {"SEQUENCES": 16, "SIZE": 64, "BLOCK": 64}),
+    "tree": (slot_mapping._pad_kernel, {"BLOCK": 64}),
+    "ragged rows": (slot_mapping._ragged_kernel, {"BLOCK": 64}),
     "move": (
         commit._move_kernel,
         {"ROWS": 64, "BLOCK": 64, "HEADS": 4, "PAGE": 64, "WIDTH": 128, "BLOCK_WIDTH": 128},
@@ -115,7 +117,7 @@ BY_SEQUENCE = {
         slot_mapping._slot_mapping_kernel,
         {"PAGE": 64, "PAGES": 129, "SAVED": 64, "BLOCK": 256},
     ),
-    "path": (commit._commit_kernel, {"ROWS": 64, "BLOCK": 64}),
+    "path": (commit._commit_kernel, {"BLOCK": 64}),
     "index": (conv._index_kernel, {"WIDTH": 4, "BLOCK": 128}),
     "conv": (
         conv._conv_kernel,

@@ -10,7 +10,7 @@ from treeflash.gguf.quantise import quantise
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
-from treeflash.kernels.native.library import KINDS, usable_variants
+from treeflash.kernels.native.library import KINDS, parsed_flags, usable_variants
 from treeflash.kernels.native.memory import WeightMemory
 from treeflash.kernels.sampling import SamplingState, rank
 from treeflash.kernels.sampling import rank_rows as rank_state_rows
@@ -123,6 +123,13 @@ def test_variants_by_cpu_flags() -> None:
     assert usable_variants(frozenset(base)) == ["avx2"]
     assert usable_variants(frozenset(base | {"avx_vnni"})) == ["avxvnni", "avx2"]
     assert usable_variants(frozenset(base | wide)) == ["avx512vnni", "avx2"]
+    x86 = "processor\t: 0\nflags\t\t: avx2 fma f16c bmi2 movbe sse\nprocessor\t: 1\nflags\t\t: none\n"
+    arm = "processor\t: 0\nFeatures\t: fp asimd asimdhp asimddp\nCPU implementer\t: 0x41\n"
+    assert usable_variants(parsed_flags(x86)) == ["avx2"]
+    assert usable_variants(parsed_flags(arm)) == ["neon"]
+    assert (
+        usable_variants(parsed_flags(arm.replace("asimddp", ""))) == [] == usable_variants(parsed_flags(""))
+    )
 
 
 @pytest.mark.parametrize("columns", [1, 7, 16, 511, 512, 513, 2051])

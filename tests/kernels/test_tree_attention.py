@@ -88,7 +88,17 @@ def test_tiles_fit_and_their_existence_does_not_depend_on_the_rows(
         assert tile.queries in (*NARROW, *WIDE) and tile.stages >= 2
         assert tile.shared_bytes <= card.shared_per_block
         assert tile.resident * (tile.shared_bytes + 1024) <= card.shared_per_processor
-        assert tile.queries in WIDE or rows * group <= tile.queries
+        several = tile_of(card, *pair, 48)
+        assert tile.queries in WIDE or rows * group <= tile.queries or tile == several
+
+
+def test_q8_0_has_a_tile_in_99_kib_for_any_number_of_rows(tmp_path: Path) -> None:
+    for card in (CARDS["RTX 3090"], CARDS["RTX 4090"], CARDS["RTX 5090"]):
+        for queries in (6, 48, 144, 384):
+            tile = tile_of(card, "q8_0", "q8_0", queries)
+            assert tile is not None and tile.shared_bytes <= 99 << 10, (card, queries)
+        assert tile_of(card, "q8_0", "q8_0", 144) == tile_of(card, "q8_0", "q8_0", 24)
+    assert resources(card, tile, tmp_path)[1] == 0
 
 
 def test_trees_are_covered_with_little_padding() -> None:

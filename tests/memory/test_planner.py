@@ -27,7 +27,7 @@ from treeflash.memory.estimate import EMBEDDING, MemoryEstimate, draft_quant, es
 from treeflash.memory.planner import AUTO_FORMATS, MemoryPlanner, format_names
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft, open_draft
-from treeflash.models.measure import held_bytes, tile_space
+from treeflash.models.measure import held_bytes, measured
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import WeightLoader
 from treeflash.state.draft_ring import draft_buffers
@@ -45,7 +45,7 @@ KV_FORMATS = [(FORMATS[k], FORMATS[v]) for k, v in (*AUTO_FORMATS, ("tq3_0", "tq
 def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: str, mix: str) -> None:
     with GGUFFile.open(tiny_model(family, width=256, mix=mix)) as file:
         spec = ModelSpec.from_gguf(file)
-        space = tile_space(file, lambda loader: Decoder(spec, loader, CPU))
+        space = measured(file, lambda loader: Decoder(spec, loader, CPU)).tile_bytes
         loader = WeightLoader(file, device=CPU, tiles=True, space=space)
         decoder = Decoder(spec, loader, CPU)
         estimate = estimate_memory(file, spec, EngineConfig(), "cuda", context=256)
@@ -58,6 +58,43 @@ def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: s
         hidden = torch.randn(2, spec.width)
         apart = Decoder(spec, WeightLoader(file, device=CPU, tiles=True), CPU)
         assert torch.equal(decoder.logits(hidden), apart.logits(hidden))
+
+
+def test_experts_in_host_memory_to_the_byte(tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("qwen35moe", width=256, mix="q4_k_m")) as file:
+        spec = ModelSpec.from_gguf(file)
+        plans = [
+            estimate_memory(file, spec, EngineConfig(experts_host=count), "cuda", context=256)
+            for count in (0, 3, 4)
+        ]
+        loader = WeightLoader(file, device=CPU, tiles=True, host_experts=3)
+        stacks = Decoder(spec, loader, CPU).routed
+    assert plans[0].host_experts == 0 and plans[2].routed < plans[1].routed < plans[0].routed
+    for plan in plans[1:]:
+        assert plans[0].parts["weights"] - plan.parts["weights"] == plan.host_experts
+    # Gate and up joined, and down, of each layer; types differ between layers.
+    assert sum(stack.data.numel() for stack in stacks[:6]) == plans[1].host_experts
+
+
+def test_experts_in_host_memory_are_named_and_checked(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(family: str, device: torch.device = GPU, limit: int = 8 * GIB, **settings) -> str:
+        config = EngineConfig(max_ctx=512, speculation=None, **settings)
+        with GGUFFile.open(tiny_model(family, width=256, mix="q4_k_m")) as file:
+            spec = ModelSpec.from_gguf(file)
+            return MemoryPlanner.create(file, spec, config, device, assumed_budget(limit)).plan().line()
+
+    assert "of experts in host memory" in planned("qwen35moe", experts_host=2)
+    assert "experts" not in planned("qwen35moe")
+    for family, count, needed in (("qwen35moe", 5, "0 to 4"), ("qwen35", 1, "0: tiny random qwen35 has no")):
+        with pytest.raises(UsageError, match=f"`experts_host` is {count}, needed {needed}"):
+            planned(family, experts_host=count)
+    with pytest.raises(UsageError, match="on a CPU all weights are in host memory"):
+        planned("qwen35moe", CPU, experts_host=1)
+    monkeypatch.setattr("treeflash.memory.planner.available_memory", lambda device: 1000)
+    with pytest.raises(ResourceError, match="the experts of 2 layers take"):
+        planned("qwen35moe", experts_host=2)
 
 
 @pytest.mark.parametrize("expand", [True, False])

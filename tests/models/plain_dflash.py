@@ -56,11 +56,26 @@ class PlainDraft:
         cap = self._config.get("final_logit_softcapping")
         return cap * np.tanh(logits / cap) if cap else logits
 
+    def own_ids(self) -> list[int] | None:
+        """The target's ids of a reduced vocabulary, one for each row of the draft's own head."""
+        table = self._tensors.get("d2t")
+        return None if table is None else [row + int(distance) for row, distance in enumerate(table)]
+
+    def own_logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Logits of the target's tokens by the draft's own head; those that it does not know are -inf."""
+        own, found = self.own_ids(), self.logits(hidden, self._tensors["lm_head.weight"])
+        assert own is not None
+        every = np.full((len(hidden), len(self._tensors["markov_head.markov_w1.weight"])), -np.inf)
+        for row, id in enumerate(own):
+            every[:, id] = found[:, row]
+        return every
+
     def pair_score(self, row: np.ndarray, before: int, candidate: int) -> float:
         """What the head of DFlash2 or DSpark adds to a candidate's logit after another token; row: hidden."""
         if "markov_head.markov_w1.weight" in self._tensors:
             first, second = (self._tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
-            return float(first[before] @ second[candidate])
+            own = self.own_ids()
+            return float(first[before] @ second[candidate if own is None else own.index(candidate)])
         gate = self._tensors["candidate_selector.hidden_projection.weight"] @ row
         left = self._tensors["candidate_selector.predecessor_codebook"][before]
         return float((left * gate) @ self._tensors["candidate_selector.successor_codebook"][candidate])

@@ -42,7 +42,7 @@ def load(
             "layers.0.attention_conv.kernel_projection.weight",
         ),
         *("layers.0.self_attn.q_proj.bias", "layers.3.mlp.up_proj.weight", "layers.00.mlp.up_proj.weight"),
-        *("fc_layernorm.0.weight", "layers.0.self_attn.sinks", "prefix_gru.weight_ih_l0", "d2t", "fc.bias"),
+        *("fc_layernorm.0.weight", "layers.0.self_attn.sinks", "prefix_gru.weight_ih_l0", "fc.bias"),
     ],
 )
 def test_unknown_tensors(name: str, target: ModelSpec, tmp_path: Path) -> None:

@@ -123,7 +123,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 128}, "hidden_size is 128, needed the target's width, 64"),
     ({"target_layer_ids": [1, 12]}, r"target_layer_ids is \[1, 12\], needed layers of the target, 0 to 11"),
     ({"vocab_size": 999}, "vocab_size is 999, needed the rows of the target's embedding, 320"),
-    ({"draft_vocab_size": 32}, "vocab_size is 32, needed the rows of the target's embedding, 320"),
+    (
+        {"draft_vocab_size": 32},
+        "draft_vocab_size is 32, needed the rows of the target's embedding, 320, or a",
+    ),
     ({"mask_token_id": 320}, "mask_token_id is 320, needed a row of the target's embedding, 0 to 319"),
     # another kind of draft
     (

@@ -14,9 +14,10 @@ from treeflash.kernels import native
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.memory.planner import plan_memory
 from treeflash.models.decoder import Decoder, Target
-from treeflash.models.native import NativeDecoder, native_gap, packed_model_bytes
+from treeflash.models.native import NativeDecoder, NativeLoader, native_gap, packed_model_bytes
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import Step
+from treeflash.models.weights import WeightLoader
 from treeflash.state.sequences import CacheConfig, SequenceStates
 
 pytestmark = needs_native
@@ -231,3 +232,35 @@ def test_packed_weights_take_what_the_file_takes() -> None:
     with GGUFFile.open(PAIR) as file:
         size = packed_model_bytes(file, ModelSpec.from_gguf(file))
         assert size <= 1.03 * sum(info.nbytes for info in file.tensors.values())
+
+
+def test_a_load_gives_back_what_it_has_read(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each matrix is packed from the mapped file, whose pages then leave the process's memory."""
+    path, released = tiny_model(layers=4), []
+    release = GGUFFile.release
+
+    def noted(file: GGUFFile, name: str) -> None:
+        before = bytes(file.raw(name))
+        release(file, name)
+        assert bytes(file.raw(name)) == before  # still readable
+        released.append(name)
+
+    monkeypatch.setattr(GGUFFile, "release", noted)
+    monkeypatch.setattr(NativeLoader, "_packed", vectors_only)
+    loaded(path, threads=1)
+    with GGUFFile.open(path) as file:
+        matrices = {name for name, info in file.tensors.items() if is_matrix(name, info.shape)}
+    assert matrices == set(released)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name.endswith(".weight") and "conv1d" not in name
+
+
+def vectors_only(loader: NativeLoader, name: str) -> torch.Tensor:
+    """Copy a tensor, which no matrix may be."""
+    info = loader._file.tensors[name]
+    assert not is_matrix(name, info.shape), f"{name} was copied"
+    return WeightLoader._packed(loader, name)

@@ -15,8 +15,9 @@ GONE = {
     "windows": (
         *("sysconf", "sysconf_names", "getloadavg", "sched_getaffinity", "getuid", "geteuid", "fork"),
         *("fchmod", "mkfifo", "statvfs", "uname", "setsid", "getpgid", "killpg", "nice", "ttyname"),
+        *("posix_fadvise", "preadv"),
     ),
-    "macos": ("sched_getaffinity",),
+    "macos": ("sched_getaffinity", "posix_fadvise"),
 }
 SIGNALS = {"windows": ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "SIGPIPE"), "macos": ()}
 

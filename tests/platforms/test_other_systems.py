@@ -74,7 +74,7 @@ def test_the_server(environment, tmp_path):
             assert server.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.2)
         address = log.read_text().split("answers at ")[1].split()[0]
-        body = b'{"model": "m", "prompt": "def f(n):", "max_tokens": 4}'
+        body = b'{"model": "m", "prompt": "def f(n):", "max_tokens": 4, "temperature": 0}'
         request = urllib.request.Request(
             f"{address}/v1/completions", body, {"Content-Type": "application/json"}
         )

@@ -34,7 +34,9 @@ class Recorder:
         self.files = None if folder is None else SnapshotFiles(folder, identity, limit=limit)
         self.cache = PrefixCache(self.store, PrefixCacheConfig(budget, self.files))
 
-    def read(self, tokens: Sequence[int], snapshots: dict[int, SnapshotKind]) -> int:
+    def read(
+        self, tokens: Sequence[int], snapshots: dict[int, SnapshotKind], unused_s: float | None = None
+    ) -> int:
         """Prefill a prompt whose chunks end anywhere, take snapshots, and return the cached tokens."""
         slot = self.states.open()
         found = self.cache.restore(slot, tokens, range(len(tokens)))
@@ -46,7 +48,9 @@ class Recorder:
                 if end in snapshots:
                     ring = torch.tensor(tokens[:end])
                     rings = SavedRings(end, 0, [(ring, -ring)])
-                    self.cache.insert(slot, tokens[:end], snapshots[end], lambda rings=rings: rings)
+                    self.cache.insert(
+                        slot, tokens[:end], snapshots[end], lambda rings=rings: rings, unused_s=unused_s
+                    )
         self.check(slot, tokens, None)
         self.states.close(slot)
         self.cache.write()

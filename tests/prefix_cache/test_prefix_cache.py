@@ -13,6 +13,7 @@ from tests.prefix_cache.recorder import Recorder
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.spec import ModelSpec
 from treeflash.prefix_cache.boundaries import SnapshotKind
+from treeflash.prefix_cache.snapshot import packed
 from treeflash.state import snapshots
 from treeflash.state.sequences import PAGE
 
@@ -89,6 +90,22 @@ def test_superseded_snapshots_are_evicted_first(spec: ModelSpec) -> None:
     # A third conversation: the least recently used snapshot is evicted, the system prompt stays.
     reader.read([*system, *text(9, 50)], {21: "turn", 30: "answer"})
     assert reader.read([*system, *text(10, 50)], {}) == 8
+
+
+def test_what_nobody_has_used_in_its_time_is_evicted_first(spec: ModelSpec, tmp_path: Path) -> None:
+    reader = Recorder(spec, folder=tmp_path)
+    used, ahead, fresh = (text(seed, 100) for seed in (1, 2, 3))
+    reader.read(used, {90: "turn"})
+    reader.read(ahead, {90: "turn"}, unused_s=0.0)
+    reader.read(fresh, {90: "turn"}, unused_s=1000.0)
+    assert reader.cache._evict_lru(None) and len(reader.cache) == 2
+    found = [reader.cache.match(tokens, range(100)) is not None for tokens in (used, ahead, fresh)]
+    assert found == [True, False, True]
+    # Once it was used it is like any other, but it is not written to a file before.
+    assert [each.expires for each in reader.cache._snapshots] == [None, None]
+    assert reader.files is not None
+    reader.files.flush()
+    assert [each.tokens for each in reader.files.entries] == [packed(used[:90])]
 
 
 def test_no_snapshots_without_a_budget(spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
@@ -200,3 +217,20 @@ def test_restored_states_match_the_text_after_any_edits(
     with GGUFFile.open(tiny_model(family)) as file:
         made = machine(ModelSpec.from_gguf(file), tmp_path)
     run_state_machine_as_test(made, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
+
+
+def test_a_busy_engine_reuses_memory_before_it_pins_more(spec: ModelSpec) -> None:
+    reader = Recorder(spec)
+    reader.read(text(1, 50), {40: "turn"})
+    each = reader.cache.usage.host_bytes
+    assert each > reader.store.state_bytes > 0
+    reader.read(text(2, 50), {40: "turn"})
+    reader.store.reserve.pinned = 3 * each - 1
+    slot = reader.states.open()
+    reader._write(slot, text(3, 40))
+    insert = {"slot": slot, "tokens": text(3, 40), "kind": "answer", "draft": lambda: None}
+    reader.cache.insert(**insert)
+    assert len(reader.cache) == 3
+    reader.cache.insert(**(insert | {"kind": "turn"}), busy=True)
+    assert len(reader.cache) == 2  # the same tokens once, and the oldest is gone
+    assert not reader.cache.use_idle_time()  # nothing is pinned on a CPU

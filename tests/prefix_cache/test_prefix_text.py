@@ -11,7 +11,7 @@ import torch
 from tests.engine.driving import drive
 from tests.tiny_draft import draft_config, save_draft
 from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
+from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
 from treeflash.engine.sampler import SamplingParams
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
@@ -26,6 +26,7 @@ from treeflash.state.draft_ring import draft_buffers
 
 OPENER, CHUNK, MAX_CTX = 3, 64, 640
 GENERATED = 10
+CACHE = PrefixCacheConfig(1 << 30)
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Pair:
 
     def engine(self, **options) -> Engine:
         # Rings shorter than the texts, so that restored rings have wrapped around.
-        buffers = draft_buffers(self.draft.spec, max_ctx=MAX_CTX, context=96)
+        buffers = draft_buffers(self.draft.spec, max_ctx=MAX_CTX, context=96, slots=options.get("slots", 1))
         block = DFlashModel(self.draft, self.target, buffers)
         drafter = Speculator(block, SpecConfig(budget=7, adaptive=False), StepCosts())
         return Engine(
@@ -184,3 +185,61 @@ def test_a_restored_prefill_leads_to_the_same_state_bit_for_bit(pair: Pair) -> N
     assert one.draft is not None and other.draft is not None
     for mine, its in zip(one.draft.rings, other.draft.rings, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def ahead(prompt: list[int], seconds: float = 60.0) -> Request:
+    return Request(prompt, boundaries=boundaries(prompt), prefill_for_s=seconds)
+
+
+def document(count: int = 400) -> list[int]:
+    choose = random.Random(7)
+    return [OPENER, *(choose.randrange(10, 200) for _ in range(count))]
+
+
+def test_prefill_alone_samples_nothing_and_the_text_after_it_is_the_same(pair: Pair) -> None:
+    engine, text = pair.engine(prefix_cache=CACHE), document()
+    events = list(engine.generate(ahead(text)))
+    assert not any(isinstance(event, Tokens) for event in events) and isinstance(events[-1], Done)
+    question = [*text, 11, 12, OPENER, 5]
+    assert ask(engine, question) == (pair.expected(question), len(text) // CHUNK * CHUNK)
+    # A second time there is nothing to do.
+    again = [event for event in engine.generate(ahead(text)) if isinstance(event, Progress)]
+    assert [event.done for event in again] == [len(text) // CHUNK * CHUNK]
+
+
+@pytest.mark.parametrize(("slots", "runner"), [(1, "eager"), (3, "graph")])
+def test_prefill_alone_gives_way_and_goes_on_later(pair: Pair, slots: int, runner: str) -> None:
+    engine, text = pair.engine(prefix_cache=CACHE, slots=slots, runner=runner), document()
+    sequence = engine.add(ahead(text))
+    while sequence.processed < 2 * CHUNK:
+        engine.step()
+    other = [OPENER, *range(20, 60), OPENER, 5]
+    assert ask(engine, other) == (pair.expected(other), 0)
+    assert sequence.slot < 0 and not sequence.finished
+    # The same text in the meantime finds what was read.
+    question = [*text[:300], OPENER, 5]
+    assert ask(engine, question) == (pair.expected(question), 2 * CHUNK)
+    while not sequence.finished:
+        engine.step()
+    assert sequence.processed == len(text) // CHUNK * CHUNK
+    engine.release(sequence)
+    longer = [*text, 11, OPENER, 5]
+    assert ask(engine, longer) == (pair.expected(longer), len(text) // CHUNK * CHUNK)
+    assert engine.idle
+
+
+def test_what_was_read_before_a_cancellation_stays(pair: Pair) -> None:
+    engine, text = pair.engine(prefix_cache=CACHE), document()
+    sequence = engine.add(ahead(text))
+    while sequence.processed < 3 * CHUNK:
+        engine.step()
+    engine.cancel(sequence)
+    question = [*text, OPENER, 5]
+    assert ask(engine, question) == (pair.expected(question), 3 * CHUNK)
+    assert engine.idle
+
+
+def test_a_short_prompt_leaves_nothing_to_prefill(pair: Pair) -> None:
+    engine = pair.engine(prefix_cache=CACHE)
+    assert isinstance(list(engine.generate(ahead([OPENER, 10, 11])))[-1], Done)
+    assert engine.idle and len(engine.prefixes) == 0

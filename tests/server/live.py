@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from tests.server.scripted import Script, ScriptedSession, echo
@@ -11,8 +11,9 @@ from treeflash.config import ServerConfig
 from treeflash.server.app import create_app
 from treeflash.server.listen import bind
 from treeflash.server.metrics import Metrics
+from treeflash.server.models import Models, ServedModel
 from treeflash.server.run import make_server
-from treeflash.session.worker import EngineWorker, Loader, TextSession
+from treeflash.session.worker import EngineWorker, Loader, TextSession, Turns
 
 MODEL = "treeflash-test"
 
@@ -33,16 +34,29 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(load: Loader, config: ServerConfig | None = None, *, wait: bool = True) -> Generator[Live]:
+def live(
+    load: Loader,
+    config: ServerConfig | None = None,
+    *,
+    others: Sequence[ServedModel] = (),
+    wait: bool = True,
+) -> Generator[Live]:
+    """`others`: further models that requests may name."""
     config = replace(config or ServerConfig(), port=0, drain_s=1)
     metrics = Metrics()
-    worker = EngineWorker(load, max_queue=config.max_queue, ended=metrics.count)
-    app = create_app(worker, config, metrics=metrics, model_name=config.model_name or MODEL)
-    server = make_server(app, config)
+    turn = Turns() if others else None
+    served = [ServedModel(config.model_name or MODEL, load), *others]
+    models = Models(
+        served,
+        config,
+        lambda load: EngineWorker(load, max_queue=config.max_queue, ended=metrics.count, turn=turn),
+    )
+    worker = models.first.worker
+    server = make_server(create_app(models, config, metrics=metrics), config)
     listening = bind(config)
     port = listening.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    worker.start()
+    models.start()
     thread.start()
     while not server.started:
         time.sleep(0.005)
@@ -53,7 +67,7 @@ def live(load: Loader, config: ServerConfig | None = None, *, wait: bool = True)
     finally:
         server.should_exit = True
         thread.join(10)
-        worker.close()
+        models.close()
 
 
 @contextlib.contextmanager

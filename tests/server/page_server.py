@@ -36,6 +36,7 @@ class Script:
     refuse: str = ""  # message of a 400
     finish: str = "stop"
     plain_answer: str | None = None  # when plain decoding is to differ
+    models: tuple[str, ...] = ("treeflash-40m",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     vanished: threading.Event = field(default_factory=threading.Event)
 
@@ -98,7 +99,8 @@ def chunks(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     }
     last = {"index": 0, "delta": {}, "finish_reason": script.finish}
     yield {"object": "chat.completion.chunk", "choices": [last], "treeflash": {"stats": stats}}
-    yield {"object": "chat.completion.chunk", "choices": [], "usage": {"completion_tokens": position}}
+    usage = {"prompt_tokens": 100, "completion_tokens": position}
+    yield {"object": "chat.completion.chunk", "choices": [], "usage": usage}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -134,7 +136,10 @@ class _Handler(BaseHTTPRequestHandler):
             if not self._loading():
                 self._answer(200, b'{"status": "ok"}')
         elif name == "v1/models":
-            self._answer(200, json.dumps({"data": [{"id": "treeflash-40m"}]}).encode())
+            models = [{"id": name, "max_model_len": 8192} for name in self.server.script.models]
+            self._answer(200, json.dumps({"data": models}).encode())
+        elif name == "props":
+            self._answer(200, json.dumps({"sampling": {"temperature": 0.7, "top_k": 40}}).encode())
         elif (PAGE / name).is_file() and "/" not in name:
             path = PAGE / name
             self._answer(200, path.read_bytes(), TYPES[path.suffix] + "; charset=utf-8")

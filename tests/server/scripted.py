@@ -79,6 +79,9 @@ class ScriptedSession:
         self.encode(request)
         return request
 
+    def scores(self, request: TextRequest) -> bool:
+        return False
+
     @property
     def running(self) -> int:
         return len(self._generations)

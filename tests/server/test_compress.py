@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from tests.text.templates import QWEN35
 from treeflash.compress.compressor import Compressor
 from treeflash.compress.conversation import Wanted
 from treeflash.compress.words import WordScorer
-from treeflash.config import EngineConfig
+from treeflash.config import CompressConfig, EngineConfig
+from treeflash.session.attention_scorer import AttentionScorer
 from treeflash.session.loading import load_session
 from treeflash.text.template import ChatTemplate
 
@@ -114,3 +116,33 @@ def test_agents_keep_system_prompt_tools_calls_and_last_turns(echo_server: Live,
     start = old.index(TEXT)
     assert new[:start] == old[:start] and new.endswith(old[start + len(TEXT) :])
     assert FACT in new and len(new) < len(old) - len(TEXT) // 2
+
+
+def test_a_model_scores_in_a_thread_of_its_own_and_others_go_on(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More texts are scored than there are threads for the prompts of others."""
+    scoring, going, names = threading.Semaphore(0), threading.Event(), []
+    score = AttentionScorer.score
+
+    def slow(self, *args):
+        names.append(threading.current_thread().name)
+        scoring.release()
+        assert going.wait(60)
+        return score(self, *args)
+
+    monkeypatch.setattr(AttentionScorer, "score", slow)
+    compress = CompressConfig("auto", above=800, scorer=tiny_model("qwen3"))
+    config = EngineConfig(device="cpu", max_ctx=8192, compress=compress)
+    with live(lambda progress: load_session(tiny_model(context=8192), config, progress=progress)) as server:
+        route = "/v1/chat/completions"
+        long = [threading.Thread(target=post, args=(server, route)) for _ in range(40)]
+        for each in long:
+            each.start()
+        assert scoring.acquire(timeout=60)
+        assert post(server, route, messages=[{"role": "user", "content": "Hello"}]).status_code == 200
+        going.set()
+        for each in long:
+            each.join(60)
+    # The same conversation is scored once.
+    assert len(names) == 1 and names[0].startswith("scoring")

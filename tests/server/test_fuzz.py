@@ -19,6 +19,7 @@ PATHS = {
     "/v1/responses": codex(turn=2),
     "/v1/messages": claude_code(turn=2),
     "/v1/messages/count_tokens": claude_code(turn=2),
+    "/v1/prefill": {"messages": [{"role": "user", "content": "x"}], "lifetime": 9, "system": "x"},
     "/tokenize": {"content": "x"},
     "/detokenize": {"tokens": [1, 2]},
     "/apply-template": {"messages": [{"role": "user", "content": "x"}], "tools": []},

@@ -251,6 +251,8 @@ def test_requests_while_loading():
             "running": 0,
             "parallel": 1,
             "max_queue": 64,
+            "models": 1,
+            "models_max": 1,
             "pid": os.getpid(),
         }
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200

@@ -366,6 +366,7 @@ def test_an_engine_error_fails_only_its_request():
         with pytest.raises(openai.InternalServerError) as caught:
             ask("odd bad")
         assert "secret" not in str(caught.value)
+        assert caught.value.response.headers["connection"] == "close"  # the server ends it after an error
         with pytest.raises(openai.APIError, match="the card is gone"):
             list(ask("bad", stream=True))
         with client.responses.stream(model="m", input="bad") as stream:

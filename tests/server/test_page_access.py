@@ -10,6 +10,7 @@ pytest_plugins = ["tests.server.page_browser"]
 pytestmark = pytest.mark.browser
 Open = Callable[..., Page]
 
+CONTROLS = "button|textbox|combobox|slider|spinbutton|radio|switch|checkbox|meter"
 # WCAG contrast of a CSS variable against the page's background, both resolved by the browser.
 CONTRAST = """(name) => {
   const probe = document.body.appendChild(document.createElement('span'));
@@ -65,9 +66,7 @@ def test_every_control_has_a_name(open_page: Open, width: int):
         if opener is not None:
             page.get_by_role("button", name=opener, exact=True).click()
         snapshot = page.locator("body").aria_snapshot()
-        controls = re.findall(
-            r"^\s*- (button|textbox|slider|spinbutton|radio|switch|checkbox)\b(.*)$", snapshot, re.M
-        )
+        controls = re.findall(rf"^\s*- ({CONTROLS})\b(.*)$", snapshot, re.M)
         assert len(controls) > 3
         assert [kind for kind, rest in controls if not rest.strip().startswith('"')] == [], snapshot
         if opener is not None:

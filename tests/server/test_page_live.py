@@ -84,3 +84,31 @@ def test_a_key_given_to_the_browser_serves_the_page_and_its_requests(chromium: B
         expect(page.locator(".message.assistant .prose")).to_contain_text("You said: hello there")
         expect(page.locator("#key-dialog")).to_be_hidden()
         page.context.close()
+
+
+def test_a_long_message_is_read_while_the_question_is_typed(chromium: Browser, tree_server: Live) -> None:
+    page = opened(chromium, tree_server)
+    choose(page, seed="4", max_tokens="4")
+    text = "The harbour master counts the boats every morning, and nobody knows why. " * 40
+    with page.expect_response("**/v1/prefill") as read:
+        page.fill("#prompt", text)
+    assert read.value.json()["ready_tokens"] == 512
+    expect(page.locator("#status")).to_have_text("Read ahead: 512 tokens.")
+    with page.expect_response("**/v1/chat/completions") as answered:
+        ask(page, f"{text} Who counts?")
+    assert '"cached_tokens":512' in answered.value.text()
+    # A file that is dropped stands in front of the message.
+    drop = """([name, text]) => {
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([text], name));
+        document.querySelector("#composer").dispatchEvent(
+            new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true }));
+    }"""
+    page.click("#new-chat")
+    with page.expect_response("**/v1/prefill") as read:
+        page.evaluate(drop, ["notes.txt", text.replace("boats", "gulls")])
+    assert read.value.json()["complete"]
+    assert page.input_value("#prompt").startswith("notes.txt:\n```\nThe harbour")
+    page.fill("#prompt", "")
+    page.evaluate(drop, ["image.png", "\0\1"])
+    expect(page.locator("#status")).to_have_text("image.png is not a text file.")

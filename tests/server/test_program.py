@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from treeflash.hub.catalog import named
+
 PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
 SMALL = ["--device", "cpu", "--max-ctx", "512", "--offline"]
 LONG = {
@@ -104,13 +106,14 @@ def test_sigint_cancels_running_requests(surroundings: dict[str, str]):
             child.send_signal(signal.SIGINT)
             last = list(chunks)[-1]
         assert last["error"]["code"] == "unavailable" or last["choices"][0]["finish_reason"] == "stop"
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
 
 
 LOADS = """
 import time
 from treeflash.config import ServerConfig
 from treeflash.server.listen import bind
+from treeflash.server.models import ServedModel
 from treeflash.server.run import serve
 
 def load(progress):
@@ -120,7 +123,7 @@ def load(progress):
 config = ServerConfig(port=0)
 listening = bind(config)
 print(listening.getsockname()[1], flush=True)
-serve(load, config, listening, model_name="slow")
+serve([ServedModel("slow", load)], config, listening)
 """
 
 
@@ -138,7 +141,7 @@ def test_a_signal_during_loading_ends_the_server(surroundings: dict[str, str], n
             0.25,
         )
         child.send_signal(number)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
 
 
 def test_daemon_and_stop(surroundings: dict[str, str], tmp_path: Path):
@@ -153,12 +156,22 @@ def test_daemon_and_stop(surroundings: dict[str, str], tmp_path: Path):
 
     nothing = program("stop")
     assert nothing.returncode == 1 and "no server runs in the background" in nothing.stderr
-    start = ["serve", "--port", str(port), "--daemon", "--log-file", str(tmp_path / "log"), *SMALL]
+    other = tmp_path / "other.gguf"
+    other.symlink_to(named("treeflash-40m")[0].pair.target)
+    models = ["treeflash-40m", str(other)]
+    start = ["serve", *models, "--port", str(port), "--daemon", "--log-file", str(tmp_path / "log"), *SMALL]
     begun = program(*start)
     assert begun.returncode == 0, begun.stderr
     try:
         assert f"treeflash-40m answers at http://127.0.0.1:{port}" in begun.stdout
-        assert httpx2.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"] == "treeflash-40m"
+        listed = httpx2.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == ["treeflash-40m", "other"]
+        body = {"model": str(other), "prompt": "def f(n):", "max_tokens": 4}
+        httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).raise_for_status()
+        found = json.loads(program("ps", "--json").stdout)["models"]
+        (shown,) = [each for each in found if each["address"] == f"http://127.0.0.1:{port}"]
+        assert (shown["name"], shown["status"], shown["running"], shown["context"]) == ("other", "ok", 0, 512)
+        assert shown["memory_bytes"] > 1 << 20
         again = program(*start)
         assert again.returncode == 2 and "in the background" in again.stderr
     finally:

@@ -167,12 +167,16 @@ def test_turns_share_their_prefix_and_get_what_they_need(tiny_model: Callable[..
     assert later.compression is not None and later.compression.kept_tokens < 0.5 * later.sent_tokens
 
 
-def test_attention_scores_in_the_thread_of_the_engine(tiny_model: Callable[..., Path]) -> None:
+def test_where_a_device_has_one_thread_its_scorer_waits_for_it(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
     config = replace(AUTO, scorer=tiny_model("qwen3"))
     session = load_session(
         tiny_model(context=8192), EngineConfig(max_ctx=8192, device="cpu", compress=config)
     )
     request = TextRequest(messages=asking(document=text(sentences=40)))
+    monkeypatch.setattr(session._compression._compressor.scorer._model, "any_thread", False)
     assert session.check(request).encoded is None
     short = TextRequest(messages=[{"role": "user", "content": "hello"}])
     assert session.check(short).encoded is not None
@@ -186,7 +190,7 @@ def test_attention_scores_in_the_thread_of_the_engine(tiny_model: Callable[..., 
 def test_compressed_requests_run_beside_others(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model scores in the thread of the worker, once for all choices; each text is that of a run alone."""
+    """On a CPU a model scores in the thread of its request; each text is that of a run alone."""
     config = EngineConfig(
         max_ctx=8192, device="cpu", compress=replace(AUTO, scorer=tiny_model("qwen3")), parallel=3
     )
@@ -209,7 +213,8 @@ def test_compressed_requests_run_beside_others(
     assert worker.ready.wait(60)
 
     async def all_of(*given: TextRequest) -> list[Finished]:
-        job = worker.submit(*map(worker.session.check, given))
+        checked = await asyncio.to_thread(lambda: [worker.session.check(each) for each in given])
+        job = worker.submit(*checked)
         return [event async for batch in job.batches() for _, event in batch if isinstance(event, Finished)]
 
     async def run() -> list[list[Finished]]:
@@ -220,5 +225,7 @@ def test_compressed_requests_run_beside_others(
     finally:
         worker.close()
     assert first.tokens == second.tokens == expected[0] and other.tokens == expected[1]
-    assert first.stats.compression == second.stats.compression and other.stats.compression is None
-    assert threads == ["engine"]
+    assert first.stats.compression is not None and other.stats.compression is None
+    assert first.stats.prompt_tokens == second.stats.prompt_tokens < first.stats.sent_tokens
+    # The second choice is the same conversation again.
+    assert len(threads) == 1 and "engine" not in threads

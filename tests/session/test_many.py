@@ -131,8 +131,41 @@ def test_text_does_not_depend_on_company(
     alone: list[Output], parallel: int, speculation: SpecConfig | None
 ) -> None:
     made = session(parallel, speculation=speculation)
+    beside = []  # prompts that steps of others read
+    if parallel == 6:
+        made.engine.short = 256  # as on a GPU
+        verify = made.engine.runner.verify
+        made.engine.runner.verify = lambda parts: (
+            beside.extend(part for part in parts if part.given),
+            verify(parts),
+        )[1]
     for index, output in run_all(made, mixed(), seed=parallel).items():
         assert output.facts == alone[index].facts, index
+    assert bool(beside) == (parallel == 6)
+    assert nothing_left(made.engine)
+
+
+def test_a_prompt_that_fails_beside_others_fails_alone(alone: list[Output]) -> None:
+    """Its last tokens are rows of a step whose other tokens are committed."""
+    made = session(2)
+    made.engine.short = 256  # as on a GPU
+    first, second = made.begin(mixed()[0]), None
+    text, failed, ended = "", [], False
+
+    def fail(*_: object) -> None:
+        raise ValueError("damaged")
+
+    while not ended:
+        for generation, event in made.step():
+            if isinstance(event, Failed):
+                failed.append((generation, str(event.error)))
+            elif isinstance(event, Text):
+                text += event.text
+            ended = ended or isinstance(event, Finished)
+        if text and second is None:
+            made.engine._first_token = fail  # ty: ignore[invalid-assignment]
+            second = made.begin(mixed()[5])
+    assert failed == [(second, "damaged")] and text == alone[0].text and first.ended
     assert nothing_left(made.engine)
 
 

@@ -71,7 +71,7 @@ def seconds(environment: dict[str, str], backend: str) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.slow)])
 def test_two_busy_processes_beside_it(backend: str) -> None:
     """At most twice the time of one thread; threads that spin took five to eight times as long."""
     free = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -10,10 +10,10 @@ def test_costs_survive_and_keep_apart(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "costs.json"
     first, second = CostFile(path, "card / model"), CostFile(path, "card / other")
     assert first.load() == StepCosts()
-    first.save(StepCosts({1: 0.004, 24: 0.006}, 0.001))
-    second.save(StepCosts({1: 0.5}, 0.0))
-    assert first.load() == StepCosts({1: 0.004, 24: 0.006}, 0.001)
-    assert second.load() == StepCosts({1: 0.5}, 0.0)
+    first.save(StepCosts({1: 0.004, 24: 0.006}, {0: 0.001, 2: 0.002}))
+    second.save(StepCosts({1: 0.5}))
+    assert first.load() == StepCosts({1: 0.004, 24: 0.006}, {0: 0.001, 2: 0.002})
+    assert second.load() == StepCosts({1: 0.5})
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
 
@@ -34,14 +34,14 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     file = CostFile(path, "card / model")
     assert file.load() == StepCosts()
-    file.save(StepCosts({1: 1.0}, 0.0))
-    assert file.load() == StepCosts({1: 1.0}, 0.0)
+    file.save(StepCosts({1: 1.0}))
+    assert file.load() == StepCosts({1: 1.0})
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("in the way")
     for file in (CostFile(blocker / "costs.json", "key"), CostFile(None, "key")):
-        file.save(StepCosts({1: 1.0}, 0.0))
+        file.save(StepCosts({1: 1.0}))
         assert file.load() == StepCosts()
     assert blocker.read_text() == "in the way" and list(tmp_path.iterdir()) == [blocker]

@@ -14,7 +14,7 @@ from tests.engine.driving import run as drive_to_end
 from tests.engine.test_lossless import SAMPLINGS
 from tests.models.plain_dflash import PlainDraft
 from tests.models.test_dflash2 import PUBLISHED
-from tests.tiny_draft import arrays, draft_config, random_rows, save_draft
+from tests.tiny_draft import arrays, draft_config, gguf_metadata, random_rows, save_draft, save_gguf
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Engine, Request
 from treeflash.gguf.reader import GGUFFile
@@ -34,15 +34,18 @@ PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 class Pair:
     """A tiny target and a DFlash2 draft of it."""
 
-    def __init__(self, path: Path, folder: Path):
+    def __init__(self, path: Path, folder: Path, *, form: str = "safetensors"):
         with GGUFFile.open(path) as file:
             self.target = Decoder.load(file)
             self._head, self._embedding = (
                 file.raw(name).view(np.float32).copy() for name in ("output.weight", "token_embd.weight")
             )
         self.config = draft_config(self.target.spec, **PUBLISHED)
-        self._tensors = arrays(save_draft(folder, self.config))
-        self._draft = DFlashDraft.load(folder, self.target.spec)
+        tensors = save_draft(folder, self.config)
+        self._tensors, saved = arrays(tensors), folder
+        if form == "gguf":
+            saved = save_gguf(folder / "draft.gguf", gguf_metadata(self.config), tensors)
+        self._draft = DFlashDraft.load(saved, self.target.spec)
 
     def model(self) -> DFlashModel:
         model = DFlashModel(self._draft, self.target, draft_buffers(self._draft.spec, max_ctx=1024))
@@ -102,7 +105,9 @@ def pair(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return Pair(tiny_model("qwen35", layers=8), tmp_path_factory.mktemp("second"))
 
 
-def test_edges_equal_the_plain_selectors(pair: Pair) -> None:
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_edges_equal_the_plain_selectors(tiny_model: Callable[..., Path], tmp_path: Path, form: str) -> None:
+    pair = Pair(tiny_model("qwen35", layers=8), tmp_path, form=form)
     proposal = pair.propose(24)
     assert proposal.ids.shape == (DEPTH, CANDIDATES) and proposal.edges.shape == (DEPTH, CANDIDATES + 1, 6)
     assert pair.error(proposal) <= 1e-5

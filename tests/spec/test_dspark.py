@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.driving import run as drive_to_end
@@ -15,11 +16,12 @@ from tests.models.plain_dflash import PlainDraft
 from tests.tiny_draft import arrays, draft_config, gguf_metadata, random_rows, save_draft, save_gguf
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Engine, Request
-from treeflash.errors import UnsupportedModel
+from treeflash.errors import ModelFileError, UnsupportedModel
 from treeflash.gguf.reader import GGUFFile
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft, MarkovHead
 from treeflash.models.draft_spec import DraftSpec
+from treeflash.models.weights import WeightLoader
 from treeflash.spec.dflash import DFlashModel
 from treeflash.spec.policy import StepCosts
 from treeflash.spec.speculator import Speculator
@@ -78,7 +80,8 @@ class Pair:
         plain.append(random_rows(30, 3 * self.target.spec.width, seed=3).numpy())
         mask = self.config["dflash_config"]["mask_token_id"]
         hidden = plain.block(self._embedding[[ANCHOR] + [mask] * (BLOCK - 1)])[-self.depth :]
-        logits = plain.logits(hidden, self._head)
+        own = plain.own_ids() is not None
+        logits = plain.own_logits(hidden) if own else plain.logits(hidden, self._head)
         assert proposal.edges is not None
         worst, largest = 0.0, float(proposal.edges.abs().max())
         for depth, ids in enumerate(proposal.ids.tolist()):
@@ -168,12 +171,66 @@ def test_configs_of_the_speculators_library(pair: Pair) -> None:
     assert spec.width == pair.target.spec.width and spec.rope_theta == pair.draft.spec.rope_theta
 
 
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_a_vocabulary_of_its_own(tiny_model: Callable[..., Path], tmp_path: Path, form: str) -> None:
+    pair = Pair(tiny_model("qwen35", layers=8), tmp_path, form=form, method={"draft_vocab_size": 90})
+    proposal = pair.propose()
+    known = set(PlainDraft(pair.config, pair._tensors).own_ids() or [])
+    assert len(known) == 90 and set(proposal.ids.flatten().tolist()) <= known
+    assert pair.error(proposal) <= 1e-5
+    for name in ("greedy", "T 1.0, everything"):
+        request = Request(PROMPT, 40, SAMPLINGS[name])
+        plain, _ = drive_to_end(Engine(pair.target, max_ctx=256, max_rows=64), request)
+        engine = Engine(pair.target, max_ctx=256, drafter=pair.drafter(budget=22), max_rows=64)
+        assert drive_to_end(engine, request)[0] == plain
+
+
+OWN_BUGS = {
+    "distances read as ids": lambda ids: ids - torch.arange(len(ids)),
+    "ids read as distances": lambda ids: (ids + torch.arange(len(ids))).clamp(max=319),
+    "rows shifted by one": lambda ids: ids.roll(1),
+}
+
+
+@pytest.mark.parametrize("bug", OWN_BUGS)
+def test_wrong_tables_are_noticed(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    read = WeightLoader.token_ids
+
+    def wrong(loader: WeightLoader, name: str, count: int, *, below: int) -> Tensor:
+        return OWN_BUGS[bug](read(loader, name, count, below=below))
+
+    monkeypatch.setattr(WeightLoader, "token_ids", wrong)
+    pair = Pair(tiny_model("qwen35", layers=8), tmp_path, method={"draft_vocab_size": 90})
+    try:
+        assert pair.error(pair.propose()) > 1e-2
+    except (AssertionError, ValueError) as error:
+        assert "other candidates" in str(error) or "not in list" in str(error)
+
+
+def test_tables_that_are_damaged_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    pair = Pair(tiny_model("qwen35", layers=8), tmp_path, method={"draft_vocab_size": 90})
+    tensors = load_file(tmp_path / "model.safetensors")
+    for changed, message in (
+        ({"d2t": tensors["d2t"] + 300}, "token ids from 300 to"),
+        ({"d2t": tensors["d2t"] - torch.arange(90) // 2 * 2}, "holds .* token ids"),
+        ({"d2t": tensors["d2t"][:80]}, r"d2t has shape \[80\], needed \[90\]"),
+        ({"d2t": tensors["d2t"].float()}, "is of type F32, needed I64"),
+        ({"lm_head.weight": tensors["lm_head.weight"][:80]}, r"lm_head.weight has shape"),
+    ):
+        save_file({**tensors, **changed}, tmp_path / "model.safetensors")
+        with pytest.raises((ModelFileError, UnsupportedModel), match=message):
+            DFlashDraft.load(tmp_path, pair.target.spec)
+
+
 def test_reduced_vocabularies_and_plain_drafts_are_refused(
     pair: Pair, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = pair.target.spec
     config = draft_config(target, method={**MARKOV, "draft_vocab_size": 100})
-    save_draft(tmp_path / "small", config)
+    tensors = save_draft(tmp_path / "small", config)
+    save_file({n: t for n, t in tensors.items() if n != "d2t"}, tmp_path / "small" / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="vocab_size is 100, needed the rows of the target's"):
         DFlashDraft.load(tmp_path / "small", target)
     save_draft(tmp_path / "plain", draft_config(target, method={"sample_from_anchor": True}))

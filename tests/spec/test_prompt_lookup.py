@@ -3,6 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treeflash.spec.policy import LookupAccuracy
 from treeflash.spec.prompt_lookup import PromptLookup
 
 
@@ -59,3 +60,17 @@ def test_what_is_proposed_stood_in_the_text(text: list[int], sizes: list[int]) -
     if tokens:
         places = [i for i in range(3, len(text)) if text[i - 3 : i] == text[-3:]]
         assert any(text[i] == tokens[0] for i in places)
+
+
+def test_a_new_text_begins_with_what_is_usual() -> None:
+    """Copies after short matches that were wrong in other texts promise little; longer ones are unchanged."""
+    usual = LookupAccuracy()
+    before = math.exp(LookupAccuracy(usual).log_probability(3))
+    for _ in range(40):
+        LookupAccuracy(usual).observe(3, False)
+    new = LookupAccuracy(usual)
+    assert math.exp(new.log_probability(3)) < before / 3
+    assert new.log_probability(8) == LookupAccuracy().log_probability(8)
+    for _ in range(20):
+        new.observe(3, True)
+    assert math.exp(new.log_probability(3)) > 0.7  # what this text shows counts for more

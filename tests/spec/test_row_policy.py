@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.spec.policy import RowPolicy, StepCosts
+from treeflash.spec.policy import EAGER_SIZES, PLAIN_INTERVAL, RowPolicy, StepCosts
 
 DEPTH = 15
 ROWS = 23
@@ -175,7 +175,7 @@ def test_steps_that_are_planned_ahead_ask_as_often() -> None:
     """A draft that never guesses right: the same questions whether plain steps are planned ahead or not."""
     asked = []
     for ahead in (False, True):
-        policy, rested = RowPolicy(StepCosts({1: 1.0, 24: 1.3}, 0.2), max_rows=24, drafts=True), 0
+        policy, rested = RowPolicy(StepCosts({1: 1.0, 24: 1.3}, {0: 0.2}), max_rows=24, drafts=True), 0
         policy = policy.fork()
         calls = []
         for step in range(400):
@@ -199,3 +199,40 @@ def test_no_rest_where_a_copy_pays() -> None:
     assert policy.plan_root(copied=7, probability=0.01)
     assert not policy.plan_root(copied=7, probability=0.9)
     assert policy._usual.steps == 3
+
+
+def test_rows_are_dear_by_measured_costs() -> None:
+    cheap, dear = StepCosts(step={1: 1.0, 8: 1.5}), StepCosts(step={1: 1.0, 4: 1.8, 12: 4.0})
+    for costs, expected in ((StepCosts(), False), (cheap, False), (dear, True)):
+        assert RowPolicy(costs, max_rows=16, drafts=True).rows_are_dear is expected
+    assert not RowPolicy(dear, max_rows=16, drafts=True, adaptive=False).rows_are_dear
+
+
+def test_a_wrong_cost_of_plain_decoding_is_corrected() -> None:
+    """Where trees are always chosen nothing else would measure it again."""
+    costs, rows = StepCosts(), []
+    policy = RowPolicy(costs, max_rows=8, drafts=False)
+    for step in range(3 * PLAIN_INTERVAL):
+        rows.append(policy.plan(copied=7, probability=0.5).rows)
+        costs.observe_step(rows[-1], 10.0 if step == 0 else 1.0 if rows[-1] == 1 else 4.0)
+    assert rows[0] == 1 and rows[1] > 1 and rows[-PLAIN_INTERVAL:] == [1] * PLAIN_INTERVAL
+
+
+def test_after_many_plain_steps_most_are_not_decided() -> None:
+    costs = StepCosts(step={1: 1.0, 8: 4.0})
+    policy, padded = (
+        RowPolicy(costs, max_rows=8, drafts=False, sizes=sizes) for sizes in (EAGER_SIZES, (1, 8))
+    )
+    rested = []
+    for _ in range(60):
+        for each in (policy, padded):
+            if each.rest():
+                rested.append(each)
+            else:
+                each.plan()
+    assert padded not in rested and 20 <= len(rested) <= 40
+    # A tree ends the rest.
+    while policy.rest():
+        pass
+    assert policy.plan(copied=7, probability=0.99).rows == 8
+    assert not any(policy.rest() for _ in range(3))

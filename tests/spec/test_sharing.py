@@ -18,7 +18,7 @@ POOR = [0.0, 0.3, 0.35, 0.4]
 
 
 def sharing(step: dict[int, float] = STEP, draft: float = 1.2, **options) -> RowSharing:
-    costs = BatchCosts(StepCosts(dict(step), draft))
+    costs = BatchCosts(StepCosts(dict(step), {0: draft}))
     for asked in range(1, 17):
         costs.observe_draft(asked, draft * (0.6 + 0.4 * asked))
     return RowSharing(costs, sizes=SIZES, max_rows=23, **options)
@@ -110,7 +110,7 @@ def test_without_adaptation_all_are_asked_and_all_rows_used() -> None:
 
 
 def test_costs_of_several_texts_are_learnt() -> None:
-    costs = BatchCosts(StepCosts({1: 1.0, 8: 1.2}, 0.5))
+    costs = BatchCosts(StepCosts({1: 1.0, 8: 1.2}, {0: 0.5}))
     assert costs.step(4, 8) == 1.2 and costs.draft(2) == 0.5 and costs.draft(0) == 0.0
     costs.observe_step(4, 16, 3.0)
     costs.observe_draft(2, 0.7)

@@ -232,3 +232,28 @@ def test_tensors_are_copied_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     tensors = [torch.zeros(size, dtype=dtype) for size, dtype in kinds]
     assert snapshots._groups(tensors) == [[0, 2], [1], [3], [4]]
+
+
+def test_memory_is_pinned_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def allocate(shape, dtype, device):
+        if len(made) == 5:
+            raise MemoryError
+        made.append(torch.empty(0))
+        return made[-1]
+
+    monkeypatch.setattr(snapshots, "_host_memory", allocate)
+    monkeypatch.setattr(snapshots, "_GROUP_BYTES", 100)
+    reserve = snapshots.HostReserve(torch.device("cuda"))
+    pieces = 0
+    while reserve.grow(in_use=150, wanted=250):
+        pieces += 1
+    assert pieces == len(made) == 3 and reserve.pinned == 450
+    assert not reserve.grow(in_use=150, wanted=250) and not reserve.grow(in_use=0, wanted=0)
+    assert reserve.grow(in_use=300, wanted=250)  # some of it was used since
+    while reserve.grow(in_use=300, wanted=1000):
+        pass
+    assert len(made) == 5  # then there was no more: nobody asks again
+    assert not reserve.grow(in_use=300, wanted=1000)
+    assert not snapshots.HostReserve(torch.device("cpu")).grow(in_use=0, wanted=100)

@@ -1,18 +1,21 @@
 """Running the benchmark of compression: contexts of several lengths, all rules, a row for each task."""
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from treeflash.bench.compress import KEEP, Outcome, RandomScorer, aggregation, contexts, measure
+from treeflash.bench.compress import DEPTHS, KEEP, Outcome, RandomScorer, measure
+from treeflash.bench.compress_texts import aggregation, contexts
 from treeflash.compress.scorer import MixedScorer, Query, Scorer, never
 from treeflash.compress.words import WordScorer
 from treeflash.session.attention_scorer import AttentionScorer
 
 Row = dict[str, Any]
+OURS = "attention + words"
 
 
 class Remembered:
@@ -41,7 +44,7 @@ def run(
     tokenizer, words = attention.tokenizer, WordScorer()
     for length in lengths:
         model = Remembered(attention, "attention")
-        scorers = [Remembered(MixedScorer(model, words), "attention + words"), model, words, RandomScorer()]
+        scorers = [Remembered(MixedScorer(model, words), OURS), model, words, RandomScorer()]
         found: list[Outcome] = []
         for context in contexts(texts, length, tokenizer, seed=seed):
             found += measure(context, scorers, tokenizer, chunks=model)
@@ -68,9 +71,21 @@ def summary(found: Sequence[Outcome], length: int) -> list[Row]:
                 str(keep): round(sum(each.read for each in outcomes) / len(outcomes), 3)
                 for keep, outcomes in by_keep.items()
             },
+            **({"by_depth": _by_depth(by_keep)} if task == "all" else {}),
         }
         for (rule, task), by_keep in sorted(groups.items())
     ]
+
+
+def _by_depth(by_keep: Mapping[float, Sequence[Outcome]]) -> dict[str, list[list[int]]]:
+    """Return questions kept, and all, by the depth of their first fact."""
+    return {
+        str(keep): [
+            [sum(each.kept for each in of), len(of)]
+            for of in ([each for each in found if each.depth == depth] for depth in range(DEPTHS))
+        ]
+        for keep, found in by_keep.items()
+    }
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -89,12 +104,12 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write curves of facts kept over the share that is read, and a map of rules and tasks at 0.1."""
+    """Write curves of facts kept over the share read, and maps of tasks by rule and depths by share."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["task"] != "aggregation"]
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    left, right, last = figure.subplots(1, 3, width_ratios=(1, 1.1, 0.9))
     for row in rows:
         if row["task"] == "all":
             kept = [100 * row["kept"][str(keep)] / row["questions"] for keep in KEEP]
@@ -103,11 +118,25 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     left.legend(fontsize=8)
     rules, tasks = (sorted({row[name] for row in rows} - {"all"}) for name in ("rule", "task"))
     cells = {(row["rule"], row["task"]): 100 * row["kept"]["0.1"] / row["questions"] for row in rows}
-    values = [[cells[rule, task] for task in tasks] for rule in rules]
-    right.imshow(values, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    _map(right, [[cells[rule, task] for task in tasks] for rule in rules])
     right.set(title="% kept at 0.1", yticks=range(len(rules)), yticklabels=rules)
     right.set_xticks(range(len(tasks)), tasks, rotation=30, ha="right")
+    ours = next(row for row in rows if row["task"] == "all" and row["rule"] == OURS)
+    _map(
+        last,
+        [
+            [100 * kept / count if count else math.nan for kept, count in ours["by_depth"][str(keep)]]
+            for keep in KEEP
+        ],
+    )
+    last.set(title=f"% kept by {OURS}", yticks=range(len(KEEP)), yticklabels=KEEP, ylabel="share to keep")
+    last.set_xticks(range(DEPTHS), [f"{10 * depth}%" for depth in range(DEPTHS)], rotation=30, ha="right")
+    last.set_xlabel("depth of the first fact")
+    figure.savefig(path)
+
+
+def _map(axes: Any, values: Sequence[Sequence[float]]) -> None:
+    axes.imshow(values, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for y, line in enumerate(values):
         for x, value in enumerate(line):
-            right.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8)
-    figure.savefig(path)
+            axes.text(x, y, "" if math.isnan(value) else f"{value:.0f}", ha="center", va="center", fontsize=8)

@@ -34,7 +34,7 @@ def of_session(session: Session) -> dict[str, Any]:
 
     target = session.engine.target
     # Only one row of the embedding is read per token; a tied head is counted separately.
-    weights = session.plan.estimate.parts["weights"]
+    weights = session.plan.estimate.read_bytes(1)
     return {
         "device": device_name(target.device, target.threads),
         "torch": version("torch"),

@@ -40,12 +40,13 @@ def bench_step(
     repeats: int = 15,
     save: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    compiling: Callable[[int, int], None] | None = None,
     warming: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Load a model and measure its steps; `save`: a file to which one JSON line is appended."""
     if config.speculation is not None:
         config = replace(config, speculation=replace(config.speculation, adaptive=False))
-    session = load_session(target, config, progress=progress, warming=warming)
+    session = load_session(target, config, progress=progress, compiling=compiling, warming=warming)
     result = measure_steps(session, context=context, repeats=repeats)
     result["model"] = target.name
     if save is not None:
@@ -77,12 +78,12 @@ def measure_steps(
         sizes = engine.runner.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
     probe = StepProbe(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
     bandwidth = bandwidth or read_bandwidth(engine.target.device)
-    moved = plan.estimate.parts["weights"] + 2 * plan.recurrent + plan.kv_per_token * context
+    states = 2 * plan.recurrent + plan.kv_per_token * context
     rows = []
     try:
         for size in sizes:
             found = probe.times(size, repeats)
-            found["bytes"] = moved
+            found["bytes"] = moved = plan.estimate.read_bytes(size) + states
             found["bandwidth_share"] = moved / (found["verify_ms"] / 1000) / bandwidth
             traced = step_profile.shares(probe.trace(size, _TRACED), _TRACED)
             whole = found["verify_ms"] + found["walk_ms"]

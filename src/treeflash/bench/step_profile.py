@@ -25,11 +25,13 @@ GROUPS = {
         *("adjust_kernel", "histogram_kernel", "gather_kernel", "rank_kernel", "noise_kernel"),
         *("accept_path_kernel", "_commit_kernel", "_move_kernel"),
     ),
+    "experts": ("experts", "_router_kernel", "_route_kernel", "_group_kernel", "_combine_kernel"),
     "draft": ("_ring_kernel", "best_tree_kernel", "shortlist_kernel"),
 }
 # Column headings of the groups, in order.
 LABELS = {
     "matmul": "matmul",
+    "experts": "experts",
     "head": "LM head",
     "delta net": "delta rule",
     "attention": "attention",

@@ -14,6 +14,7 @@ from treeflash.cli import speculation, view
 from treeflash.cli.bench_run import (
     COMPRESS,
     COMPRESS_TEXTS,
+    SHARE,
     STEP,
     BenchRun,
     Grid,
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from treeflash.bench.runner import Result
 
 BUILTIN = "builtin"
-SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep", STEP, COMPRESS)
+SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
+SUITES += (STEP, SHARE, COMPRESS)
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
 Suites = Annotated[
@@ -54,7 +56,8 @@ Suites = Annotated[
     typer.Argument(
         metavar="SUITES",
         help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
-        "or step: where the time of a single step goes; or compress: what MODEL keeps as a scorer.",
+        "or step: where the time of a single step goes; or share: a page about this machine, ready for an "
+        "issue; or compress: what MODEL keeps as a scorer.",
     ),
 ]
 
@@ -100,6 +103,12 @@ class MeasureOptions:
             "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
         ),
     ] = False
+    predict: Annotated[
+        str | None,
+        _measured(
+            "--predict", metavar="CARD", help="In step: estimate another card's, such as 3090; runs nothing."
+        ),
+    ] = None
     thinking: Annotated[
         bool,
         _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
@@ -203,6 +212,8 @@ def bench(
     treeflash bench builtin,agent model.gguf --json now.json --plot pictures
 
     treeflash bench builtin --url http://127.0.0.1:8000 --prompts 2
+
+    treeflash bench share model.gguf --markdown my-card.md
     """
     suites, model = in_order(suites, model)
     chosen = [each.strip() for each in suites.split(",") if each.strip()]
@@ -220,9 +231,10 @@ def bench(
         plots.require()
     if chosen == [COMPRESS]:
         return _compress(model, measured, grid, engine, output, screen)
-    if chosen == [STEP]:
+    _check_predict(chosen, measured.predict)
+    if chosen in ([STEP], [SHARE]):
         target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
-        return _step(target, config, screen, output)
+        return _one_step(chosen[0], target, config, screen, output, measured=measured)
     loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
     run = _run(chosen, measured, config, output)
     if remote.url is not None:
@@ -291,22 +303,86 @@ def _run(
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
 
 
+def _check_predict(suites: Sequence[str], predict: str | None) -> None:
+    if predict is not None and list(suites) != [STEP]:
+        raise UsageError(f"--predict is for the suite step, not for {','.join(suites)}")
+
+
+def _one_step(
+    kind: str,
+    target: Chosen,
+    config: EngineConfig,
+    screen: view.Screen,
+    output: OutputOptions,
+    *,
+    measured: MeasureOptions,
+) -> None:
+    if kind == SHARE:
+        _share(target, config, screen, output, tokens=measured.n_gen)
+    elif measured.predict is not None:
+        _predict(target, config, measured.predict, output)
+    else:
+        _step(target, config, screen, output)
+
+
+def _predict(target: Chosen, config: EngineConfig, card: str, output: OutputOptions) -> None:
+    """Show what steps would take on another card."""
+    from treeflash.bench import predict
+
+    result = predict.predict(target.path, config, card)
+    columns, *cases = predict.lines(result)
+    view.table(f"Prediction for {result['card']}: {target.path.name}", columns, cases)
+    view.plain(
+        f"Nothing was measured on such a card. From its {result['bandwidth_gb_s']} GB/s and the shares of "
+        "its read bandwidth that an H200 reached; tok/s at an acceptance length, the draft included."
+    )
+    _written(result, output)
+
+
+def _share(
+    target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions, *, tokens: int
+) -> None:
+    """Measure, show and save what an issue about another card needs."""
+    from treeflash.bench import share
+    from treeflash.session.loading import load_session
+
+    if config.speculation is not None:
+        config = replace(config, speculation=replace(config.speculation, adaptive=False))
+    with LoadingBar(target.path.name, screen) as bar:
+        session = load_session(target.path, config, progress=bar.reading, warming=bar.warming)
+    result = share.measure(session, tokens=min(tokens, share.TOKENS)) | {"model": target.path.name}
+    path = output.markdown or Path("treeflash-share.md")
+    share.save(result, path)
+    view.plain(share.page(result))
+    screen.note(f"The same is in {path}; paste it into an issue.")
+    _written(result, output)
+
+
+def _written(result: dict[str, Any], output: OutputOptions) -> None:
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if not sys.stdout.isatty():
+        view.print_json(result)
+
+
 def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions) -> None:
     """Measure and show where the time of single steps goes, by their number of rows."""
     from treeflash.bench import step as bench_step
 
     with LoadingBar(target.path.name, screen) as bar:
         result = bench_step.bench_step(
-            target.path, config, save=output.path, progress=bar.reading, warming=bar.warming
+            target.path,
+            config,
+            save=output.path,
+            progress=bar.reading,
+            compiling=bar.compiling,
+            warming=bar.warming,
         )
     columns, *cases = bench_step.lines(result)
     view.table(f"Steps of {target.path.name}", columns, cases)
     if parts := bench_step.part_lines(result):
         view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
-    if output.json_file is not None:
-        output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if not sys.stdout.isatty():
-        view.print_json(result)
+    _written(result, output)
 
 
 def _compress(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SWEEP = "sweep"
 STEP = "step"
+SHARE = "share"
 COMPRESS = "compress"
 COMPRESS_CONTEXTS = (4096,)
 COMPRESS_TEXTS = 8
@@ -82,7 +83,7 @@ def _check_suites(suites: Sequence[str]) -> None:
         raise UsageError("no suite was named", "treeflash bench builtin")
     if len(set(suites)) < len(suites):
         raise UsageError(f"a suite is named twice in {','.join(suites)}, needed once")
-    for alone in (STEP, COMPRESS):
+    for alone in (STEP, SHARE, COMPRESS):
         if alone in suites and len(suites) > 1:
             raise UsageError(f"{alone} measures no answers, and goes with no other suite")
 

@@ -82,19 +82,19 @@ def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -
 def stop(port: int | None) -> str:
     """Stop a server; return a sentence that says what happened."""
     check_system()
-    running = {found: pid for found, pid in _running()}
+    servers = dict(running())
     if port is None:
-        if len(running) > 1:
+        if len(servers) > 1:
             raise UsageError(
-                f"servers run on the ports {', '.join(map(str, sorted(running)))}, needed one of them",
+                f"servers run on the ports {', '.join(map(str, sorted(servers)))}, needed one of them",
                 "treeflash stop --port N",
             )
-        port = next(iter(running), None)
-    if port is None or port not in running:
+        port = next(iter(servers), None)
+    if port is None or port not in servers:
         where = "" if port is None else f" on port {port}"
-        others = f"; there are some on {', '.join(map(str, sorted(running)))}" if running else ""
+        others = f"; there are some on {', '.join(map(str, sorted(servers)))}" if servers else ""
         raise NotRunning(f"no server runs in the background{where}{others}", "treeflash serve --daemon")
-    pid = running[port]
+    pid = servers[port]
     os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + STOP_S
     while _holder(_pid_file(port)) is not None:
@@ -107,8 +107,12 @@ def stop(port: int | None) -> str:
     return f"The server on port {port} has ended."
 
 
-def _running() -> list[tuple[int, int]]:
-    """Return port and process of every server in the background."""
+def running() -> list[tuple[int, int]]:
+    """Return port and process of every server in the background; none where there can be none."""
+    try:
+        check_system()
+    except UsageError:
+        return []
     found = []
     for path in folder().glob("serve-*.pid"):
         pid, port = _holder(path), path.stem.removeprefix("serve-")

@@ -14,6 +14,7 @@ from treeflash.errors import UsageError
 
 class Preset(StrEnum):
     large = "27b"
+    sparse = "35b-a3b"
     double = "double"
 
 
@@ -23,7 +24,10 @@ def grow(
     ],
     preset: Annotated[
         Preset | None,
-        typer.Option(help="The shape: Qwen3.5-27B (the default), or all of the pair's sizes doubled."),
+        typer.Option(
+            help="The shape: Qwen3.5-27B (the default), Qwen3.5-35B-A3B (with --random), "
+            "or all of the pair's sizes doubled."
+        ),
     ] = None,
     like: Annotated[
         Path | None,

@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from treeflash.cli import view
+from treeflash.cli.completion import pulled_names
 from treeflash.cli.inventory import Inventory, Target, inventory
+from treeflash.errors import UsageError
 from treeflash.hub import catalog
 from treeflash.hub.cache import Cached
-from treeflash.hub.download import cache_folder
+from treeflash.hub.download import cache_folder, offered
+from treeflash.hub.names import readable
+from treeflash.hub.resolve import meaning
 from treeflash.memory.host import physical_memory
 
 BYTES_PER_WEIGHT = 0.61  # of Q4_K_M, which the cards name
@@ -20,9 +24,19 @@ OVERHEAD, RUNNING = 1.1, 1 << 30
 
 
 def list_models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A short name or USER/REPO on huggingface.co: list its quantisations.",
+            autocompletion=pulled_names,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models that are here, in the package and the Hugging Face cache, and names to pull."""
+    if name is not None:
+        return _quantisations(name, as_json=as_json)
     with view.Screen(quiet=as_json).waiting("Reading the cache"):
         found = inventory()
     device, memory = _memory()
@@ -37,11 +51,34 @@ def list_models(
         "available": _available(found),
     }
     for row in (*facts["built_in"], *facts["models"], *facts["available"]):
-        row["fits"] = OVERHEAD * row["size_bytes"] + RUNNING <= memory
+        row["fits"] = _does_fit(row["size_bytes"], memory)
     if as_json:
         view.print_json(facts)
     else:
         _print(facts)
+
+
+def _does_fit(size: int, memory: int) -> bool:
+    return OVERHEAD * size + RUNNING <= memory
+
+
+def _quantisations(name: str, *, as_json: bool) -> None:
+    """Show what can be pulled from the repository that a name means."""
+    repo = meaning(name).repo
+    if repo is None:
+        raise UsageError(f"{name} is here already, needed a name on huggingface.co", f"treeflash show {name}")
+    with view.Screen(quiet=as_json).waiting(f"Asking for {repo.repo}"):
+        found = offered(repo.repo)
+    device, memory = _memory()
+    rows: list[dict[str, Any]] = [
+        {"name": f"{repo.repo}:{each.label}", "size_bytes": each.size, "fits": _does_fit(each.size, memory)}
+        for each in found
+    ]
+    if as_json:
+        return view.print_json({"repo": repo.repo, "device": device, "memory_bytes": memory, "models": rows})
+    shown = [[row["name"], readable(row["size_bytes"]), _fits(row)] for row in rows]
+    view.table(f"{repo.repo} (treeflash pull NAME)", ["model", "size", "fits"], shown)
+    view.plain(f"\nfits: with a short context on {device}, {view.amount(memory)}")
 
 
 def _memory() -> tuple[str, int]:

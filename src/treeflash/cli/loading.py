@@ -1,6 +1,7 @@
 """From a model's name to a loaded session, for every command that generates text."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -31,10 +32,13 @@ def choose(
     think: bool | None = None,
 ) -> tuple[Chosen, Speculation]:
     """Return the model to load, named or from the environment, and how tokens are proposed for it."""
+    from treeflash.gguf.read_ahead import read_ahead
+
     settings = environment()
     offline = offline or settings.offline
     name = name if name is not None else settings.target
     target = find(name, think=think, offline=offline, screen=screen)
+    read_ahead(target.path)
     return target, decide(options, target, offline=offline, screen=screen)
 
 
@@ -83,12 +87,12 @@ def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[Card 
 
 
 class LoadingBar:
-    """Progress while a session is loaded: bytes read, then CUDA graphs captured."""
+    """Progress while a session is loaded: bytes read, then kernels compiled, then CUDA graphs captured."""
 
     def __init__(self, name: str, screen: view.Screen):
         self._screen = screen
         self._bar = screen.loading(f"Loading {name}")
-        self._counting = False
+        self._counted = ""  # what the bar counts
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -100,11 +104,17 @@ class LoadingBar:
     def reading(self, done: int, total: int) -> None:
         self._bar.update(done, total)
 
+    def compiling(self, done: int, total: int) -> None:
+        self._count("Compiling kernels", done, total)
+
     def warming(self, done: int, total: int) -> None:
-        if not self._counting:
-            self._counting = True
+        self._count("Capturing CUDA graphs", done, total)
+
+    def _count(self, label: str, done: int, total: int) -> None:
+        if self._counted != label:
+            self._counted = label
             self._bar.stop()
-            self._bar = self._screen.counting("Capturing CUDA graphs").__enter__()
+            self._bar = self._screen.counting(label).__enter__()
         self._bar.update(done, total)
 
     def stop(self) -> None:
@@ -134,7 +144,9 @@ def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
         from treeflash.session.loading import load_session
     show_warnings(screen)
     with LoadingBar(path.name, screen) as bar:
-        session = load_session(path, config, progress=bar.reading, warming=bar.warming)
+        session = load_session(
+            path, config, progress=bar.reading, compiling=bar.compiling, warming=bar.warming
+        )
     describe(session, path, screen)
     return session
 
@@ -154,8 +166,16 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
         screen.note("Long prompts are compressed, approximately: docs/compression.md says what is lost.")
     if approximate or session.engine.target.device.type == "cuda":
         screen.note(plan.line())
+    if session.engine.target.device.type == "cuda":
+        screen.note(loaded_line(session.load_seconds))
     if note := plan.backend_note():
         screen.notice(with_flags(note))
+
+
+def loaded_line(seconds: Mapping[str, float]) -> str:
+    """Return how long loading took, and its phases."""
+    phases = ", ".join(f"{name} {each:.1f}" for name, each in seconds.items() if each >= 0.05)
+    return f"Loaded in {sum(seconds.values()):.1f} s: {phases}"
 
 
 def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:

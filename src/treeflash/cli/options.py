@@ -26,7 +26,7 @@ MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash li
 DEFAULTS = EngineConfig()
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
-HARDWARE = ("vram_limit", "device", "threads", "cpu_backend", "cpu_activations", "offline")
+HARDWARE = ("vram_limit", "experts_host", "device", "threads", "cpu_backend", "cpu_activations", "offline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,15 @@ Model = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else TREEFLASH_MODEL.", autocompletion=model_names),
 ]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"{MODEL_HELP}; else TREEFLASH_MODEL. Of several, requests name one.",
+        autocompletion=model_names,
+        show_default=False,
+    ),
+]
 System = Annotated[str | None, _prompt("--system", "-s", help="Instructions that come before the prompt.")]
 Think = Annotated[
     bool | None,
@@ -120,7 +129,8 @@ Draft = Annotated[
         "--draft",
         metavar="auto|none|mtp|lookup|PATH|REPO",
         help="What proposes tokens: a draft by path or repository; the MTP block in the model's file; prompt "
-        "lookup alone; nothing. auto: the draft listed for the model, else its MTP block. "
+        "lookup alone; nothing. auto: the draft listed for the model, else its MTP block. With ,mtp after "
+        "it (auto,mtp) the draft and the block propose in one tree. "
         "Default: TREEFLASH_DRAFT, else auto.",
     ),
 ]
@@ -310,6 +320,16 @@ class EngineOptions:
         ),
     ] = DEFAULTS.prefix_cache_dir_size
     vram_limit: VramLimit = None
+    experts_host: Annotated[
+        int,
+        _engine(
+            "--experts-host",
+            min=0,
+            metavar="N",
+            help="Keep the routed experts of N layers in host memory; a GPU reads some over the bus, "
+            "more slowly.",
+        ),
+    ] = 0
     device: Annotated[
         str,
         _engine("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
@@ -390,6 +410,7 @@ class EngineOptions:
             device=self.device,
             max_ctx=self.max_ctx,
             vram_limit=self.vram_limit,
+            experts_host=self.experts_host,
             threads=self.threads,
             cpu_backend=self.cpu_backend.value,
             cpu_activations=self.cpu_activations.value,

@@ -17,6 +17,7 @@ from treeflash.cli.grow import grow
 from treeflash.cli.launch import launch
 from treeflash.cli.listing import list_models
 from treeflash.cli.options import EngineCommand
+from treeflash.cli.ps import ps
 from treeflash.cli.pull import pull
 from treeflash.cli.remove import remove
 from treeflash.cli.run import run
@@ -59,6 +60,7 @@ def common(
 app.command("run", cls=EngineCommand, rich_help_panel="Use a model")(run)
 app.command("chat", cls=EngineCommand, rich_help_panel="Use a model")(chat)
 app.command("serve", cls=EngineCommand, rich_help_panel="Use a model")(serve)
+app.command("ps", cls=Command, rich_help_panel="Use a model")(ps)
 app.command("stop", cls=Command, rich_help_panel="Use a model")(stop)
 app.command("launch", cls=Command, rich_help_panel="Use a model")(launch)
 app.command("show", cls=Command, rich_help_panel="Use a model")(show)

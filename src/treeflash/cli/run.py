@@ -202,7 +202,7 @@ def run(
             answer.text,
             limit=sampling.limit,
             switch=session.template.supports_thinking,
-            raisable=session.engine.max_ctx_raisable,
+            raisable=session.limits.raisable,
         )
         _print_statistics(line, finished, proposing, screen, spent=spent)
     if interrupt.requested:

@@ -1,10 +1,12 @@
 """`treeflash serve` and `treeflash stop`: the server, in the foreground or the background."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +20,7 @@ from treeflash.cli.loading import LoadingBar, choose, describe, engine_config, s
 from treeflash.cli.options import (
     EngineOptions,
     KVCacheOptions,
-    Model,
+    Models,
     Only,
     Parallel,
     Quiet,
@@ -29,13 +31,14 @@ from treeflash.cli.options import (
 from treeflash.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
 from treeflash.cli.speculation import Chosen, Speculation
 from treeflash.cli.values import byte_count, size
-from treeflash.config import EngineConfig, ServerConfig, environment
+from treeflash.config import EngineConfig, Replicas, ServerConfig, environment, set_ray_environment
 from treeflash.errors import UsageError
 from treeflash.server.listen import bind, check
 
 if TYPE_CHECKING:
+    from treeflash.models.weights import Progress as LoadProgress
+    from treeflash.server.models import ServedModel
     from treeflash.session.session import Session
-    from treeflash.session.worker import Loader
 
 DEFAULTS = ServerConfig()
 
@@ -72,6 +75,23 @@ class ServerOptions:
             "https://example.org; may be given several times; * means all.",
         ),
     ] = None
+    models_max: Annotated[
+        int,
+        _server(
+            "--models-max",
+            min=1,
+            max=64,
+            metavar="N",
+            help="Most models in memory at once; a request for another one unloads the least recently used.",
+        ),
+    ] = DEFAULTS.models_max
+    strict_model: Annotated[
+        bool,
+        _server(
+            "--strict-model",
+            help="Answer 404 to requests that name another model; else the one used last answers them.",
+        ),
+    ] = False
     parallel: Parallel = None
     max_queue: Annotated[
         int,
@@ -85,7 +105,24 @@ class ServerOptions:
         _server(
             "--served-model-name",
             metavar="NAME",
-            help="What the model is called; requests may use any name. Default: its short name or file.",
+            help="What the model is called, if it is one. Default: its short name or file.",
+        ),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        _server(
+            "--replicas",
+            metavar="N",
+            help="Copies of the model, each on a GPU of its own or with its share of the CPU: 2, or the "
+            "least and the most: 1-4. Needs Ray: pip install 'treeflash[ray]'.",
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        _server(
+            "--ray-address",
+            metavar="ADDRESS",
+            help="With --replicas: a Ray cluster that runs already, host:port or auto. Default: start one.",
         ),
     ] = None
     think: Annotated[
@@ -107,14 +144,16 @@ class ServerOptions:
         ),
     ] = None
 
-    def config(self, target: Chosen, sampling: SamplingOptions) -> ServerConfig:
+    def config(self, model_name: str, sampling: SamplingOptions) -> ServerConfig:
         """Return the server's settings."""
         return ServerConfig(
             host=self.host,
             port=self.port,
             api_keys=self._keys(),
-            model_name=self.served_model_name or (target.card.name if target.card else target.path.stem),
+            model_name=model_name,
             cors_origins=tuple(self.cors_origin or ()),
+            models_max=self.models_max,
+            strict_model=self.strict_model,
             max_queue=self.max_queue,
             max_body=self.max_body,
             thinking=self.think,
@@ -161,10 +200,21 @@ class StartOptions:
 ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES))]
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model of the command line: what it is, how it is loaded and what requests call it."""
+
+    name: str
+    given: str | None  # on the command line
+    target: Chosen
+    proposing: Speculation
+    engine: EngineConfig
+
+
 @grouped
 def serve(
     *,
-    model: Model = None,
+    model: Models = None,
     server: ServerOptions,
     sampling: ServedSamplingOptions,
     speculating: SpeculationOptions,
@@ -175,30 +225,44 @@ def serve(
 ) -> None:
     """Answer requests of OpenAI's and Anthropic's protocols, and show a page for the browser.
 
-    Several requests are answered at once, as many as fit; others wait in the order they came. docs/server.md
-    has the routes and examples.
+    Several requests are answered at once, as many as fit; others wait in the order they came. Of several
+    models the first is loaded at once, another one when a request names it. docs/server.md has the routes.
 
     treeflash serve qwen3.6-27b
 
     treeflash serve model.gguf --port 8080 --daemon
+
+    treeflash serve qwen3.6-27b model.gguf --models-max 2
     """
     speculation.check(speculating)
     if start.log_file is not None and not start.in_background:
         raise UsageError("--log-file needs --daemon", "in the foreground: 2> FILE")
+    replicas = _replicas(server)
     screen = view.Screen(quiet=quiet)
     sampling.check(screen)
-    target, proposing = choose(model, speculating, think=server.think, offline=engine.offline, screen=screen)
-    config = server.config(target, sampling)
+    _check_several(model, server, speculating)
+    choices = []
+    for given in model or [None]:
+        target, proposing = choose(
+            given, speculating, think=server.think, offline=engine.offline, screen=screen
+        )
+        settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
+        settings = dataclasses.replace(settings, parallel=server.parallel)
+        name = server.served_model_name or _name(target, given, choices)
+        choices.append(Choice(name, given, target, proposing, settings))
+    config = server.config(choices[0].name, sampling)
     check(config)
     _warn_of_readable_keys(server.api_key_file, screen)
-    settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
-    settings = dataclasses.replace(settings, parallel=server.parallel)
     if start.print_config:
-        return view.print_json(_as_json(target, config, settings))
+        return view.print_json(_as_json(choices, config, replicas))
+    if replicas is not None and importlib.util.find_spec("ray") is None:
+        raise UsageError("--replicas needs Ray, which is not installed", "pip install 'treeflash[ray]'")
     if start.in_background:
         return daemon.start(config, log_file=start.log_file, screen=screen)
     logging.getLogger("treeflash").setLevel(logging.WARNING if quiet else logging.INFO)
-    _run(target, config, settings, proposing, screen)
+    if replicas is not None:
+        return _run_replicas(choices[0], config, replicas, server.ray_address, screen)
+    _run(choices, config, screen)
 
 
 def stop(
@@ -211,14 +275,46 @@ def stop(
     view.plain(daemon.stop(port))
 
 
+def _replicas(server: ServerOptions) -> Replicas | None:
+    if server.replicas is None and server.ray_address is not None:
+        raise UsageError("--ray-address needs --replicas", "--replicas 2")
+    return None if server.replicas is None else Replicas.parse(server.replicas)
+
+
 def _warn_of_readable_keys(file: Path | None, screen: view.Screen) -> None:
     # Other systems than POSIX have no such bits.
     if file is not None and os.name == "posix" and file.stat().st_mode & stat.S_IROTH:
         screen.warning(f"every user of this machine can read the keys in {file}", f"chmod 600 {file}")
 
 
-def _as_json(target: Chosen, config: ServerConfig, engine: EngineConfig) -> Mapping[str, Any]:
+def _check_several(models: list[str] | None, server: ServerOptions, speculating: SpeculationOptions) -> None:
+    """Refuse what is of one model where several are given."""
+    if len(models or ()) < 2:
+        return
+    if server.served_model_name is not None:
+        raise UsageError("--served-model-name is for one model, there are several")
+    if server.replicas is not None:
+        raise UsageError("--replicas is for one model, there are several", "one server for each")
+    draft = speculating.draft or environment().draft
+    if draft not in (None, *speculation.NO_NAMES):
+        raise UsageError(
+            f"--draft {draft} is for one model, there are several",
+            "put each draft beside its model, as draft.gguf",
+        )
+
+
+def _name(target: Chosen, given: str | None, others: Sequence[Choice]) -> str:
+    """Return what requests call a model: its short name, else its file, else what was given."""
+    if target.path in [each.target.path for each in others]:
+        raise UsageError(f"{given} is given twice, needed different models")
+    names = [target.card.name if target.card else None, target.path.stem, given]
+    return next(name for name in names if name and name not in [each.name for each in others])
+
+
+def _as_json(choices: Sequence[Choice], config: ServerConfig, replicas: Replicas | None) -> Mapping[str, Any]:
     server = dataclasses.asdict(config) | {"api_keys": len(config.api_keys)}
+    target, engine = choices[0].target, choices[0].engine
+    models = {each.name: str(each.target.path) for each in choices}
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in dataclasses.asdict(engine).items()
@@ -229,7 +325,8 @@ def _as_json(target: Chosen, config: ServerConfig, engine: EngineConfig) -> Mapp
     }
     if engine.draft is not None:
         settings["draft"] = dataclasses.asdict(engine.draft) | {"path": str(engine.draft.path)}
-    return {"model": str(target.path), "server": server, "engine": settings}
+    number = {} if replicas is None else {"replicas": dataclasses.asdict(replicas)}
+    return {"model": str(target.path), "models": models, "server": server, "engine": settings, **number}
 
 
 class LogFormatter(logging.Formatter):
@@ -245,86 +342,88 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
-def _run(
-    target: Chosen,
-    config: ServerConfig,
-    engine: EngineConfig,
-    proposing: Speculation,
-    screen: view.Screen,
-) -> None:
+def _run(choices: Sequence[Choice], config: ServerConfig, screen: view.Screen) -> None:
     # The port is taken before loading, which may take minutes.
     listening = bind(config)
     with screen.waiting("Starting PyTorch"), held():
         from treeflash.server import run as server
-        from treeflash.session.loading import load_session
     host, port = listening.getsockname()[:2]
     address = daemon.address(host, port)
     _log_to_stderr()
-    loaded: dict[str, Any] = {}
-    bar = LoadingBar(target.path.name, screen)
+    first = choices[0]
+    bar = LoadingBar(first.target.path.name, screen)
 
-    def ready() -> None:
+    def ready(session: "Session") -> None:
         bar.stop()
-        session = loaded["session"]
-        describe(session, target.path, screen)
-        if proposing.note:
-            screen.note(proposing.note)
+        describe(session, first.target.path, screen)
+        if first.proposing.note:
+            screen.note(first.proposing.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")
-        drafted, speculating = engine.draft is not None, engine.speculation is not None
+        drafted, speculating = first.engine.draft is not None, first.engine.speculation is not None
         screen.note(summary(session, drafted=drafted, speculating=speculating))
         screen.notice(f"{config.model_name} answers at {address}")
+        if len(choices) > 1:
+            screen.note(f"when a request names it: {', '.join(each.name for each in choices[1:])}")
         screen.note(f"API {address}/v1 · page {address}/ · routes {address}/docs · Ctrl-C ends it")
 
     with bar:
-        server.serve(
-            _loader(load_session, target, engine, bar, loaded),
-            config,
-            listening,
-            model_name=config.model_name or target.path.stem,
-            facts=lambda: _facts(target, engine, loaded),
-            ready=ready,
-        )
+        served = [_served(first, bar), *(_served(each) for each in choices[1:])]
+        server.serve(served, config, listening, ready=ready)
 
 
-def _loader(
-    load_session: Callable[..., "Session"],
-    target: Chosen,
-    engine: EngineConfig,
-    bar: LoadingBar,
-    loaded: dict[str, Any],
-) -> "Loader":
-    def load(progress: Any) -> Any:
+def _run_replicas(
+    choice: Choice,
+    config: ServerConfig,
+    replicas: Replicas,
+    ray_address: str | None,
+    screen: view.Screen,
+) -> None:
+    if ray_address is None:
+        set_ray_environment()
+    with screen.waiting("Starting PyTorch"), held():
+        from treeflash.deploy.cluster import run
+        from treeflash.deploy.settings import settings_for
+        from treeflash.deploy.worker import ReplicaWorker
+    settings = settings_for(choice.target.path, choice.engine, config, replicas)
+    listening = bind(config)
+    address = daemon.address(*listening.getsockname()[:2])
+    _log_to_stderr()
+    waiting = contextlib.ExitStack()
+
+    def ready(worker: ReplicaWorker) -> None:
+        waiting.close()
+        device = "a GPU" if settings.gpu else f"{settings.engine.threads} CPU threads"
+        screen.note(f"context {worker.session.max_ctx:,} tokens · replicas with {device} each, on Ray")
+        screen.notice(f"{config.model_name} answers at {address}")
+        screen.note(f"API {address}/v1 · page {address}/ · routes {address}/docs · Ctrl-C ends it")
+
+    with waiting:
+        waiting.enter_context(screen.waiting("Starting Ray and the first replica"))
+        run(settings, listening, address=ray_address, ready=ready)
+
+
+def _served(choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
+    """Return a model for the server; `bar` shows its loading the first time."""
+    from treeflash.server.facts import model_facts
+    from treeflash.server.models import ServedModel
+    from treeflash.session.loading import load_session
+
+    path = choice.target.path
+
+    def load(progress: "LoadProgress") -> "Session":
         def reading(done: int, total: int) -> None:
             progress(done, total)
-            bar.reading(done, total)
+            if bar is not None:
+                bar.reading(done, total)
 
-        loaded["session"] = load_session(target.path, engine, progress=reading, warming=bar.warming)
-        return loaded["session"]
+        compiling, warming = (bar.compiling, bar.warming) if bar is not None else (None, None)
+        return load_session(path, choice.engine, progress=reading, compiling=compiling, warming=warming)
 
-    return load
-
-
-def _facts(target: Chosen, engine: EngineConfig, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what /props shows of the loaded model."""
-    from treeflash.memory.planner import format_names
-
-    session = loaded["session"]
-    model = session.engine.target
-    return {
-        "file": target.path.name,
-        "architecture": model.spec.architecture,
-        "context_length": model.spec.context_length,
-        "device": str(model.device),
-        "weights_bytes": session.plan.weights,
-        "kv": format_names(session.plan.kv),
-        "parallel": session.parallel,
-        "shared_tokens": session.plan.kv_tokens,
-        "window": session.engine.states.buffers.window,
-        "approximate": session.engine.approximate,
-        "draft": engine.draft.path.name if engine.draft else None,
-        "budget": engine.speculation.budget if engine.speculation else 0,
-        "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
-        "compress": engine.compress.mode,
-        "chain": bool(engine.speculation and engine.speculation.chain),
-    }
+    return ServedModel(
+        choice.name,
+        load,
+        lambda session: model_facts(session, path, choice.engine),
+        frozenset(filter(None, (choice.given, path.name, path.stem))),
+        path.stat().st_size,
+    )

@@ -15,14 +15,13 @@ from treeflash.cli.completion import model_names
 from treeflash.cli.flags import with_flags
 from treeflash.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
 from treeflash.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
-from treeflash.cli.speculation import AUTO, LOOKUP, MTP, NONE
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig, environment
 from treeflash.errors import DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
 from treeflash.hub.catalog import EMBEDDED, Card
 from treeflash.hub.download import fetch_heads, gguf_files
 from treeflash.hub.drafts import draft_head
 from treeflash.hub.resolve import Meaning, meaning, resolve, resolve_draft
-from treeflash.session.pairing import card_of, draft_at_hand
+from treeflash.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
 
 if TYPE_CHECKING:
     from treeflash.gguf.reader import GGUFFile
@@ -135,9 +134,10 @@ def _fit(
 
     if facts["model"] is None:
         raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
-    named = draft or environment().draft or AUTO
+    wanted = NamedDraft.read(draft or environment().draft or AUTO)
+    named = wanted.name
     budget = card.budget if card else SpecConfig().budget
-    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=named != LOOKUP)
+    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=wanted.mtp)
     with _draft_file(named, file.path, card) as path:
         config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
         planned = shown.survey(file, ModelSpec.from_gguf(file), config)

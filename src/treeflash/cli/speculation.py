@@ -13,9 +13,10 @@ from treeflash.hub.catalog import Card
 from treeflash.hub.drafts import fetch_draft
 from treeflash.hub.local import drafts_beside
 from treeflash.hub.resolve import resolve_draft
-from treeflash.session.pairing import draft_at_hand
+from treeflash.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_hand
 
-AUTO, NONE, MTP, LOOKUP = "auto", "none", "mtp", "lookup"  # values of --draft that are no names
+# Values of --draft that are no names.
+NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
 OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
 NO_DRAFT = "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
 
@@ -60,9 +61,12 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
     """Return how tokens are proposed for the target; its draft, or the named one, may be fetched."""
     if _is_plain(options):
         return Speculation(None)
-    card, name = target.card, _named(options)
+    card, named = target.card, _named(options)
+    name = None if named.name == AUTO else named.name
     recommended = card.budget if card else SpecConfig().budget
-    config = SpecConfig(budget=options.budget or recommended, chain=options.chain, mtp=name != LOOKUP)
+    config = SpecConfig(budget=options.budget or recommended, chain=options.chain, mtp=named.mtp)
+    if named.mtp == "on":
+        _check_block(target, f"{named.name},{MTP}")
     if name in (MTP, LOOKUP):
         _check_without_draft(options, target, name)
         path: Path | None = None
@@ -81,24 +85,28 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
     else:
         path = _fetched_draft(card, fetch=target.fetched and not offline, screen=screen)
     if path is None:
-        if config.mtp and target.mtp:
+        if config.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
         return Speculation(config)
     draft = DraftConfig(path, options.draft_quant.value, options.draft_ctx, options.draft_causal)
     return Speculation(config, draft)
 
 
-def _named(options: SpeculationOptions) -> str | None:
-    """Return what `--draft` or the environment names; None: what there is."""
-    name = options.draft or environment().draft
-    return None if name == AUTO else name
+def _named(options: SpeculationOptions) -> NamedDraft:
+    """Return what `--draft` or the environment names."""
+    return NamedDraft.read(options.draft or environment().draft or AUTO)
+
+
+def _check_block(target: Chosen, named: str) -> None:
+    if not target.mtp:
+        raise UsageError(
+            f"--draft {named}: {target.path.name} has no MTP block", "--draft auto takes what there is"
+        )
 
 
 def _check_without_draft(options: SpeculationOptions, target: Chosen, name: str) -> None:
-    if name == MTP and not target.mtp:
-        raise UsageError(
-            f"--draft mtp: {target.path.name} has no MTP block", "--draft auto takes what there is"
-        )
+    if name == MTP:
+        _check_block(target, name)
     for flag in _draft_flags(options):
         raise UsageError(f"{flag} and --draft {name} exclude each other: no draft is loaded")
 

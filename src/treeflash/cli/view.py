@@ -4,6 +4,7 @@ Answers, tables and JSON go to standard output, the rest to standard error. Prog
 terminal, only for work that takes a while, and leaves no trace. Settings in messages become flags here.
 """
 
+import base64
 import contextlib
 import json
 import sys
@@ -33,10 +34,11 @@ from rich.text import Text
 from treeflash.cli.flags import with_flags
 from treeflash.cli.streams import delivered, tolerated
 from treeflash.config import environment
-from treeflash.errors import TreeFlashError
+from treeflash.errors import TreeFlashError, UsageError
 
 PATIENCE_S = 0.5  # work that is done sooner shows no progress
 PIPE_WIDTH = 120
+CLIPBOARD = 100_000  # characters of base64 that common terminals take
 FOLDED = 20  # columns of text in a table become no narrower than this
 GREY = "bright_black"
 MARKS = {"ok": ("✓", "green"), "note": ("·", GREY), "warn": ("!", "yellow"), "fail": ("✗", "red")}
@@ -64,6 +66,20 @@ def plain(text: str) -> None:
     """Print one line on standard output."""
     with delivered():
         sys.stdout.write(guarded(text, sys.stdout) + "\n")
+
+
+def copy(text: str) -> None:
+    """Ask the terminal to put a text on the clipboard (OSC 52), which also works over ssh."""
+    if not sys.stdout.isatty():
+        raise UsageError("standard output is no terminal, and only a terminal has a clipboard")
+    code = base64.b64encode(text.encode(errors="replace")).decode()
+    if len(code) > CLIPBOARD:
+        raise UsageError(
+            f"the text has {len(text):,} characters; terminals copy about {3 * CLIPBOARD // 4:,}"
+        )
+    with delivered():
+        sys.stdout.write(f"\x1b]52;c;{code}\x07")
+        sys.stdout.flush()
 
 
 def width() -> int:

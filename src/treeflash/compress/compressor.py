@@ -195,12 +195,14 @@ class Compressor:
             scores = self._scores(passages, asked)
         except _Exact:
             return turn  # nothing in the texts has to do with the question
-        room = sum(sum(each.passage.costs[index] for index in each.kept) for each in found.values())
+        gap = self._gap_cost()
+        # Gaps at both ends of what is added are not written.
+        room = sum(2 * gap + sum(each.passage.costs[index] for index in each.kept) for each in found.values())
         chosen = choose(
             passages,
             scores,
             room=room,
-            gap_cost=self._gap_cost(),
+            gap_cost=gap,
             least=ADDED_SCORE * max(max(each, default=0.0) for each in scores),
             neighbours=False,
         )

@@ -41,10 +41,19 @@ class Scorer(Protocol):
         ...
 
 
-class MixedScorer:
-    """The scores of a model, and those of words with less weight."""
+class Words(Protocol):
+    """What the mixture needs of words: matches, and hops between units that share a name."""
 
-    def __init__(self, model: Scorer, words: Scorer):
+    @property
+    def name(self) -> str: ...
+    def matches(self, units: Sequence[str], queries: Sequence[Query]) -> list[float]: ...
+    def spread(self, units: Sequence[str], scores: Sequence[float]) -> list[float]: ...
+
+
+class MixedScorer:
+    """The scores of a model and, with less weight, of words; hops start from the best of both."""
+
+    def __init__(self, model: Scorer, words: Words):
         self._model, self._words = model, words
 
     @property
@@ -59,8 +68,9 @@ class MixedScorer:
         self, units: Sequence[str], queries: Sequence[Query], cancelled: Callable[[], bool] = never
     ) -> list[float]:
         model = scaled(self._model.score(units, queries, cancelled))
-        words = scaled(self._words.score(units, queries))
-        return [a + WORDS_WEIGHT * b for a, b in zip(model, words, strict=True)]
+        words = scaled(self._words.matches(units, queries))
+        both = [a + WORDS_WEIGHT * b for a, b in zip(model, words, strict=True)]
+        return self._words.spread(units, both)
 
 
 def scaled(scores: Sequence[float]) -> list[float]:

@@ -3,20 +3,22 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from treeflash.compress.scorer import Query, never
 
 K1, B = 1.2, 0.75  # BM25's usual constants
+NAMED = 2.0  # weight of a word that is part of a name or a number in the question
 HOPS = 3
-HOP_WEIGHT = 0.9  # of a unit's score for those that share a rare identifier with it
-SOURCES = 8  # units with the question's words from which hops start
+HOP_WEIGHT = 0.9  # of a unit's score for those that share a rare name with it
+SOURCES = 8  # units from which hops start
 MIN_SOURCE = 0.5  # of the largest score
-RARE = range(2, 5)  # an identifier in this many units links them; in more it is a common word
+RARE = range(2, 5)  # a name in this many units links them; in more it is a common word
 
 TERM = re.compile(r"[A-Z]?[a-zß-ÿ]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:[-.]\w+)*|\d{3,}")
 NAME = re.compile(r"[\d_]|\B[A-Z]")  # in a name, not in a word: a digit, an underscore, a later capital
+PROPER = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+\b")  # a capital that begins no sentence
 STOP = frozenset(
     [
         "a",
@@ -113,67 +115,97 @@ def _stem(word: str) -> str:
     return word
 
 
-def names(text: str) -> set[str]:
-    """Return what looks like an identifier."""
-    return {found for found in IDENTIFIER.findall(text) if NAME.search(found)}
+def names(text: str, proper: Set[str] = frozenset()) -> set[str]:
+    """Return what looks like an identifier, and the words among `proper`."""
+    return {found for found in IDENTIFIER.findall(text) if NAME.search(found) or found in proper}
+
+
+class Links:
+    """Which units share a rare name: along these a question reaches what it does not mention."""
+
+    def __init__(self, units: Sequence[str]):
+        proper = {found for unit in units for found in PROPER.findall(unit)}
+        where: dict[str, list[int]] = defaultdict(list)
+        for index, unit in enumerate(units):
+            for name in sorted(names(unit, proper)):
+                where[name].append(index)
+        self._linked: dict[int, list[int]] = defaultdict(list)
+        for found in where.values():
+            for index in found if len(found) in RARE else ():
+                self._linked[index] += [other for other in found if other != index]
+
+    def spread(self, scores: Sequence[float]) -> list[float]:
+        """Raise units that share a rare name with the best ones, and those that share one with them."""
+        total = list(scores)
+        least = MIN_SOURCE * max(scores, default=0.0)
+        best = sorted((-score, index) for index, score in enumerate(scores) if score >= least and score > 0)
+        frontier = {index: -score for score, index in best[:SOURCES]}
+        for _ in range(HOPS):
+            reached: dict[int, float] = {}
+            for index, score in frontier.items():
+                for other in self._linked.get(index, ()):
+                    if HOP_WEIGHT * score > max(total[other], reached.get(other, 0.0)):
+                        reached[other] = HOP_WEIGHT * score
+            for index, score in reached.items():
+                total[index] = score
+            frontier = dict(sorted(reached.items()))
+        return total
 
 
 class WordScorer:
+    """Remembers the words of the last text: the next question about it costs only its own."""
+
     name = "words"
     any_thread = True
+
+    def __init__(self) -> None:
+        self._last: tuple[list[str], list[Counter[str]], Links] | None = None
 
     def score(
         self, units: Sequence[str], queries: Sequence[Query], cancelled: Callable[[], bool] = never
     ) -> list[float]:
         """Return a score for each unit, at most 1 for each of the queries, times its weight."""
-        counts = [Counter(terms(unit)) for unit in units]
-        where: dict[str, list[int]] = defaultdict(list)
-        for index, unit in enumerate(units):
-            for name in names(unit):
-                where[name].append(index)
-        links = {name: found for name, found in where.items() if len(found) in RARE}
-        linked: dict[int, list[str]] = defaultdict(list)
-        for name, found in links.items():
-            for index in found:
-                linked[index].append(name)
-        total = [0.0] * len(units)
+        _, links = self._index(units)
+        return _sums(
+            units, [(query.weight, links.spread(found)) for query, found in self._matches(units, queries)]
+        )
+
+    def matches(self, units: Sequence[str], queries: Sequence[Query]) -> list[float]:
+        """Return the same without hops."""
+        return _sums(units, [(query.weight, found) for query, found in self._matches(units, queries)])
+
+    def spread(self, units: Sequence[str], scores: Sequence[float]) -> list[float]:
+        """Return any scores with hops."""
+        return self._index(units)[1].spread(scores)
+
+    def _index(self, units: Sequence[str]) -> tuple[list[Counter[str]], Links]:
+        units = list(units)
+        if self._last is None or self._last[0] != units:
+            self._last = units, [Counter(terms(unit)) for unit in units], Links(units)
+        return self._last[1:]
+
+    def _matches(self, units: Sequence[str], queries: Sequence[Query]) -> Iterator[tuple[Query, list[float]]]:
+        counts, _ = self._index(units)
         for query in queries:
-            found = _bm25(counts, set(terms(query.text)))
-            for index, score in _with_hops(found, linked, links).items():
-                total[index] += query.weight * score
-        return total
+            named = {word for name in names(query.text) for word in terms(name)}
+            yield query, _bm25(counts, {word: NAMED if word in named else 1.0 for word in terms(query.text)})
 
 
-def _bm25(counts: Sequence[Counter[str]], asked: set[str]) -> dict[int, float]:
-    """Return the scores of units that have a word of the question, the largest being 1."""
+def _sums(units: Sequence[str], weighted: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
+    return [sum(weight * scores[index] for weight, scores in weighted) for index in range(len(units))]
+
+
+def _bm25(counts: Sequence[Counter[str]], asked: Mapping[str, float]) -> list[float]:
+    """Return how well each unit matches the words of the question, 1 for the best."""
     lengths = [max(1, each.total()) for each in counts]
     mean = sum(lengths) / max(1, len(lengths))
-    scores: dict[int, float] = defaultdict(float)
+    scores = [0.0] * len(counts)
     for word in sorted(asked):
         having = [index for index, each in enumerate(counts) if word in each]
-        rarity = math.log(1 + (len(counts) - len(having) + 0.5) / (len(having) + 0.5))
+        rarity = asked[word] * math.log(1 + (len(counts) - len(having) + 0.5) / (len(having) + 0.5))
         for index in having:
             count = counts[index][word]
             norm = K1 * (1 - B + B * lengths[index] / mean)
             scores[index] += rarity * count * (K1 + 1) / (count + norm)
-    most = max(scores.values(), default=0.0)
-    return {index: score / most for index, score in sorted(scores.items())} if most else {}
-
-
-def _with_hops(
-    scores: dict[int, float], linked: dict[int, list[str]], links: dict[str, list[int]]
-) -> dict[int, float]:
-    """Add units that share a rare identifier with the best ones, and those that share one with them."""
-    best = sorted(scores, key=lambda index: (-scores[index], index))[:SOURCES]
-    frontier = {index: scores[index] for index in best if scores[index] >= MIN_SOURCE}
-    total = dict(scores)
-    for _ in range(HOPS):
-        reached: dict[int, float] = {}
-        for index, score in frontier.items():
-            for name in linked.get(index, ()):
-                for other in links[name]:
-                    if HOP_WEIGHT * score > max(total.get(other, 0.0), reached.get(other, 0.0)):
-                        reached[other] = HOP_WEIGHT * score
-        total |= reached
-        frontier = dict(sorted(reached.items()))
-    return total
+    most = max(scores, default=0.0)
+    return [score / most for score in scores] if most else scores

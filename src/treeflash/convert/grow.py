@@ -4,6 +4,7 @@
 `grow_write` writes the files.
 """
 
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -79,11 +80,11 @@ def grow(
             shape = like(as_file, spec)
         elif not isinstance(shape, PairShape):
             shape = preset(shape or "27b", spec, draft_spec)
-        check(shape, spec, draft_spec)
+        check(shape, spec, draft_spec, random=random)
         title = f"random {shape.name}" if random else f"{spec.name} grown to {shape.name}"
         metadata = _target_metadata(small, spec, shape, title)
         plans = plan_target(spec, small, shape, random=random)
-        files = [PlannedFile(folder / TARGET, spec.architecture, metadata, plans, small)]
+        files = [PlannedFile(folder / TARGET, _architecture(spec, shape), metadata, plans, small)]
         layers = layer_indices(spec, shape.target.layers)
         taps: tuple[int, ...] = ()
         if draft_spec is not None and draft_source is not None:
@@ -145,6 +146,10 @@ def _check_folder(folder: Path, files: list[PlannedFile], *, force: bool) -> Non
         )
 
 
+def _architecture(spec: ModelSpec, shape: PairShape) -> str:
+    return spec.architecture if shape.target.experts is None else f"{spec.architecture}moe"
+
+
 def _target_metadata(small: GGUFFile, spec: ModelSpec, shape: PairShape, title: str) -> list[Entry]:
     large, delta, prefix = shape.target, spec.delta, f"{spec.architecture}."
     assert delta is not None
@@ -164,8 +169,19 @@ def _target_metadata(small: GGUFFile, spec: ModelSpec, shape: PairShape, title: 
     if f"{prefix}vocab_size" in small.metadata:
         changed[f"{prefix}vocab_size"] = large.vocab_size
     omitted = {"general.architecture", "general.alignment", *(prefix + key for key in _PREDICTION)}
+    if large.experts is not None:
+        del changed[f"{prefix}feed_forward_length"]
+        omitted.add(f"{prefix}feed_forward_length")
+        changed |= {
+            f"{prefix}expert_count": large.experts.count,
+            f"{prefix}expert_used_count": large.experts.used,
+            f"{prefix}expert_feed_forward_length": large.experts.width,
+            f"{prefix}expert_shared_feed_forward_length": large.experts.shared_width,
+        }
     kept = {key: value for key, value in small.metadata.items() if key not in omitted}
-    return _entries(prefix, _with_filler(kept | changed, spec.vocab_size, large.vocab_size))
+    entries = _entries(prefix, _with_filler(kept | changed, spec.vocab_size, large.vocab_size))
+    named = f"{_architecture(spec, shape)}."
+    return [(re.sub(f"^{prefix}", named, key), value, kind) for key, value, kind in entries]
 
 
 def _draft_metadata(

@@ -14,7 +14,7 @@ from treeflash.convert.mixes import fitting_type, wanted_type
 from treeflash.gguf.header import TensorInfo
 from treeflash.gguf.types import QuantType
 from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.spec import ModelSpec
+from treeflash.models.spec import ExpertSpec, ModelSpec
 from treeflash.models.weights import TensorSource
 
 # A padding token's logit is their product divided by the RMS of the last residual stream: below any real
@@ -183,6 +183,10 @@ class PlanBuilder:
         columns = (Span(0, 0, shape[1]),)
         self._add(TensorPlan(name, shape, QuantType.F32, source=source, rows=spans, columns=columns))
 
+    def noise(self, name: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor of random weights."""
+        self._add(TensorPlan(name, shape, self._type(name, shape, None)))
+
     def embedding(self, name: str, vocabulary: int, rows: int) -> None:
         stream, shape = self.stream, (vocabulary, self.stream.large)
         self._add(
@@ -263,7 +267,10 @@ def plan_target(spec: ModelSpec, source: TensorSource, shape: PairShape, *, rand
         else:
             _attention_layer(plans, block, original, shape=shape, spec=spec)
         plans.norm(f"{block}post_attention_norm.weight", original("post_attention_norm.weight"))
-        _feed_forward(plans, block, original, large=large.feed_forward, small=spec.feed_forward)
+        if large.experts is not None:
+            _experts(plans, block, large.experts, large.width)
+        else:
+            _feed_forward(plans, block, original, large=large.feed_forward, small=spec.feed_forward)
     return plans.plans
 
 
@@ -324,6 +331,19 @@ def _feed_forward(plans: PlanBuilder, block: str, original: Original, *, large: 
     for part in ("ffn_gate.weight", "ffn_up.weight"):
         plans.reads(block + part, large, original(part), spans)
     plans.writes(f"{block}ffn_down.weight", large, original("ffn_down.weight"), spans)
+
+
+def _experts(plans: PlanBuilder, block: str, experts: ExpertSpec, width: int) -> None:
+    """Add a router, its experts and the shared one, all random."""
+    plans.noise(f"{block}ffn_gate_inp.weight", (experts.count, width))
+    for suffix, inner, lead in (
+        ("exps", experts.width, (experts.count,)),
+        ("shexp", experts.shared_width, ()),
+    ):
+        for part in ("gate", "up"):
+            plans.noise(f"{block}ffn_{part}_{suffix}.weight", (*lead, inner, width))
+        plans.noise(f"{block}ffn_down_{suffix}.weight", (*lead, width, inner))
+    plans.vector(f"{block}ffn_gate_inp_shexp.weight", width, None, (), fill=0.0)
 
 
 def plan_draft(

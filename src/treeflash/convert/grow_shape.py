@@ -9,7 +9,7 @@ from treeflash.errors import UnsupportedModel, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.gguf.types import QuantType
 from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.spec import ModelSpec
+from treeflash.models.spec import ExpertSpec, ModelSpec
 
 # Every published DFlash draft of a Qwen3.5 target has heads of 128 and four query heads per KV head.
 _DRAFT_LAYERS, _DRAFT_HEADS, _DRAFT_KV_HEADS = 5, 32, 8
@@ -26,6 +26,7 @@ class TargetShape:
     value_heads: int
     vocab_size: int
     context_length: int | None = None  # None: the small target's
+    experts: ExpertSpec | None = None  # instead of a dense feed-forward; random weights only
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,11 @@ class PairShape:
 
 
 def preset(name: str, target: ModelSpec, draft: DraftSpec | None) -> PairShape:
-    """Return a named shape: `27b`, Qwen3.5-27B and its first draft, or `double`, twice the pair's sizes."""
+    """Return a named shape.
+
+    `27b`: Qwen3.5-27B and its first draft; `35b-a3b`: Qwen3.5-35B-A3B and its current draft; `double`: twice
+    the pair's sizes.
+    """
     if name == "27b":
         shape = TargetShape(
             layers=64,
@@ -62,9 +67,23 @@ def preset(name: str, target: ModelSpec, draft: DraftSpec | None) -> PairShape:
             context_length=262144,
         )
         return PairShape(name, shape, DraftShape(_DRAFT_LAYERS, 17408, _DRAFT_HEADS, _DRAFT_KV_HEADS))
+    if name == "35b-a3b":
+        shape = TargetShape(
+            layers=40,
+            width=2048,
+            feed_forward=0,
+            heads=16,
+            kv_heads=2,
+            key_heads=16,
+            value_heads=32,
+            vocab_size=248320,
+            context_length=262144,
+            experts=ExpertSpec(count=256, used=8, width=512, shared_width=512),
+        )
+        return PairShape(name, shape, DraftShape(6, 6144, _DRAFT_HEADS, _DRAFT_KV_HEADS))
     if name == "double":
         return _double(name, target, draft)
-    raise UsageError(f"`preset` is {name!r}, needed: one of 27b, double")
+    raise UsageError(f"`preset` is {name!r}, needed: one of 27b, 35b-a3b, double")
 
 
 def like(path: Path, small: ModelSpec) -> PairShape:
@@ -112,30 +131,42 @@ def interval(spec: ModelSpec) -> int:
     return found
 
 
-def check(shape: PairShape, target: ModelSpec, draft: DraftSpec | None) -> None:
-    """Raise if the pair cannot be grown to this shape."""
+def check(shape: PairShape, target: ModelSpec, draft: DraftSpec | None, *, random: bool = False) -> None:
+    """Raise if the pair cannot be grown to this shape; `random`: if no such file can be written."""
     if target.architecture != "qwen35" or target.delta is None:
         raise UnsupportedModel(
             f"{target.name}: general.architecture is {target.architecture!r}, only 'qwen35' can be grown"
         )
     every, large, small = interval(target), shape.target, target
-    _ratio("query heads per KV head", (large.heads, large.kv_heads), (small.heads, small.kv_heads))
-    _ratio(
-        "value heads per key head",
-        (large.value_heads, large.key_heads),
-        (target.delta.value_heads, target.delta.key_heads),
-    )
+    if not random:
+        _check_copied(large, target)
     _at_least("layers", large.layers, len(small.layers))
     if large.layers % every:
         raise UsageError(f"layers is {large.layers}, needed: a multiple of {every}")
     # one more column carries the constant that keeps the norms exact
     _at_least("width", large.width, small.width + 1)
-    _at_least("feed_forward", large.feed_forward, small.feed_forward)
     _at_least("KV heads", large.kv_heads, small.kv_heads)
     _at_least("key heads", large.key_heads, target.delta.key_heads)
     _at_least("vocabulary", large.vocab_size, small.vocab_size)
     if draft is not None:
         _check_draft(shape.draft, target, draft)
+
+
+def _check_copied(large: TargetShape, small: ModelSpec) -> None:
+    """Raise if the small target's weights have no place in this shape."""
+    assert small.delta is not None
+    if large.experts is not None:
+        raise UsageError(
+            f"a shape with {large.experts.count} experts cannot answer as {small.name} does, which has none",
+            "set `random`: random weights, for timing",
+        )
+    _ratio("query heads per KV head", (large.heads, large.kv_heads), (small.heads, small.kv_heads))
+    _ratio(
+        "value heads per key head",
+        (large.value_heads, large.key_heads),
+        (small.delta.value_heads, small.delta.key_heads),
+    )
+    _at_least("feed_forward", large.feed_forward, small.feed_forward)
 
 
 def _check_draft(shape: DraftShape, target: ModelSpec, draft: DraftSpec) -> None:

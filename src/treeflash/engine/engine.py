@@ -5,6 +5,7 @@ One idea: the scheduler picks the work, the runner runs it, the sampler decides,
 
 import time
 from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from treeflash.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
 from treeflash.engine.runner import Accepted, EagerRunner, Forward, GraphRunner, Masks, StepTimes, Verify
-from treeflash.engine.sampler import token_logprobs
+from treeflash.engine.sampler import SamplingParams, token_logprobs
 from treeflash.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler, Work
 from treeflash.engine.sequence import (
     LaunchAhead,
     Launched,
+    Limits,
     OwnConstraint,
     Parked,
     Phase,
@@ -25,7 +27,7 @@ from treeflash.engine.sequence import (
     Sequence,
 )
 from treeflash.engine.stats import RequestStats, StepRecord
-from treeflash.errors import ModelFileError, PromptTooLong, UsageError
+from treeflash.errors import ModelFileError
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import kv_formats
 from treeflash.memory.estimate import chunk_size
@@ -39,7 +41,9 @@ from treeflash.state.draft_ring import SavedRings
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 from treeflash.state.snapshots import SavedSequence, SnapshotStore
 
-SHORT = 64  # tokens of a chunk that decode steps process, on a GPU: 20 ms for a 27B instead of 90 to 170
+SHORT = 256  # tokens of a chunk that decode steps process, on a GPU: a chunk's launches take longer
+_READS = 16  # steps that read one chunk, at most
+_PROMPT_ROWS = MAX_ROWS // 2  # of a step that also verifies trees, at most
 _PARKED_PAGES = 4  # free for each that runs before a parked sequence comes back, so that it stays
 
 __all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens", "VerifiedTree"]
@@ -86,8 +90,10 @@ class Engine:
         )
         self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
         self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
-        # On a CPU a chunk of a few tokens takes no longer than a step.
-        self.reads_short = self.runner.read_rows > 0 and target.device.type == "cuda"
+        # On a CPU a chunk of a few tokens takes no longer than a step. On a GPU steps of few rows would take
+        # too many of them.
+        short = min(SHORT, _READS * self.runner.read_rows)
+        self.short = short if graphs and target.device.type == "cuda" else 0
         self._scheduler = Scheduler(slots)
         self._pool_pages = cache.pages or self.states.buffers.page_table.numel()
         self._prompts: dict[Sequence, PromptState] = {}  # of sequences whose prompt others wait for
@@ -98,14 +104,38 @@ class Engine:
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
         """Capture the steps as CUDA graphs, between requests; return whether that was possible."""
+        with self._fresh_slot() as slot:
+            captured = self.runner.capture(progress)
+            self._rehearse(slot, [min(2 * MAX_ROWS, self.max_ctx)])
+            self.runner.rehearse()
+            return captured
+
+    @torch.inference_mode()
+    def measure_steps(self) -> dict[int, StepTimes]:
+        """Return the times of steps of one sequence by rows, between requests: as padded, once captured."""
+        with self._fresh_slot():
+            found = self.runner.measure()
+            return {min(rows, self.max_rows): times for rows, times in found.items()}
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run every kind of work once, in a dry run, which finds the kernels of all of it."""
+        chunks = sorted({min(rows, self.max_ctx) for rows in (2 * MAX_ROWS, self.prefill_chunk)})
+        with self._fresh_slot() as slot:
+            self._rehearse(slot, chunks)
+            self.runner.rehearse(batched=self.slots > 1)
+
+    @contextmanager
+    def _fresh_slot(self) -> Generator[int]:
+        """Give a slot for steps between requests.
+
+        It has pages of its own: those that the slot had before may hold a cached prefix.
+        """
         slot = self.states.open()
         self.drafter.begin(slot)
         try:
-            # Pages of its own: those that the slot had before may hold a cached prefix.
             self._reserve(slot, min(3 * MAX_ROWS, self.max_ctx + self.runner.step_rows(self.max_rows)))
-            captured = self.runner.capture(progress)
-            self._warm_up_prefill(slot)
-            return captured
+            yield slot
         finally:
             self.states.close(slot)
 
@@ -122,14 +152,14 @@ class Engine:
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Do a piece of work that later steps will profit from; return whether there was any."""
-        return self.runner.capture_next()
+        return self.prefixes.use_idle_time() or self.runner.capture_next()
 
     def add(self, request: Request, *, leader: Sequence | None = None) -> Sequence:
         """Queue a request; raises if it cannot run.
 
         leader: a sequence that may have the same prompt, which is then processed only once.
         """
-        self.check(request)
+        self.limits.check(request)
         sampling = request.sampling.seeded()
         stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
         stats.approximate = self.approximate
@@ -152,12 +182,17 @@ class Engine:
     def step(self) -> list[tuple[Sequence, Event]]:
         """Run one step: admit a sequence, process a chunk of a prompt, or verify a tree of each that decodes.
 
+        Short chunks are processed by the steps of those that decode, if there are any.
+
         Return what happened. Finished sequences are released at the beginning: their readers have the end of
         the text before anything else is done.
         """
         for sequence in [each for each in self._scheduler.running if each.finished]:
             self.working = [sequence]
             self.release(sequence)
+        for sequence in self._scheduler.preempted:
+            self.working = [sequence]
+            self._give_way(sequence)
         work = self._next_work()
         if work is None:
             return []
@@ -178,20 +213,20 @@ class Engine:
         in_flight = next((each for each in self._scheduler.running if each.in_flight), None)
         if in_flight is not None and self._scheduler.contended:
             return Decode([in_flight])
-        return self._scheduler.next(self._fits)
+        return self._scheduler.next(self._fits, short=self.short)
 
     def _run(self, work: Work) -> list[tuple[Sequence, Event]]:
-        self.working = work.sequences if isinstance(work, Decode) else [work.sequence]
+        self.working = [*work.sequences, *work.readers] if isinstance(work, Decode) else [work.sequence]
         match work:
             case Admit(sequence):
                 return _tagged(sequence, self._admit(sequence))
             case PrefillChunk(sequence) as chunk:
                 return _tagged(sequence, self._prefill(chunk))
-            case Decode([sequence]):
+            case Decode([sequence], []):
                 self._asked_ahead = False
                 return _tagged(sequence, self._decode(sequence))
-            case Decode(sequences):
-                return self._decode_all(sequences)
+            case Decode(sequences, readers):
+                return self._decode_all(sequences, readers)
 
     def cancel(self, sequence: Sequence) -> Done:
         """End a sequence where it is."""
@@ -232,6 +267,8 @@ class Engine:
             if slot >= 0 and sequence.finished and complete:
                 processed = sequence.tokens[: self.states.lengths[slot]]
                 self._cache_prefix(sequence, processed, "answer", slot)
+            elif slot >= 0 and sequence.request.prefill_only:
+                self._cache_progress(sequence, slot)
         finally:
             sequence.phase, sequence.launched = Phase.FINISHED, None
             if slot >= 0:
@@ -278,25 +315,9 @@ class Engine:
         return (*self.target.approximate, *self.states.approximate)
 
     @property
-    def max_ctx_raisable(self) -> bool:
-        """Return whether the model was made for a longer context than this engine has."""
-        return self.max_ctx < self.target.spec.context_length
-
-    def check(self, request: Request) -> None:
-        vocabulary = self.target.spec.vocab_size
-        if not request.prompt:
-            raise UsageError("the prompt has no tokens", "give some text", param="prompt")
-        if request.max_tokens < 1:
-            raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
-        if len(request.prompt) > self.max_ctx:
-            raise PromptTooLong(len(request.prompt), self.max_ctx, raisable=self.max_ctx_raisable)
-        outside = [token for token in request.prompt if not 0 <= token < vocabulary]
-        if outside:
-            raise UsageError(
-                f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {vocabulary - 1}",
-                param="prompt",
-            )
-        request.sampling.check_vocabulary(vocabulary)
+    def limits(self) -> Limits:
+        spec = self.target.spec
+        return Limits(self.max_ctx, spec.context_length, spec.vocab_size)
 
     def _launch_ahead(self, request: Request) -> LaunchAhead:
         """Return what of a next step may be launched before the caller has seen this one's tokens."""
@@ -313,22 +334,23 @@ class Engine:
         request = sequence.request
         slot = sequence.slot = self.states.open()
         self.drafter.begin(slot)
-        self.runner.begin(slot, sorted(request.stop_ids))
-        masked = request.constraint is not None
-        generated = sequence.tokens[len(request.prompt) : -1]
-        self.runner.sampler.begin(slot, sequence.sampling, request.prompt, masked=masked, generated=generated)
+        self.runner.begin(slot)
+        # Rows of its prompt may be sampled, for nothing: not by what the slot's last request left.
+        self.runner.sampler.begin(slot, SamplingParams(seed=0), [], masked=False)
         if sequence.parked is not None:
             return self._unpark(sequence, sequence.parked)
         if sequence.leader in self._prompts:
             return self._follow(sequence, self._prompts[sequence.leader])
         sequence.chunk_ends = chunk_ends(len(request.prompt), request.boundaries or {}, self.prefill_chunk)
+        if request.prefill_only:
+            sequence.chunk_ends.pop()  # where this prompt ends, the chunk of a longer one does not
         found = self.prefixes.restore(slot, request.prompt, sequence.chunk_ends)
         if found is not None:
             self.drafter.restore(slot, request.prompt[: found.length], found.draft)
             sequence.processed = sequence.stats.cached_tokens = found.length
             sequence.stats.cached_after_answer = found.after_answer
         sequence.phase = Phase.PREFILL
-        return [self._progress(sequence)]
+        return [self._progress(sequence), *self._prefilled(sequence)]
 
     def _follow(self, sequence: Sequence, prompt: "PromptState") -> list[Event]:
         """Go on after the prompt that another sequence has processed."""
@@ -344,15 +366,20 @@ class Engine:
         return [self._progress(sequence), *self._first_token(sequence, prompt.logits)]
 
     def _prefill(self, chunk: PrefillChunk) -> list[Event]:
-        sequence, request = chunk.sequence, chunk.sequence.request
+        sequence = chunk.sequence
         if not self._provide(sequence, chunk.stop - chunk.start):
             return []
+        return self._processed(sequence, chunk.stop, self._process(chunk))
+
+    def _processed(self, sequence: Sequence, stop: int, logits: Tensor) -> list[Event]:
+        """Note that the prompt is processed up to `stop`; at its end decode, from the logits [1, V] there."""
+        request, sequence.processed = sequence.request, stop
+        if request.prefill_only:
+            return [self._progress(sequence), *self._prefilled(sequence)]
         kept = snapshot_positions(sequence.chunk_ends, request.boundaries or {})
-        logits = self._process(chunk, {*kept, len(request.prompt)})
-        sequence.processed = chunk.stop
-        if chunk.stop in kept:
-            self._cache_prefix(sequence, request.prompt[: chunk.stop], kept[chunk.stop], sequence.slot)
-        if chunk.stop < len(request.prompt):
+        if stop in kept:
+            self._cache_prefix(sequence, request.prompt[:stop], kept[stop], sequence.slot)
+        if stop < len(request.prompt):
             return [self._progress(sequence)]
         sequence.phase = Phase.DECODE
         if any(each.leader is sequence for each in self._scheduler.waiting):
@@ -360,20 +387,44 @@ class Engine:
             self._prompts[sequence] = PromptState(state, draft, logits.clone())
         return [self._progress(sequence), *self._first_token(sequence, logits)]
 
+    def _prefilled(self, sequence: Sequence) -> list[Event]:
+        """End a request for prefill alone after its last chunk; its release takes the snapshot."""
+        if not sequence.request.prefill_only or sequence.processed < max(sequence.chunk_ends, default=0):
+            return []
+        sequence.finish("stop")
+        return [self._done(sequence)]
+
+    def _give_way(self, sequence: Sequence) -> None:
+        """Free the slot of a request for prefill alone; it will go on from the snapshot of its last chunk."""
+        slot = sequence.slot
+        try:
+            self._cache_progress(sequence, slot)
+        finally:
+            self._scheduler.put_back(sequence)
+            sequence.slot, sequence.phase, sequence.processed = -1, Phase.WAITING, 0
+            sequence.stats.cached_tokens = 0
+            self.states.close(slot)
+
+    def _cache_progress(self, sequence: Sequence, slot: int) -> None:
+        """Take a snapshot after the last chunk, unless it failed in its middle or nothing is new."""
+        done = sequence.processed
+        if sequence.stats.cached_tokens < done == self.states.lengths[slot]:
+            self._cache_prefix(sequence, sequence.request.prompt[:done], "turn", slot)
+
     def _drop_prompts(self) -> None:
         """Drop the states after prompts that nobody waits for any more."""
         wanted = {each.leader for each in self._scheduler.waiting}
         for leader in [each for each in self._prompts if each not in wanted]:
             self.prefixes.store.release(self._prompts.pop(leader).state)
 
-    def _process(self, chunk: PrefillChunk, ends: Iterable[int]) -> Tensor:
+    def _process(self, chunk: PrefillChunk) -> Tensor:
         """Process a chunk; return the logits [1, V] after the prompt, nothing of use before its end.
 
         Which way a chunk is processed follows from its tokens alone: its bits do not depend on load.
         """
-        if self.reads_short and chunk.stop - chunk.start <= SHORT:
+        if chunk.stop - chunk.start <= self.short:
             return self._read_short(chunk.sequence, chunk.start, chunk.stop)
-        hidden = self._forward_chunk(chunk, ends)
+        hidden = self._forward_chunk(chunk)
         return self.target.logits(hidden) if chunk.stop == len(chunk.sequence.request.prompt) else hidden
 
     def _read_short(self, sequence: Sequence, start: int, stop: int) -> Tensor:
@@ -381,21 +432,29 @@ class Engine:
         logits = torch.empty(0)
         for first in range(start, stop, self.runner.read_rows):
             tokens = sequence.request.prompt[first : min(first + self.runner.read_rows, stop)]
-            self._reserve(sequence.slot, self.runner.step_rows(len(tokens)))
-            forward = self.runner.read(sequence.slot, tokens)
-            self.drafter.append(sequence.slot, tokens, forward.features[: len(tokens)])
-            if self.target.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # the next piece is written to the same buffers
+            forward = self._read_piece(sequence.slot, tokens)
             logits = forward.logits_of(0)[len(tokens) - 1 :]
         return logits
 
-    def _forward_chunk(self, chunk: PrefillChunk, ends: Iterable[int]) -> Tensor:
+    def _read_piece(self, slot: int, tokens: list[int]) -> Forward:
+        self._reserve(slot, self.runner.step_rows(len(tokens)))
+        forward = self.runner.read(slot, tokens)
+        self.drafter.append(slot, tokens, forward.features[: len(tokens)])
+        if self.target.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the next piece is written to the same buffers
+        return forward
+
+    def _forward_chunk(self, chunk: PrefillChunk) -> Tensor:
         """Return the last row's hidden state [1, width]; all else of a chunk is large and freed here."""
         sequence, device = chunk.sequence, self.target.device
         tokens = sequence.request.prompt[chunk.start : chunk.stop]
         slots = torch.tensor([sequence.slot], device=device)
         lengths = self.states.buffers.lengths[slots]
         step = Step.chunk(slots, torch.tensor([tokens], device=device), lengths)
+        kept = snapshot_positions(sequence.chunk_ends, sequence.request.boundaries or {})
+        ends = {*kept, len(sequence.request.prompt)}
+        if sequence.request.prefill_only:
+            ends = {chunk.stop}  # it may have to give way here
         rows = feature_rows(chunk.start, chunk.stop, ends, self.drafter.context_length)
         output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=rows)
         self.states.advance(step)
@@ -410,19 +469,47 @@ class Engine:
                 "the model's logits after this prompt are not finite numbers: its weights are damaged",
                 "download the file again, or set `device` to cpu",
             )
+        self._begin_decoding(sequence)
         if sequence.constraint is not None:
             self.runner.sampler.set_masks(0, sequence.constraint.masks([request.prompt[-1]], [-1]))
         sampler = self.runner.sampler
         sampled = sampler.sample_first(logits, sequence.slot, len(request.prompt)).tolist()
         return self._token_events(sequence, sequence.deliver(sampled).tokens, logits, [0])
 
-    def _warm_up_prefill(self, slot: int) -> None:
-        """Run a small chunk and discard it, so that the first prompt does not wait for compilation."""
-        rows = min(2 * MAX_ROWS, self.max_ctx)
-        self.states.reserve(slot, rows)
-        slots = torch.tensor([slot], device=self.target.device)
-        step = Step.chunk(slots, torch.zeros_like(slots).expand(1, rows), self.states.buffers.lengths[slots])
-        self.target.forward(step, self.states.buffers)
+    def _begin_decoding(self, sequence: Sequence) -> None:
+        """Set how the sequence's tokens are sampled and where they end."""
+        slot, request = sequence.slot, sequence.request
+        self.runner.begin(slot, sorted(request.stop_ids))
+        masked = request.constraint is not None
+        generated = sequence.tokens[len(request.prompt) : -1]
+        self.runner.sampler.begin(slot, sequence.sampling, request.prompt, masked=masked, generated=generated)
+
+    def _rehearse(self, slot: int, chunks: Iterable[int]) -> None:
+        """Process chunks of these sizes and a short prompt in a fresh slot, and discard them.
+
+        A request does nothing for the first time then: its statistics are those of any other.
+        """
+        for rows in chunks:
+            self._restart(slot)
+            self.states.reserve(slot, rows)
+            slots = torch.tensor([slot], device=self.target.device)
+            tokens = torch.zeros_like(slots).expand(1, rows)
+            step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
+            output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps)
+            self.drafter.append(slot, [0] * rows, output.features.flatten(0, -2))
+            logits = self.target.logits(output.hidden.flatten(0, -2)[-1:].clone())
+            self.runner.sampler.sample_first(logits, slot, rows)
+        self._restart(slot)
+        if self.short:
+            self._read_piece(slot, [0] * min(self.runner.read_rows, self.max_ctx))
+            self._restart(slot)
+
+    def _restart(self, slot: int) -> None:
+        """Make a slot's sequence empty again; its pages stay."""
+        self.states.lengths[slot] = 0
+        self.states.buffers.lengths[slot] = 0
+        self.states.buffers.pending.count[slot] = 0
+        self.drafter.begin(slot)
 
     # -- Decode
 
@@ -447,41 +534,80 @@ class Engine:
             sequence.launched = self._launch(sequence, next_forward, ahead)
         return events
 
-    def _decode_all(self, sequences: list[Sequence]) -> list[tuple[Sequence, Event]]:
-        """Run one step of several sequences: their trees share the rows of one forward pass."""
+    def _decode_all(self, sequences: list[Sequence], readers: list[Sequence]) -> list[tuple[Sequence, Event]]:
+        """Run one step of several sequences: their trees and the readers' prompts share one forward pass."""
+        pieces = self._pieces(readers, len(sequences))
         sequences = [each for each in sequences if self._provide(each, self._row_limit(each))]
+        pieces = [each for each in pieces if self._provide(each.sequence, len(each.tokens))]
         sequences = [each for each in sequences if each.parked is None]
-        if len(sequences) < 2:
+        pieces = [each for each in pieces if each.sequence.parked is None]
+        if not pieces and len(sequences) < 2:
             return [pair for each in sequences for pair in _tagged(each, self._decode(each))]
-        self.working = sequences
-        turns = [self._turn(each, len(sequences)) for each in sequences]
+        if not sequences:
+            return []  # the readers go on alone
+        self.working = [*sequences, *(piece.sequence for piece in pieces)]
+        turns = [self._turn(each, len(self.working)) for each in sequences]
         if not self._asked_ahead:
             self.runner.draft(lambda: self.drafter.ask(turns))
         self._asked_ahead = False
-        trees = self.drafter.share(turns)
-        parts = [Verify(each.slot, tree, each.room) for each, tree in zip(sequences, trees, strict=True)]
-        forward = self.runner.verify(parts)
-        pairs = list(zip(sequences, trees, strict=True))
+        prompts = [len(piece.tokens) for piece in pieces]
+        pairs = list(zip(sequences, self.drafter.share(turns, prompts), strict=True))
+        parts = [Verify(each.slot, tree, each.room) for each, tree in pairs]
+        forward = self.runner.verify([*parts, *(piece.part for piece in pieces)])
         self.runner.accept(forward, [self._masks(each, tree) for each, tree in pairs])
         accepted, times = self.runner.read_back()
         outcomes = {
             each.slot: self._outcome(each, tree, found, times)
-            for (each, tree), found in zip(pairs, accepted, strict=True)
+            for (each, tree), found in zip(pairs, accepted, strict=False)
         }
-        self.drafter.observe_all(outcomes)
+        self.drafter.observe_all(outcomes, prompts)
         delivered = [self._deliver(each, outcomes[each.slot]) for each in sequences]
         self._ask_ahead([each for each in sequences if not each.finished])
         # While the draft runs.
+        logits = [forward.logits_of(index) for index in range(len(self.working))]
         return [
-            (each, event)
-            for index, ((each, tree), found) in enumerate(zip(pairs, delivered, strict=True))
-            for event in self._step_events(each, tree, outcomes[each.slot], found, forward.logits_of(index))
+            *(
+                (each, event)
+                for (each, tree), found, own in zip(pairs, delivered, logits, strict=False)
+                for event in self._step_events(each, tree, outcomes[each.slot], found, own)
+            ),
+            *(
+                (piece.sequence, event)
+                for piece, own in zip(pieces, logits[len(pairs) :], strict=True)
+                for event in self._piece_read(piece, own)
+            ),
         ]
+
+    def _pieces(self, readers: list[Sequence], decoding: int) -> list["PromptPiece"]:
+        """Return the prompt tokens that a step reads beside its trees: those of the oldest readers first."""
+        rows = min(_PROMPT_ROWS, MAX_ROWS - decoding)
+        together = self.runner.tree_rows(decoding + len(readers))
+        most = min(together, self.runner.read_rows, self.drafter.commit_rows)
+        pieces = []
+        for each in readers:
+            stop = min(each.chunk_end, each.processed + min(most, rows))
+            if stop > each.processed:
+                pieces.append(PromptPiece(each, each.request.prompt[each.processed : stop]))
+                rows -= stop - each.processed
+        return pieces
+
+    def _piece_read(self, piece: "PromptPiece", logits: Tensor) -> list[Event]:
+        """Note that a step has read a piece of a prompt; logits [rows, V] after its tokens.
+
+        What fails here is this sequence alone: the others' tokens are committed.
+        """
+        sequence, tokens = piece.sequence, piece.tokens
+        self.states.lengths[sequence.slot] += len(tokens)
+        self.drafter.read(sequence.slot, tokens)
+        try:
+            return self._processed(sequence, sequence.processed + len(tokens), logits[len(tokens) - 1 :])
+        except Exception as error:  # of any kind: memory, damaged weights, a constraint
+            return [Failed(error)]
 
     def _turn(self, sequence: Sequence, sequences: int) -> Turn:
         slot = sequence.slot
         sequence.launched = None  # a draft of its own, from when it was alone
-        limit = min(self._row_limit(sequence), self.runner.tree_rows(sequences))
+        limit = min(self._row_limit(sequence), self.runner.tree_rows(max(2, sequences)))
         position = self.states.lengths[slot]
         return Turn(slot, sequence.anchor, position, limit, sequence.constraint)
 
@@ -494,7 +620,8 @@ class Engine:
 
     def _outcome(self, sequence: Sequence, tree: Tree, accepted: Accepted, times: StepTimes) -> StepOutcome:
         self.states.lengths[sequence.slot] += len(accepted.path)
-        return StepOutcome(tree.size, accepted.path, accepted.tokens, times.draft_s, times.verify_s)
+        seconds = (times.draft_s, times.verify_s, times.cpu_share)
+        return StepOutcome(tree.size, accepted.path, accepted.tokens, *seconds)
 
     def _draft(self, sequence: Sequence, max_rows: int) -> Tree:
         position, constraint = self.states.lengths[sequence.slot], sequence.constraint
@@ -598,9 +725,14 @@ class Engine:
 
     def _cache_prefix(self, sequence: Sequence, tokens: list[int], kind: SnapshotKind, slot: int) -> None:
         if sequence.request.boundaries is not None and tokens and self.prefixes.enabled:
-            after_answer = sequence.stats.cached_after_answer
             self.prefixes.insert(
-                slot, tokens, kind, lambda: self.drafter.save(slot), after_answer=after_answer
+                slot,
+                tokens,
+                kind,
+                lambda: self.drafter.save(slot),
+                after_answer=sequence.stats.cached_after_answer,
+                busy=self._scheduler.serves_others(sequence),
+                unused_s=sequence.request.prefill_for_s,
             )
 
     # -- Pages
@@ -647,6 +779,8 @@ class Engine:
         self.prefixes.reserve_for(sequence.slot, parked.state)
         self.prefixes.store.unpark(sequence.slot, parked.state)
         sequence.parked = None
+        if sequence.phase is Phase.DECODE:
+            self._begin_decoding(sequence)
         self.drafter.restore(sequence.slot, sequence.tokens[: parked.state.length], parked.draft)
         return []
 
@@ -668,6 +802,18 @@ class PromptState:
     state: SavedSequence
     draft: SavedRings | None
     logits: Tensor  # [1, V] after its last token
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Tokens of a prompt that a step reads beside the trees of others."""
+
+    sequence: Sequence
+    tokens: list[int]
+
+    @property
+    def part(self) -> Verify:
+        return Verify(self.sequence.slot, Tree.chain(self.tokens), len(self.tokens), given=True)
 
 
 def feature_rows(start: int, stop: int, ends: Iterable[int], context: int) -> int:

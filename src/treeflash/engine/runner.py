@@ -7,8 +7,9 @@ rows have no parent, and acceptance never reaches them.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
@@ -21,7 +22,7 @@ from torch import Tensor
 from treeflash.engine.sampler import Sampler
 from treeflash.kernels.sampling import RowOwners
 from treeflash.kernels.slot_mapping import padded_tree, ragged_rows
-from treeflash.kernels.tree import MAX_ROWS, Acceptance, accept_path
+from treeflash.kernels.tree import MAX_ROWS, Acceptance, accept_path, reference
 from treeflash.models.decoder import Target, VerifyBuffers
 from treeflash.models.step import SIZES, Step, padded_rows
 from treeflash.spec.drafter import Drafter
@@ -34,6 +35,7 @@ Proposed = TypeVar("Proposed")
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
 # Sequences that a padded step holds; those that are missing cost little, but not nothing.
 CAPACITIES = (1, 2, 4, 8, 16, 32, 64)
+_PATIENCE = 64  # steps of a size that run in a larger one before it is captured although others wait
 Masks = Sequence[np.ndarray | None]
 
 
@@ -44,6 +46,7 @@ class Verify:
     slot: int
     tree: Tree
     max_accepted: int
+    given: bool = False  # a chain of a prompt's tokens: all are accepted; for steps of several sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class StepTimes:
     forward_s: float
     accept_s: float  # sampling, acceptance and commit
     whole_s: float  # from the start of the draft to the end of the commit; needs a step not launched ahead
+    cpu_share: float = 1.0  # of it that a CPU worked for this thread: less where others took it away
 
     @property
     def verify_s(self) -> float:
@@ -99,6 +103,7 @@ class StepClock:
 
     def __init__(self, device: torch.device):
         self._times = [0.0] * len(Mark)
+        self._cpu_times = [0.0] * len(Mark)
         self._drafted = False  # whether the step has a draft
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
@@ -109,7 +114,7 @@ class StepClock:
         if self._events:
             self._events[mark].record()
         else:
-            self._times[mark] = time.perf_counter()
+            self._times[mark], self._cpu_times[mark] = time.perf_counter(), time.thread_time()
 
     def synchronize(self) -> None:
         """Wait until the device has passed the last mark; work enqueued after it may still run."""
@@ -124,11 +129,15 @@ class StepClock:
     def times(self) -> StepTimes:
         """Return the times of the step, once."""
         drafted, self._drafted = self._drafted, False
+        first = Mark.DRAFT if drafted else Mark.FORWARD
+        whole = self.seconds(first, Mark.ACCEPTED)
+        cpu = whole if self._events else self._cpu_times[Mark.ACCEPTED] - self._cpu_times[first]
         return StepTimes(
             draft_s=self.seconds(Mark.DRAFT, Mark.DRAFTED) if drafted else 0.0,
             forward_s=self.seconds(Mark.FORWARD, Mark.FORWARDED),
             accept_s=self.seconds(Mark.ACCEPT, Mark.ACCEPTED),
-            whole_s=self.seconds(Mark.DRAFT if drafted else Mark.FORWARD, Mark.ACCEPTED),
+            whole_s=whole,
+            cpu_share=min(cpu / whole, 1.0) if whole > 0 else 1.0,
         )
 
 
@@ -136,26 +145,31 @@ class StepInputs:
     """The trees of a step in static buffers, for `capacity` sequences at most.
 
     One sequence: its tree may lie on the device. Several: ragged rows, whose trees lie on the host; a
-    sequence that is missing has no rows and the slot of the first one.
+    sequence that is missing has no rows and the slot of the first one. `given`: the token after each row that
+    is not sampled because the prompt has it, else -1.
     """
 
     def __init__(self, capacity: int, device: torch.device):
-        self._sizes = [4 * MAX_ROWS, capacity + 1, capacity, capacity]
-        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self._sizes = [4 * MAX_ROWS, capacity + 1, capacity, capacity, MAX_ROWS]
         self._staged = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        rows, self.first, self.slots, self.limits = self._flat.split(self._sizes)
+        # On a CPU there is nothing to stage for.
+        self._flat = self._staged.to(device)
+        self._numbers = self._staged.numpy()
+        rows, self.first, self.slots, self.limits, self.given = self._flat.split(self._sizes)
         self.rows = rows.view(4, MAX_ROWS)  # tokens, parents, ancestors, depths
         self.load_one(Verify(0, Tree.root(0), 1))
 
     def load_one(self, part: Verify) -> list[int]:
         """Load one sequence's tree; return the bounds of its rows."""
-        numbers, packed = self._staged.numpy(), part.tree.packed
-        tables = numbers[4 * MAX_ROWS :]
-        capacity = self._sizes[2]
+        packed, capacity = part.tree.packed, self._sizes[2]
+        tables = self._numbers[4 * MAX_ROWS :]
         tables[: capacity + 1], tables[0] = part.tree.size, 0
         tables[capacity + 1 : 2 * capacity + 1] = part.slot
-        tables[2 * capacity + 1 :] = part.max_accepted
-        if packed.device == self._flat.device:
+        tables[2 * capacity + 1 : 3 * capacity + 1] = part.max_accepted
+        tables[3 * capacity + 1 :] = -1
+        if self._flat is self._staged:
+            self.rows.copy_(packed)
+        elif packed.device == self._flat.device:
             self.rows.copy_(packed)
             self._flat[4 * MAX_ROWS :].copy_(self._staged[4 * MAX_ROWS :], non_blocking=True)
         else:
@@ -165,17 +179,20 @@ class StepInputs:
 
     def load(self, parts: Sequence[Verify]) -> list[int]:
         """Load the trees of several sequences; return the bounds of their rows."""
-        numbers, bounds = self._staged.numpy(), [0]
+        numbers, bounds = self._numbers, [0]
         rows = numbers[: 4 * MAX_ROWS].reshape(4, MAX_ROWS)
-        first, slots, limits = np.split(numbers[4 * MAX_ROWS :], np.cumsum(self._sizes[1:3]))
-        slots[:], limits[:] = parts[0].slot if parts else 0, 1
+        first, slots, limits, given = np.split(numbers[4 * MAX_ROWS :], np.cumsum(self._sizes[1:4]))
+        slots[:], limits[:], given[:] = parts[0].slot if parts else 0, 1, -1
         for index, part in enumerate(parts):
             begin, end = bounds[-1], bounds[-1] + part.tree.size
             rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
             slots[index], limits[index] = part.slot, part.max_accepted
+            if part.given:
+                given[begin : end - 1] = rows[0, begin + 1 : end]
             bounds.append(end)
         first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
-        self._flat.copy_(self._staged, non_blocking=True)
+        if self._flat is not self._staged:
+            self._flat.copy_(self._staged, non_blocking=True)
         return bounds
 
 
@@ -186,12 +203,13 @@ class StepRunner:
     # Where they are, buffers must never move.
     asynchronous: bool
     sizes: Sequence[int] = ()  # rows of a padded step; none: steps have exactly the trees' rows
-    max_sequences = MAX_ROWS  # of a step
     captured = False
 
-    def __init__(self, target: Target, states: SequenceStates, drafter: Drafter):
+    def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
+        """`max_rows` of a tree, the root included."""
         device, slots = target.device, len(states.lengths)
         self._target, self._states, self._drafter, self._device = target, states, drafter, device
+        self._max_rows = max_rows
         self.sampler = Sampler(slots, MAX_ROWS, target.spec.vocab_size, device)
         self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
@@ -201,6 +219,7 @@ class StepRunner:
         self._accepted_clock = self._clock
         self._acceptance = Acceptance(self._host_acceptance)
         self._verified = 0  # sequences of the step that was accepted last
+        self._accepted: list[Accepted] | None = None  # by the last step, where the host knows it already
 
     @staticmethod
     def step_rows(rows: int, sequences: int = 1) -> int:
@@ -215,8 +234,8 @@ class StepRunner:
         """
         return MAX_ROWS if sequences == 1 else 32 if sequences <= 4 else 16
 
-    def begin(self, slot: int, stop_ids: Sequence[int]) -> None:
-        """Start a request whose accepted paths end at these tokens."""
+    def begin(self, slot: int, stop_ids: Sequence[int] = ()) -> None:
+        """Start a request whose accepted paths end at these tokens; none while its prompt is processed."""
         stops = list(stop_ids)[:_STOPS]
         self._stops[slot] = torch.tensor(stops + [-1] * (_STOPS - len(stops)), device=self._device)
 
@@ -232,17 +251,17 @@ class StepRunner:
         if len(parts) == 1:
             bounds = self._inputs[1].load_one(parts[0])
             return self._timed_forward(1, self.step_rows(bounds[-1]), bounds)
-        rows, most = sum(part.tree.size for part in parts), self.tree_rows(len(parts))
-        assert all(part.tree.size <= most for part in parts), f"a tree of more than {most} rows"
+        sizes = [part.tree.size for part in parts]
+        rows, most = sum(sizes), self.tree_rows(len(parts))
+        assert max(sizes) <= most, f"a tree of {max(sizes)} rows, at most {most}"
         assert rows <= MAX_ROWS, f"{rows} rows of {len(parts)} sequences, at most {MAX_ROWS}"
-        capacity, size = self._capacity(len(parts)), self.step_rows(rows, len(parts))
-        self._prepare(capacity, size)
+        capacity, size = self._shape(len(parts), rows, max(sizes))
         return self._timed_forward(capacity, size, self._inputs_of(capacity).load(parts))
 
     @property
     def read_rows(self) -> int:
-        """The most tokens that `read` takes; 0: prompts are read as chunks."""
-        return 0
+        """The most tokens of a prompt that a step reads."""
+        return self._max_rows
 
     def read(self, slot: int, tokens: list[int]) -> Forward:
         """Process and commit a short piece of a prompt as a chain, by the forward pass of a decode step.
@@ -274,14 +293,18 @@ class StepRunner:
         for row, own in zip(forward.bounds, masks, strict=False):
             if own:
                 self.sampler.set_masks(row, own)
-        self._acceptance = self._run_accept(forward)
-        self._verified = len(forward.bounds) - 1
-        self._read(self._acceptance.flat)
+        self._accepted = self._accept_on_host(forward)
+        if self._accepted is None:
+            self._acceptance = self._run_accept(forward)
+            self._verified = len(forward.bounds) - 1
+            self._read(self._acceptance.flat)
         self._clock.mark(Mark.ACCEPTED)
         self._accepted_clock = self._clock
 
     def read_back(self) -> tuple[list[Accepted], StepTimes]:
         """Return what was accepted of each tree, and the times; synchronises with the device."""
+        if self._accepted is not None:
+            return self._accepted, self._accepted_clock.times()
         self._accepted_clock.synchronize()
         paths = Acceptance(self._host_acceptance).paths()[: self._verified]
         return [Accepted(*path) for path in paths], self._accepted_clock.times()
@@ -297,6 +320,16 @@ class StepRunner:
         """Capture one more size of steps, while nothing runs; return whether there was one."""
         return False
 
+    def rehearse(self, *, batched: bool = False) -> None:
+        """Run the draft and a step of each size of one sequence once, on slot 0: their first run is slow.
+
+        `batched`: and the steps of several sequences, without rows.
+        """
+
+    def measure(self) -> dict[int, StepTimes]:
+        """Return the times of a step of one sequence by its rows, on slot 0; none if they are not padded."""
+        return {}
+
     def _read(self, flat: Tensor) -> None:
         """Begin to copy an acceptance to the host."""
         self._host_acceptance = flat
@@ -305,19 +338,20 @@ class StepRunner:
         """Return how many sequences the step for `sequences` holds."""
         return sequences
 
+    def _shape(self, sequences: int, rows: int, largest: int) -> tuple[int, int]:
+        """Return capacity and rows of the step that runs `sequences` trees, the largest of `largest` rows."""
+        return self._capacity(sequences), self.step_rows(rows, sequences)
+
     def _inputs_of(self, capacity: int) -> StepInputs:
         if capacity not in self._inputs:
             self._inputs[capacity] = StepInputs(capacity, self._device)
         return self._inputs[capacity]
 
-    def _prepare(self, capacity: int, size: int) -> None:
-        """Get ready for a step of several sequences."""
-
     def _timed_forward(self, capacity: int, size: int, bounds: list[int]) -> Forward:
         self._clock.mark(Mark.FORWARD)
         forward = self._run_forward(capacity, size)
         self._clock.mark(Mark.FORWARDED)
-        return replace(forward, bounds=bounds)
+        return Forward(forward.step, forward.features, forward.logits, bounds)
 
     def _run_forward(self, capacity: int, size: int) -> Forward:
         return self._forward(capacity, size)
@@ -325,29 +359,37 @@ class StepRunner:
     def _run_accept(self, forward: Forward) -> Acceptance:
         return self._accept(forward)
 
+    def _accept_on_host(self, forward: Forward) -> list[Accepted] | None:
+        """Sample, accept and commit without tensors of the result; None: not for this step."""
+        return None
+
     def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
         raise NotImplementedError
 
     def _forward(self, capacity: int, size: int, into: VerifyBuffers | None = None) -> Forward:
-        inputs, lengths = self._inputs_of(capacity), self._states.buffers.lengths
-        if capacity == 1:
-            rows, first = padded_tree(inputs.rows, inputs.first[1:], inputs.slots, lengths, size=size), None
-        else:
-            rows, first = (
-                ragged_rows(inputs.rows, inputs.first, inputs.slots, lengths, size=size),
-                inputs.first,
-            )
-        tokens, parents, ancestors, positions, slots, starts = rows.unbind()
-        tree = (tokens[None], positions[None], parents[None], ancestors[None])
-        step = Step(inputs.slots, *tree, first, RowOwners(slots, starts), self.tree_rows(capacity))
+        step = self._step_of_one(size) if capacity == 1 else self._step_of_some(capacity, size)
         found = self._target.verify(step, self._states.buffers, taps=self._drafter.taps, into=into)
         features, logits = found
         return Forward(step, features[0], logits[0], [])
 
+    def _step_of_one(self, size: int) -> Step:
+        """Return the step of the tree that was loaded, padded to `size` rows."""
+        inputs, lengths = self._inputs[1], self._states.buffers.lengths
+        rows = padded_tree(inputs.rows, inputs.first[1:], inputs.slots, lengths, size=size)
+        return _step(rows, inputs.slots, None, self.tree_rows(1))
+
+    def _step_of_some(self, capacity: int, size: int) -> Step:
+        inputs, lengths = self._inputs_of(capacity), self._states.buffers.lengths
+        rows = ragged_rows(inputs.rows, inputs.first, inputs.slots, lengths, size=size)
+        return _step(rows, inputs.slots, inputs.first, self.tree_rows(capacity))
+
     def _accept(self, forward: Forward) -> Acceptance:
         step = forward.step
         assert step.parents is not None and step.ancestors is not None
-        sampled = self.sampler.sample(forward.logits, step)
+        sampled, inputs = self.sampler.sample(forward.logits, step), self._inputs[len(step.slots)]
+        if step.first is not None:
+            given = inputs.given[: len(sampled)]
+            sampled = torch.where(given >= 0, given, sampled)
         acceptance = accept_path(
             step.tokens[0],
             step.parents[0],
@@ -356,7 +398,7 @@ class StepRunner:
             first=step.first,
             slots=step.slots,
             stops=self._stops,
-            limits=self._inputs[len(step.slots)].limits,
+            limits=inputs.limits,
             counts=self.sampler.counts,
         )
         self._states.commit_on_device(step, acceptance.last_rows)
@@ -371,8 +413,46 @@ class EagerRunner(StepRunner):
     asynchronous = False
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
-        super().__init__(target, states, drafter)
+        super().__init__(target, states, drafter, max_rows=max_rows)
         drafter.bind(self.sampler.rank)
+        self._steps: dict[int, Step] = {}  # of one sequence, over static buffers, by rows
+        self._placed = torch.zeros(3, MAX_ROWS, dtype=torch.int64, device=self._device)
+
+    def _step_of_one(self, size: int) -> Step:
+        """Return the step of the tree that was loaded; on a CPU tensors are made once for each size."""
+        if self._device.type != "cpu":
+            return super()._step_of_one(size)
+        inputs, placed = self._inputs[1], self._placed
+        if size not in self._steps:
+            tokens, parents, ancestors, _ = inputs.rows[:, None, :size].unbind()
+            positions, slots, starts = placed[:, :size].unbind()
+            tree, owners = (tokens, positions[None], parents, ancestors), RowOwners(slots, starts)
+            self._steps[size] = Step(inputs.slots, *tree, owners=owners)
+        slot = inputs.slots.item()
+        placed, depths = placed.numpy(), inputs.rows.numpy()[3, :size]
+        placed[0, :size] = depths + self._states.buffers.lengths.numpy()[slot]
+        placed[1, :size] = slot
+        return self._steps[size]
+
+    def _accept_on_host(self, forward: Forward) -> list[Accepted] | None:
+        """On a CPU a step of one sequence is a few integers; tensors would take a fifth of a plain step."""
+        step, size = forward.step, forward.bounds[-1]
+        if step.first is not None or self._device.type != "cpu":
+            return None
+        inputs, sampled = self._inputs[1], self.sampler.sample(forward.logits, step).tolist()
+        slot, limit = inputs.slots.item(), inputs.limits.item()
+        tokens, parents = inputs.rows.numpy()[:2, :size].tolist()
+        path, counts = [0], self.sampler.counts.numpy()
+        if size > 1:
+            stops = self._stops[slot].tolist()
+            path = reference.accept_path(tokens, parents, sampled, stops=stops, limit=limit)
+        for row in path:
+            counts[slot, tokens[row]] += 1
+        self._states.commit_rows(slot, path, size=size)
+        if self._drafter.taps:
+            features = forward.features if len(path) == size else forward.features[path]
+            self._drafter.commit_eager(slot, features)
+        return [Accepted(path, [sampled[row] for row in path])]
 
     def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
         begins = forward.bounds[:-1]
@@ -386,17 +466,19 @@ class EagerRunner(StepRunner):
 class GraphRunner(StepRunner):
     """Pads steps to a few sizes and replays them as CUDA graphs once they are captured.
 
-    The steps of one sequence are captured at the start; those of several when they are first needed, or
-    while nothing runs. All of them share the buffers of features and logits.
+    The steps of one sequence are captured at the start; those of several while nothing runs. One that is
+    needed before runs in a larger one, if there is any, and is captured when it has been needed often. All of
+    them share the buffers of features and logits.
     """
 
     asynchronous = True
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
-        super().__init__(target, states, drafter)
+        super().__init__(target, states, drafter, max_rows=max_rows)
         device, slots = target.device, len(states.lengths)
         self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
         self._draft_functions = drafter.bind(self.sampler.rank)
+        self._later_drafts = self._draft_functions[1:]  # to capture while nothing runs
         width = len(drafter.taps) * target.spec.width
         self._into = VerifyBuffers(
             torch.zeros(MAX_ROWS, width, device=device),
@@ -410,6 +492,7 @@ class GraphRunner(StepRunner):
         self._last: dict[tuple[int, int], Forward] = {}  # an accept graph reads what the forward graph writes
         self._pool: Any = None  # of graphs that are captured later; None: they are not
         self._later = [key for key in self._forwards if key[0] > 1]
+        self._wanted = Counter[tuple[int, int]]()  # how often those were needed
         self._pinned = torch.zeros(
             Acceptance.SIZE * self._capacity(min(slots, MAX_ROWS)),
             dtype=torch.int64,
@@ -452,14 +535,33 @@ class GraphRunner(StepRunner):
             warn_eager(error)
             return False
         self._pool = pool
-        for function in self._draft_functions[1:]:
+        for function in self._later_drafts:
             function.capture_on_call(pool)
         return True
+
+    def rehearse(self, *, batched: bool = False) -> None:
+        self._inputs[1].load_one(Verify(0, Tree.root(0), 1))
+        for function in self._draft_functions if batched else self._draft_functions[:1]:
+            function()
+        for size in self.sizes:
+            self._run_accept(self._run_forward(1, size))
+        for capacity, size in self._later if batched else ():
+            self._inputs_of(capacity).load([])
+            self._run_accept(self._run_forward(capacity, size))
+
+    def measure(self) -> dict[int, StepTimes]:
+        found = {}
+        for size in self.sizes:
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
+            self.accept(self._timed_forward(1, size, [0, 1]))
+            _, found[size] = self.read_back()
+        return found
 
     def capture_next(self) -> bool:
         if self._pool is None:
             return False
-        for function in self._draft_functions[1:]:
+        while self._later_drafts:
+            function = self._later_drafts.pop(0)
             if not function.captured:
                 function.try_capture(self._pool)
                 return True
@@ -468,10 +570,25 @@ class GraphRunner(StepRunner):
             return True
         return False
 
+    def _shape(self, sequences: int, rows: int, largest: int) -> tuple[int, int]:
+        shape = super()._shape(sequences, rows, largest)
+        if self._pool is None or shape not in self._later:
+            return shape
+        self._wanted[shape] += 1
+        larger = [
+            (size, capacity)
+            for (capacity, size), forward in self._forwards.items()
+            if forward.captured and capacity >= max(2, shape[0]) and size >= shape[1]
+            if largest <= self.tree_rows(capacity)
+        ]
+        if larger and self._wanted[shape] < _PATIENCE:
+            size, capacity = min(larger)
+            return capacity, size
+        self._prepare(*shape)
+        return shape
+
     def _prepare(self, capacity: int, size: int) -> None:
-        """Capture a step of several sequences, unless it is; without rows it changes no state."""
-        if self._pool is None or (capacity, size) not in self._later:
-            return
+        """Capture a step of several sequences; without rows it changes no state."""
         self._later.remove((capacity, size))
         self._inputs_of(capacity).load([])
         try:
@@ -516,8 +633,16 @@ class GraphRunner(StepRunner):
         self._drafter.commit(features, rows, acceptance.counts, step.slots)
 
 
+def _step(rows: Tensor, slots: Tensor, first: Tensor | None, most: int) -> Step:
+    """Return the step of rows [6, size], see `ragged_rows`."""
+    tokens, parents, ancestors, positions, row_slots, starts = rows.unbind()
+    tree = (tokens[None], positions[None], parents[None], ancestors[None])
+    return Step(slots, *tree, first, RowOwners(row_slots, starts), most)
+
+
 def _batched_sizes(slots: int) -> list[tuple[int, int]]:
-    """Return the capacities and rows of steps of several sequences, the likeliest first."""
+    """Return the capacities and rows of steps of several sequences, those that hold most others first."""
     # The step of a capacity has more sequences than the capacity before it, and so as many rows.
     bounds = [(low, n) for low, n in pairwise(CAPACITIES) if low < slots]
-    return [(n, size) for low, n in bounds for size in reversed(SIZES) if size > low]
+    keys = [(n, size) for low, n in bounds for size in reversed(SIZES) if size > low]
+    return sorted(keys, key=lambda key: key[1] < MAX_ROWS)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import UsageError
+from treeflash.kernels.native import argmax_rows
 from treeflash.kernels.sampling import RowOwners, SamplingState, make_workspace, rank_rows, sample_rows
 from treeflash.models.step import Step
 
@@ -140,12 +141,15 @@ class Sampler:
     def sample(self, logits: Tensor, step: Step) -> Tensor:
         """Sample a token [R] after each row of a step's trees, logits [R, V]."""
         assert step.ancestors is not None
+        if not logits.is_cuda and step.first is None and self._state.argmax[int(step.slots)]:
+            return argmax_rows(logits)
         tree = (step.positions.flatten() + 1, step.tokens.flatten(), step.ancestors.flatten())
         return sample_rows(logits.contiguous(), *tree, step.row_owners(), self._state, self._workspace)
 
     def sample_first(self, logits: Tensor, slot: int, position: int) -> Tensor:
         """Sample the token [1] at `position`, the first after a prompt, from logits [1, V]."""
-        at, slots = torch.tensor([[position], [slot]], device=self._device)
+        # Each a tensor of its own: kernels would be compiled again for addresses that are aligned less.
+        at, slots = (torch.tensor([value], device=self._device) for value in (position, slot))
         none = torch.zeros_like(at)
         owners = RowOwners(slots, none)
         return sample_rows(logits.contiguous(), at, none, none, owners, self._state, self._workspace)

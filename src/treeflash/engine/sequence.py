@@ -12,6 +12,7 @@ from treeflash.engine.events import FinishReason
 from treeflash.engine.runner import Forward
 from treeflash.engine.sampler import SamplingParams
 from treeflash.engine.stats import RequestStats
+from treeflash.errors import PromptTooLong, UsageError
 from treeflash.prefix_cache.boundaries import SnapshotKind
 from treeflash.spec.drafter import Constraint
 from treeflash.spec.tree import Tree
@@ -36,6 +37,42 @@ class Request:
     trees: bool = False  # report every step's tree
     # Prompt positions where turns begin; None: nothing of this request goes to the prefix cache.
     boundaries: Mapping[int, SnapshotKind] | None = None
+    # Prefill alone, while nothing else runs, for a later request that begins with this prompt: nothing is
+    # sampled. The snapshot is evicted first if nobody has used it after these seconds.
+    prefill_for_s: float | None = None
+
+    @property
+    def prefill_only(self) -> bool:
+        return self.prefill_for_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can run, in tokens; enough to refuse a request where the engine is not."""
+
+    max_ctx: int
+    context_length: int  # that the model was made for
+    vocabulary: int
+
+    @property
+    def raisable(self) -> bool:
+        """Return whether the model was made for a longer context than this."""
+        return self.max_ctx < self.context_length
+
+    def check(self, request: Request) -> None:
+        if not request.prompt:
+            raise UsageError("the prompt has no tokens", "give some text", param="prompt")
+        if request.max_tokens < 1:
+            raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
+        if len(request.prompt) > self.max_ctx:
+            raise PromptTooLong(len(request.prompt), self.max_ctx, raisable=self.raisable)
+        outside = [token for token in request.prompt if not 0 <= token < self.vocabulary]
+        if outside:
+            raise UsageError(
+                f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {self.vocabulary - 1}",
+                param="prompt",
+            )
+        request.sampling.check_vocabulary(self.vocabulary)
 
 
 class Phase(Enum):
@@ -127,6 +164,11 @@ class Sequence:
     def room(self) -> int:
         """Tokens that may still be generated."""
         return self.max_tokens - self.stats.generated_tokens
+
+    @property
+    def chunk_end(self) -> int:
+        """Where the prompt's next chunk ends."""
+        return next(end for end in self.chunk_ends if end > self.processed)
 
     @property
     def finished(self) -> bool:

@@ -66,7 +66,7 @@ NUMBER_TYPES = {
 # ggml's names of types we do not read, for the error message only
 _OTHER_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K"},
-    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    **{24: "I8", 25: "I16", 26: "I32", 28: "F64"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
     **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0"},
 }

@@ -31,7 +31,9 @@ def dequantise(data: Tensor, type: QuantType, *, dtype: torch.dtype = torch.floa
     shape = (*data.shape[:-1], data.shape[-1] // type.block_bytes * type.block_elements)
     if type in _FLOATS:
         return _aligned(blocks).view(_FLOATS[type]).to(dtype).reshape(shape)
-    decode = _DECODERS[type]
+    decode = _DECODERS.get(type)
+    if decode is None:
+        raise UnsupportedQuant(f"{type.name} holds whole numbers, needed weights")
     out = torch.empty((blocks.shape[0], type.block_elements), dtype=dtype, device=data.device)
     step = (_SLICE_CPU if data.device.type == "cpu" else _SLICE_DEVICE) // type.block_elements
     for start in range(0, blocks.shape[0], step):
@@ -289,8 +291,14 @@ _CODE_BOOKS = frozenset(
 
 
 def check_decodable(types: Iterable[QuantType]) -> None:
-    """Raise for types whose code book is not on this machine; to be called before weights are read."""
-    for type in sorted(_CODE_BOOKS & set(types)):
+    """Raise for types that are no weights, or whose code book is not on this machine.
+
+    To be called before weights are read.
+    """
+    found = set(types)
+    if QuantType.I64 in found:
+        raise UnsupportedQuant("a tensor of the model is of type I64, which holds whole numbers, no weights")
+    for type in sorted(_CODE_BOOKS & found):
         _grid(type, torch.device("cpu"))
 
 

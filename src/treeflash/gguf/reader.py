@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,8 +26,15 @@ class _Part:
     """One file on disk and its header."""
 
     path: Path
+    handle: BinaryIO  # the same file as the mapping, even if another gets its name
     mapping: mmap.mmap
     header: Header
+
+    def close(self) -> None:
+        """Unmap the file, or leave that to the last array of it that is still in use."""
+        self.handle.close()
+        with contextlib.suppress(BufferError):
+            self.mapping.close()
 
 
 class GGUFFile:
@@ -62,7 +69,7 @@ class GGUFFile:
             return cls(parts)
         except BaseException:
             for part in parts:
-                part.mapping.close()
+                part.close()
             raise
 
     def raw(self, name: str) -> np.ndarray:
@@ -72,6 +79,32 @@ class GGUFFile:
         part = self._part_of[name]
         flat = np.frombuffer(part.mapping, np.uint8, count=info.nbytes, offset=part.header.offsets[name])
         return flat.reshape(*info.shape[:-1], info.row_bytes)
+
+    def release(self, name: str) -> None:
+        """Unmap the tensor's pages: they count as this process's memory, and stay in the system's cache."""
+        part, info = self._part_of[name], self.tensors[name]
+        start = part.header.offsets[name] // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and info.nbytes:
+            length = part.header.offsets[name] + info.nbytes - start
+            part.mapping.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the tensor's bytes from `start` on, without page faults. Thread-safe."""
+        part = self._part_of[name]
+        at = part.header.offsets[name] + start
+        if not hasattr(os, "preadv"):
+            out[:] = part.mapping[at : at + len(out)]
+            return
+        try:
+            while out:
+                count = os.preadv(part.handle.fileno(), [out], at)
+                if not count:
+                    raise BadGGUF(
+                        f"{part.path} ends at byte {at} while it is read, needed {len(out)} more", FETCH_AGAIN
+                    )
+                at, out = at + count, out[count:]
+        except OSError as error:
+            raise ModelFileError(f"{part.path} cannot be read: {error.strerror or error}") from error
 
     def require(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """Return a metadata value of that type; a bool is no int, an int converts to a finite float."""
@@ -100,8 +133,7 @@ class GGUFFile:
     def close(self) -> None:
         """Unmap the file, or leave that to the last array from `raw` that is still in use."""
         for part in self._parts:
-            with contextlib.suppress(BufferError):
-                part.mapping.close()
+            part.close()
         self._parts = []
         self._part_of = {}
 
@@ -186,15 +218,16 @@ def _check_split(parts: list[_Part]) -> None:
 
 
 def _read_part(path: Path) -> _Part:
-    mapping = _map(path)
+    handle, mapping = _map(path)
     try:
-        return _Part(path, mapping, read_header(path, mapping))
+        return _Part(path, handle, mapping, read_header(path, mapping))
     except BaseException:
+        handle.close()
         mapping.close()
         raise
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map(path: Path) -> tuple[BinaryIO, mmap.mmap]:
     try:
         # a pipe would block the open below for ever
         mode = os.stat(path).st_mode
@@ -204,10 +237,13 @@ def _map(path: Path) -> mmap.mmap:
             raise ModelNotFound(f"{path} is a directory, needed: a .gguf file", hint)
         if not stat.S_ISREG(mode):
             raise ModelNotFound(f"{path} is not a regular file, needed: a .gguf file")
-        with path.open("rb") as file:
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(path.open("rb", buffering=0))
             if os.fstat(file.fileno()).st_size == 0:
                 raise BadGGUF(f"{path} is empty (0 bytes), needed: a GGUF file", FETCH_AGAIN)
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            opened.pop_all()
+            return file, mapping
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
             raise ModelNotFound(f"{path}: no such file") from error

@@ -26,6 +26,7 @@ class QuantType(IntEnum):
     IQ3_S = 21
     IQ2_S = 22
     IQ4_XS = 23
+    I64 = 27  # token ids, no weights
     IQ1_M = 29
     BF16 = 30
     TQ1_0 = 34
@@ -77,4 +78,5 @@ _BLOCKS = {
     QuantType.TQ1_0: (256, 54),
     QuantType.TQ2_0: (256, 66),
     QuantType.MXFP4: (32, 17),
+    QuantType.I64: (1, 8),
 }

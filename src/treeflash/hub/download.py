@@ -16,7 +16,7 @@ from typing import IO, Protocol
 
 from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError, TreeFlashError
 from treeflash.hub.failures import explained
-from treeflash.hub.names import RepoName, choose, draft_sidecars, group, readable
+from treeflash.hub.names import GGUFSet, RepoName, choose, draft_sidecars, group, readable
 
 TRIES = 5  # in a row without progress
 TIMEOUT_S = 15
@@ -95,6 +95,16 @@ def fetch(
         file = RepoName(name.repo, file=draft.files[0])
         (progress or Silent()).notice(f"The repository has a draft too ({readable(draft.size)}): {file}")
     return path
+
+
+def offered(repo: str) -> list[GGUFSet]:
+    """Return the complete models of a repository on the hub, the smallest first."""
+    from huggingface_hub import HfApi, constants
+
+    with explained(RepoName(repo), constants.ENDPOINT):
+        info = HfApi().model_info(repo, files_metadata=True, timeout=TIMEOUT_S)
+    found = group([(each.rfilename, each.size or 0) for each in info.siblings or []])
+    return sorted((each for each in found if each.complete), key=lambda each: each.size)
 
 
 def gguf_files(name: RepoName) -> Pick:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from treeflash.config import pretended_card
 from treeflash.errors import ResourceError, UsageError
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS, KVFormat
 from treeflash.memory.host import free_memory
@@ -41,7 +42,8 @@ def pick_device(name: str) -> torch.device:
 def device_name(device: torch.device, threads: int | None = None) -> str:
     """Return a device's name; of a CPU with the threads in use, None: torch's."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        acting = pretended_card()
+        return torch.cuda.get_device_name(device) + (f" as {acting}" if acting else "")
     return f"{platform.machine()} CPU, {threads or torch.get_num_threads()} threads"
 
 

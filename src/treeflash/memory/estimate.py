@@ -65,6 +65,16 @@ class MemoryEstimate:
     native: bool = False  # the native CPU library runs the model
     native_gap: str = ""  # why it does not, although it is asked for
     sequences: int = 1  # that run at once
+    routed: int = 0  # bytes of the weights that are those of routed experts
+    host_experts: int = 0  # bytes of routed experts in host memory, which are not among the weights
+
+    def read_bytes(self, rows: int) -> int:
+        """Return the bytes of weights that a step of `rows` rows reads, if rows choose experts at random."""
+        experts, weights = self.spec.experts, self.parts["weights"]
+        if experts is None:
+            return weights
+        unread = self.routed * (1 - experts.used / experts.count) ** rows
+        return weights - round(unread)
 
     def without_kv(self, *, host_embedding: bool = False) -> int:
         return sum(self.parts.values()) - (self.parts[EMBEDDING] if host_embedding else 0)
@@ -134,8 +144,16 @@ def estimate_memory(
     library has them packed.
     """
     on_gpu, sequences = device_type == "cuda", config.parallel or 1
-    loader = MeasuringLoader(file, tiles=on_gpu, dtype=compute_dtype(device_type), expand=expand)
+    loader = MeasuringLoader(
+        file,
+        tiles=on_gpu,
+        dtype=compute_dtype(device_type),
+        expand=expand,
+        host_experts=config.experts_host if on_gpu else 0,
+    )
     target = Decoder(spec, loader, _CPU)
+    if config.draft is not None and config.draft.shortlist is not None:
+        target.limit_drafts(config.draft.shortlist)
     parts = _packed_bytes(file, spec) if native else _weight_bytes(target)
     rings = {"max_ctx": context, "slots": sequences, "device": META, "dtype": ring_dtype(device_type)}
     draft = _draft_need(file, spec, config, device_type, rings=rings, expand=expand, native=native)
@@ -157,7 +175,19 @@ def estimate_memory(
         for chunk in _chunk_sizes(config, device_type)
     }
     expanded = on_gpu or native or expand
-    return MemoryEstimate(spec, parts, prefill, rows, expanded, widened, native, sequences=sequences)
+    routed = held_bytes(target.routed)
+    return MemoryEstimate(
+        spec,
+        parts,
+        prefill,
+        rows,
+        expanded,
+        widened,
+        native,
+        sequences=sequences,
+        routed=routed,
+        host_experts=loader.host_bytes,
+    )
 
 
 def _weight_bytes(target: Decoder) -> dict[str, int]:
@@ -175,7 +205,9 @@ def _packed_bytes(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
 def uses_mtp(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> bool:
     """Return whether the MTP block of the target's file proposes tokens."""
     speculation = config.speculation
-    return speculation is not None and speculation.mtp and config.draft is None and has_mtp(file, spec)
+    if speculation is None or speculation.mtp == "off" or not has_mtp(file, spec):
+        return False
+    return speculation.mtp == "on" or config.draft is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +217,11 @@ class _DraftNeed:
     parts: Mapping[str, int]
     taps: int = 0
     values: int = 0  # of a captured draft call, each of 4 bytes
+
+    def __add__(self, other: "_DraftNeed") -> "_DraftNeed":
+        names = {**self.parts, **other.parts}
+        parts = {name: self.parts.get(name, 0) + other.parts.get(name, 0) for name in names}
+        return _DraftNeed(parts, self.taps + other.taps, self.values + other.values)
 
 
 def _draft_need(
@@ -197,25 +234,45 @@ def _draft_need(
     expand: bool,
     native: bool,
 ) -> _DraftNeed:
-    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
+    found = _DraftNeed({})
     if uses_mtp(config, file, spec):
-        loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
-        block, buffers = MTPBlock(spec, loader, _CPU), mtp_buffers(spec, **rings)
-        values = 2 * BEAMS * spec.vocab_size
-        values += BEAMS * _attention_values(STEPS, spec.heads, spec.kv_heads, spec.head_dim) if tiles else 0
-        held = {"draft": held_bytes(block), "draft context": held_bytes(buffers)}
-        return _DraftNeed(held, len(block.taps), values)
-    if config.speculation is None or config.draft is None:
-        return _DraftNeed({})
-    quant = draft_quant(config.draft, device_type, native=native)
-    with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as (found, source):
+        found += _mtp_need(file, spec, device_type, rings=rings, expand=expand)
+    if config.speculation is not None and config.draft is not None:
+        found += _block_draft_need(spec, config.draft, device_type, rings=rings, expand=expand, native=native)
+    return found
+
+
+def _mtp_need(
+    file: GGUFFile, spec: ModelSpec, device_type: DeviceType, *, rings: Mapping[str, Any], expand: bool
+) -> _DraftNeed:
+    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
+    loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
+    block, buffers = MTPBlock(spec, loader, _CPU), mtp_buffers(spec, **rings)
+    values = 2 * BEAMS * spec.vocab_size
+    values += BEAMS * _attention_values(STEPS, spec.heads, spec.kv_heads, spec.head_dim) if tiles else 0
+    held = {"draft": held_bytes(block), "draft context": held_bytes(buffers)}
+    return _DraftNeed(held, len(block.taps), values)
+
+
+def _block_draft_need(
+    spec: ModelSpec,
+    draft: DraftConfig,
+    device_type: DeviceType,
+    *,
+    rings: Mapping[str, Any],
+    expand: bool,
+    native: bool,
+) -> _DraftNeed:
+    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
+    quant = draft_quant(draft, device_type, native=native)
+    with open_draft(draft.path, spec, quant=quant, causal=draft.causal) as (found, source):
         loader = MeasuringLoader(source, tiles=tiles, dtype=dtype, expand=expand)
         weights = held_bytes(DFlashDraft(found, loader, _CPU, spec.vocab_size))
         if native and draft_gap(source, found) is None:
             weights = packed_draft_bytes(source)
     held = {
         "draft": weights,
-        "draft context": held_bytes(draft_buffers(found, context=config.draft.context, **rings)),
+        "draft context": held_bytes(draft_buffers(found, context=draft.context, **rings)),
     }
     values = 2 * found.block_size * spec.vocab_size
     if tiles:
@@ -255,8 +312,18 @@ def _step_bytes(spec: ModelSpec, rows: int, draft: _DraftNeed, sequences: int) -
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
     padded = max(rows, BUCKETS[0])  # as the matmul kernels pad them
     activations = padded * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _SPLIT_K_BLOCKS * 128)
+    activations += rows * _expert_bytes(spec) // 4
     activations += _attention_values(rows, spec.heads, spec.kv_heads, spec.head_dim)
     return 4 * (outputs + max(activations, sequences * draft.values))
+
+
+def _expert_bytes(spec: ModelSpec) -> int:
+    """Return the bytes that a row's routed experts add: logits, pairs and chunks, gate, up, outputs."""
+    if spec.experts is None:
+        return 0
+    experts, padded = spec.experts, -(-spec.experts.width // 256) * 256
+    pair = 4 * 2 * experts.width + 2 * padded + 4 * spec.width
+    return 4 * (experts.count + 1) + experts.used * (pair + 4 * 7)
 
 
 def _attention_values(rows: int, heads: int, kv_heads: int, dim: int) -> int:
@@ -278,6 +345,7 @@ def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0) -> int:
     stream = 6 * 4 * width + 2 * width
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     stages = [4 * 2 * inner + 2 * inner + 4 * width]
+    stages[0] += _expert_bytes(spec)  # the shared expert's output waits for theirs
     query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
     qkv = query + 2 * spec.kv_heads * spec.head_dim
     heads = 4 * spec.heads * spec.head_dim

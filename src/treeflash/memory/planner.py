@@ -19,7 +19,15 @@ from treeflash.errors import ResourceError, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import BLOCK, FORMATS
 from treeflash.kernels.tree import MAX_ROWS
-from treeflash.memory.device import CUDA_LIBRARIES, KVFormats, MemoryBudget, gib, kv_formats, memory_budget
+from treeflash.memory.device import (
+    CUDA_LIBRARIES,
+    KVFormats,
+    MemoryBudget,
+    available_memory,
+    gib,
+    kv_formats,
+    memory_budget,
+)
 from treeflash.memory.estimate import (
     EMBEDDING,
     KV_CACHE,
@@ -140,10 +148,12 @@ class MemoryPlan:
     def line(self) -> str:
         """Return formats, context and total in one line, printed at start-up."""
         embedding = f", token embedding in host memory ({gib(self.estimate.parts[EMBEDDING])})"
+        experts = self.estimate.host_experts
+        host = f", {gib(experts)} of experts in host memory, read over the bus" if experts else ""
         shared = f", {self.sequences} requests at once share {self.kv_tokens:,}" if self.sequences > 1 else ""
         return (
             f"KV cache in {format_names(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens{shared}, "
-            f"{gib(self.total)} of {gib(self.budget.limit)}{embedding if self.host_embedding else ''}"
+            f"{gib(self.total)} of {gib(self.budget.limit)}{embedding if self.host_embedding else ''}{host}"
         )
 
 
@@ -185,6 +195,7 @@ class MemoryPlanner:
         if config.parallel is not None and not 1 <= config.parallel <= MAX_ROWS:
             raise UsageError(f"`parallel` is {config.parallel}, needed 1 to {MAX_ROWS}", param="parallel")
         device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
+        _check_experts(spec, config, device_type)
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
         estimated = partial(estimate_memory, file, spec, config, device_type, context=context)
         candidates = _candidates(spec, config, device)
@@ -196,6 +207,7 @@ class MemoryPlanner:
         if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
             estimate = estimated(expand=False)
         estimate = replace(estimate, native_gap=gap)
+        _check_host(estimate, config)
         return cls(file, spec, config, device, budget, estimate, candidates)
 
     @property
@@ -367,6 +379,8 @@ class MemoryPlanner:
         if (other := others._best_fit(context)) is not None:
             k, v = (format.name for format in other[0])
             yield f"`kv` {k}" if k == v else f"`kv_k` {k} `kv_v` {v}"
+        if (experts := self._experts_that_fit(context)) is not None:
+            yield f"`experts_host` {experts}"
         for setting, lighter in _lighter_drafts(self.config):
             planner = MemoryPlanner.create(self.file, self.spec, lighter, self.device, self.budget)
             if planner._best_fit(context) is not None:
@@ -376,6 +390,43 @@ class MemoryPlanner:
         excess = self._total(smallest, context, self._load_options()[-1]) - self._limit(smallest)
         left = self.estimate.parts["weights"] - excess
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
+
+    def _experts_that_fit(self, context: int) -> int | None:
+        """Return how many layers' experts in host memory make the model fit, if that is possible."""
+        routed, layers = self.estimate.routed, len(self.spec.layers)
+        if not routed or not self._on_gpu:
+            return None
+        left = layers - self.config.experts_host
+        excess = self._total(self.candidates[-1], context, self._load_options()[-1])
+        excess -= self._limit(self.candidates[-1])
+        # Layers may differ in size: one more than the average says.
+        needed = self.config.experts_host + -(-excess * left // routed) + 1
+        return needed if needed <= layers else None
+
+
+def _check_experts(spec: ModelSpec, config: EngineConfig, device_type: DeviceType) -> None:
+    """Raise for experts in host memory where there are none, or where all weights are there anyway."""
+    count, most = config.experts_host, len(spec.layers) if spec.experts is not None else 0
+    if not 0 <= count <= most:
+        which = f"0 to {most}" if most else f"0: {spec.name} has no routed experts"
+        raise UsageError(f"`experts_host` is {count}, needed {which}", param="experts_host")
+    if count and device_type == "cpu":
+        raise UsageError(
+            f"`experts_host` is {count}, but on a CPU all weights are in host memory", param="experts_host"
+        )
+
+
+def _check_host(estimate: MemoryEstimate, config: EngineConfig) -> None:
+    """Raise if host memory does not hold the experts that are to stay there."""
+    if not estimate.host_experts:
+        return
+    free = available_memory(torch.device("cpu"))
+    if estimate.host_experts > free:
+        raise ResourceError(
+            f"the experts of {config.experts_host} layers take {gib(estimate.host_experts)} of host memory, "
+            f"{gib(free)} are free",
+            "set a smaller `experts_host`",
+        )
 
 
 def _native_gap(file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFormats) -> str | None:
@@ -406,8 +457,10 @@ def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> 
 def _lighter_drafts(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Yield settings that shrink or drop the draft, and the configuration with each."""
     draft, speculation = config.draft, config.speculation
-    if speculation is None or (draft is None and not speculation.mtp):
+    if speculation is None or (draft is None and speculation.mtp == "off"):
         return
     if draft is not None and draft.quant != "q4_k" and draft.path.suffix != ".gguf":
         yield "`draft_quant` q4_k", replace(config, draft=replace(draft, quant="q4_k"))
-    yield "`no_draft`", replace(config, draft=None, speculation=replace(speculation, mtp=False))
+    if draft is not None and speculation.mtp == "on":
+        yield "a draft without the MTP block", replace(config, speculation=replace(speculation, mtp="auto"))
+    yield "`no_draft`", replace(config, draft=None, speculation=replace(speculation, mtp="off"))

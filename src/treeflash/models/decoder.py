@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from treeflash.errors import UnsupportedModel
+from treeflash.errors import UnsupportedModel, UsageError
 from treeflash.gguf.quants import check_decodable
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.delta_rule import tree_order
+from treeflash.kernels.experts import ExpertStack, prepare
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
-from treeflash.kernels.quant_matmul import Layout, PackedRows, PartialSums
+from treeflash.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, PartialSums
 from treeflash.kernels.slot_mapping import SlotMapping, slot_mapping
 from treeflash.models.layers import (
     Attention,
@@ -25,7 +26,7 @@ from treeflash.models.layers import (
     PackedInput,
     by_sequence,
 )
-from treeflash.models.measure import MeasuringLoader
+from treeflash.models.measure import MeasuringLoader, measured, weight_loader
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
@@ -97,6 +98,11 @@ class Block:
         else:
             self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
 
+    @property
+    def routed(self) -> Sequence[Any]:
+        """Return the matrices of routed experts."""
+        return self._ffn.routed if isinstance(self._ffn, Experts) else ()
+
     def takes_packed(self, rows: int) -> bool:
         """Return whether the first norm packs its rows, and so can reduce partial sums."""
         return self._mixer.takes_packed(rows)
@@ -141,6 +147,7 @@ class Decoder:
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
         self._head_takes_packed = PackedInput(self._head)
+        self._draft_head: Matrix | None = None
         self._frequencies = rope_frequencies(spec, loader, device)
 
     @classmethod
@@ -152,30 +159,30 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         expand: bool = True,
         host_embedding: bool = False,
+        host_experts: int = 0,
         progress: Progress | None = None,
     ) -> "Decoder":
         """Read all weights and hold them as `dtype`; without `expand` they stay quantised.
 
-        `host_embedding`: the embedding table stays in the host's pinned memory.
+        `host_embedding`: the embedding table stays in the host's pinned memory; `host_experts`: the routed
+        experts of that many first layers do.
         """
         device = torch.device(device)
         spec = ModelSpec.from_gguf(file)
         check_decodable(info.type for info in file.tensors.values())
-        measured = MeasuringLoader(file, tiles=True, dtype=torch.float32)
-        cls(spec, measured, torch.device("cpu"))
         # Before weights are read, which may take minutes.
-        check_all_read(file, spec, measured.unread())
-        space = measured.tile_bytes if device.type == "cuda" else None
-        loader = WeightLoader(
-            file,
-            device=device,
-            dtype=dtype,
-            expand=expand,
-            space=space,
-            host_embedding=host_embedding,
-            progress=progress,
-        )
-        return cls(spec, loader, device)
+        plan = check_tensors(file, spec, host_experts=host_experts)
+        hosted = {"host_embedding": host_embedding, "host_experts": host_experts}
+        options = {"dtype": dtype, "expand": expand, "progress": progress}
+        with weight_loader(file, plan, device, **options, **hosted) as loader:
+            model = cls(spec, loader, device)
+        prepare({stack.layout for stack in model.routed if isinstance(stack, ExpertStack)}, device)
+        return model
+
+    @property
+    def routed(self) -> Sequence[Any]:
+        """Return the matrices of routed experts, of which a step reads some."""
+        return [matrices for block in self._blocks for matrices in block.routed]
 
     @property
     def threads(self) -> int:
@@ -216,8 +223,22 @@ class Decoder:
         return self._head(hidden, exact=True)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Return the same for a draft, whose numbers never reach the text."""
-        return self.logits(hidden)
+        """Return the same for a draft, whose numbers never reach the text; -inf after its shortlist."""
+        if self._draft_head is None:
+            return self.logits(hidden)
+        found = self._draft_head(hidden, exact=True)
+        logits = found.new_full((*found.shape[:-1], self.spec.vocab_size), -torch.inf)
+        logits[..., : found.shape[-1]] = found
+        return logits
+
+    def limit_drafts(self, tokens: int) -> None:
+        """Have drafts scored by the head's first `tokens` rows alone."""
+        if tokens % ROW_BLOCK or not 0 < tokens <= self.spec.vocab_size:
+            raise UsageError(
+                f"`shortlist` is {tokens}, needed a multiple of {ROW_BLOCK} up to {self.spec.vocab_size}",
+                param="shortlist",
+            )
+        self._draft_head = self._head.first_rows(tokens)
 
     def _forward(
         self,
@@ -298,14 +319,20 @@ def rope_frequencies(spec: ModelSpec, loader: WeightLoader, device: torch.device
     return frequencies
 
 
-def check_all_read(file: GGUFFile, spec: ModelSpec, unread: list[str]) -> None:
-    """Raise if a tensor is not used: the model would compute something else. MTP blocks may be unused."""
+def check_tensors(file: GGUFFile, spec: ModelSpec, *, host_experts: int = 0) -> MeasuringLoader:
+    """Raise if a tensor is missing or not used: the model would compute something else.
+
+    MTP blocks may be unused. Return the order of the tensors and the bytes of the weights as tiles.
+    """
+    cpu = torch.device("cpu")
+    plan = measured(file, lambda loader: Decoder(spec, loader, cpu), host_experts=host_experts)
     prediction = {f"blk.{len(spec.layers) + i}" for i in range(spec.mtp_layers)}
-    for name in unread:
+    for name in plan.unread():
         if ".".join(name.split(".")[:2]) not in prediction:
             raise UnsupportedModel(
                 f"{file.path}: tensor {name} is not part of a supported {spec.architecture} model"
             )
+    return plan
 
 
 def check_taps(spec: ModelSpec, taps: Sequence[int]) -> None:

@@ -15,9 +15,9 @@ from treeflash.kernels.attention import block_attention
 from treeflash.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms_norm, rope_angles
 from treeflash.kernels.quant_matmul import PackedRows
 from treeflash.kernels.tree import MAX_ROWS
-from treeflash.models.draft_spec import DraftSpec
+from treeflash.models.draft_spec import OWN_IDS, DraftSpec
 from treeflash.models.layers import FeedForward, PackedInput, by_sequence
-from treeflash.models.measure import tile_space
+from treeflash.models.measure import measured, weight_loader
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import Progress, TensorSource, WeightLoader, project_all
@@ -95,7 +95,11 @@ class MarkovHead:
         assert spec.markov is not None
         rank = spec.markov.rank
         self._before = loader.embedding("markov_w1.weight", vocabulary, rank)
-        self._after = loader.embedding("markov_w2.weight", vocabulary, rank)
+        size = spec.draft_vocab_size if spec.reduced else None
+        self._after = loader.embedding("markov_w2.weight", size or vocabulary, rank)
+        self._places: Tensor | None = None  # of the target's tokens in a vocabulary of its own
+        if size is not None:
+            self._places = loader.token_places(OWN_IDS, size, below=vocabulary)
         self._width, self._confidence, self._bias = spec.width, None, None
         if spec.markov.confidence:
             self._confidence = loader.vector("conf_proj.weight", spec.width + rank)
@@ -104,6 +108,8 @@ class MarkovHead:
 
     def __call__(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
         """Return scores [K, n, k] of ids [K, k] after each of the tokens before [K, n]."""
+        if self._places is not None:
+            ids = self._places[ids]
         return self._before(before) @ self._after(ids).transpose(1, 2)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
@@ -230,14 +236,33 @@ def open_draft(
     spec = DraftSpec.from_config(
         read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
     )
-    spec.check_target(target)
     source = SafetensorsSource(weights, quant=quant)
     spec = spec.with_heads(source.tensors)
+    spec.check_target(target)
     spec.check_tensors(source.tensors, target, str(weights))
     yield spec, source
 
 
+class OwnVocabulary:
+    """The head of a draft that knows some of the target's tokens only, and their ids."""
+
+    def __init__(self, spec: DraftSpec, loader: WeightLoader, vocabulary: int):
+        """`vocabulary`: the target's."""
+        assert spec.draft_vocab_size is not None
+        self._vocabulary = vocabulary
+        self._head = loader.matrix("output.weight", spec.draft_vocab_size, spec.width)
+        self._ids = loader.token_ids(OWN_IDS, spec.draft_vocab_size, below=vocabulary)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., vocabulary] of the target's tokens; -inf for those that it does not know."""
+        own = self._head(hidden, exact=True)
+        every = own.new_full((*own.shape[:-1], self._vocabulary), -torch.inf)
+        return every.index_copy_(-1, self._ids, own)
+
+
 class DFlashDraft:
+    _own: OwnVocabulary | None = None
+
     def __init__(self, spec: DraftSpec, loader: WeightLoader, device: torch.device, vocabulary: int = 0):
         """`vocabulary`: rows of the target's embedding, and of the tables that score pairs of tokens."""
         self.spec = spec
@@ -252,6 +277,8 @@ class DFlashDraft:
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
         self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
+        if spec.reduced:
+            self._own = OwnVocabulary(spec, loader, vocabulary)
         self._columns = torch.arange(MAX_ROWS, device=device)
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32, device=device)
         self._frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)
@@ -276,13 +303,11 @@ class DFlashDraft:
         """
         device = torch.device(device)
         with open_draft(path, target, quant=quant, causal=causal) as (spec, source):
-            space, rows = None, target.vocab_size
-            if device.type == "cuda":
-                space = tile_space(source, lambda measuring: cls(spec, measuring, torch.device("cpu"), rows))
-            loader = WeightLoader(
-                source, device=device, dtype=dtype, expand=expand, space=space, progress=progress
-            )
-            return cls(spec, loader, device, rows)
+            rows = target.vocab_size
+            plan = measured(source, lambda loader: cls(spec, loader, torch.device("cpu"), rows))
+            options = {"dtype": dtype, "expand": expand, "progress": progress}
+            with weight_loader(source, plan, device, **options) as loader:
+                return cls(spec, loader, device, rows)
 
     def append(self, features: Tensor, slots: Tensor, buffers: DraftBuffers, *, skipped: int = 0) -> None:
         """Append the features [B, n, taps * width] of newly committed positions to the slots' rings.
@@ -354,9 +379,13 @@ class DFlashDraft:
             x, add = layer(x, add, positions, angles, slots, buffers)
         return add_rms_norm(x, add, self._norm, self.spec.eps)[1]
 
-    def shape_logits(self, logits: Tensor) -> Tensor:
-        """Return the target head's logits with the scale and softcap this draft was trained with."""
+    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the logits [..., vocabulary] of rows, by its own head or the target's.
+
+        They have the scale and softcap that this draft was trained with.
+        """
         spec = self.spec
+        logits = head(hidden) if self._own is None else self._own.logits(hidden)
         if spec.output_multiplier != 1.0:
             logits = logits * spec.output_multiplier
         return spec.softcap * torch.tanh(logits / spec.softcap) if spec.softcap else logits

@@ -24,6 +24,8 @@ _CONFIDENCE_TENSORS = ("conf_proj.weight", "conf_proj.bias")
 _SELECTOR_TENSORS = ("selector_predecessor", "selector_successor", "selector_hidden")
 # The target's own are used; some checkpoints contain copies.
 SHARED_TENSORS = ("token_embd.weight", "output.weight")
+# Of a draft with a vocabulary of its own: the target's ids of its tokens, and its head.
+OWN_IDS, _OWN_HEAD = "d2t", "output.weight"
 # Settings that change the backbone's computation, or the position that a row predicts, without a tensor of
 # their own; with the only supported value.
 _FIXED = {
@@ -79,6 +81,8 @@ class DraftSpec:
     output_multiplier: float = 1.0
     softcap: float = 0.0
     vocab_size: int | None = None  # rows of the embedding it was trained with; None: the file does not say
+    draft_vocab_size: int | None = None  # of its own head; None: that of the target
+    reduced: bool = False  # whether its head has a vocabulary of its own, and a table of the target's ids
     second: SecondSpec | None = None  # of a DFlash2 draft
     markov: MarkovSpec | None = None  # of a DSpark draft
     # Whether a row predicts the token after its own position, the anchor's row too; None: by the kind.
@@ -91,6 +95,9 @@ class DraftSpec:
 
     def with_heads(self, tensors: Mapping[str, TensorInfo]) -> "DraftSpec":
         """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash."""
+        if (own := tensors.get(OWN_IDS)) is not None and not self.reduced:
+            size = self.draft_vocab_size or own.elements
+            return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors)
         table = tensors.get(_MARKOV_TENSORS[0])
         if table is None:
             if self.from_anchor:
@@ -110,6 +117,12 @@ class DraftSpec:
         if max(self.taps) >= depth:
             raise self._mismatch(
                 "target_layer_ids", list(self.taps), f"layers of the target, 0 to {depth - 1}"
+            )
+        if not self.reduced and self.draft_vocab_size not in (None, target.vocab_size):
+            raise self._mismatch(
+                "draft_vocab_size",
+                self.draft_vocab_size,
+                f"the rows of the target's embedding, {target.vocab_size}, or a table {OWN_IDS} of its ids",
             )
         if self.vocab_size not in (None, target.vocab_size):
             raise self._mismatch(
@@ -136,9 +149,12 @@ class DraftSpec:
             names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
         if self.markov is not None:
             names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
-        shape = (target.vocab_size, target.width)
+        shape, own = (target.vocab_size, target.width), ()
+        if self.reduced:
+            names |= {OWN_IDS, _OWN_HEAD}
+            own = (_OWN_HEAD,)
         for name, info in tensors.items():
-            if name in SHARED_TENSORS and info.shape != shape:
+            if name in SHARED_TENSORS and name not in own and info.shape != shape:
                 raise self._mismatch(f"the shape of {name}", list(info.shape), f"the target's, {list(shape)}")
             if name not in names and name not in SHARED_TENSORS:
                 raise unknown_tensor(source, name, layers=len(self.layers))
@@ -194,8 +210,8 @@ class DraftSpec:
             embedding_scale=keys.number("input_embedding_scale", 1.0),
             output_multiplier=keys.number("output_multiplier", 1.0),
             softcap=keys.number("final_logit_softcapping", 0.0, zero=True),
-            # A draft with a vocabulary of its own needs a table of the target's ids, which we do not read.
-            vocab_size=keys.optional("draft_vocab_size") or keys.optional("vocab_size"),
+            vocab_size=keys.optional("vocab_size"),
+            draft_vocab_size=keys.optional("draft_vocab_size"),
             second=_second(keys, "") if config.get("architectures") == [DRAFT_ARCHITECTURES[1]] else None,
             from_anchor=keys.flag("sample_from_anchor"),
         )
@@ -279,7 +295,7 @@ def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> Unsu
     depth = "" if layers is None else f" of {layers} layers"
     return UnsupportedModel(
         f"{source}: tensor {shorten(name)} is not part of a DFlash draft{depth}",
-        "other heads and reduced vocabularies are not supported: take a DFlash, DFlash2 or DSpark draft",
+        "other heads are not supported: take a DFlash, DFlash2 or DSpark draft",
     )
 
 

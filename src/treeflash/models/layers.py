@@ -1,5 +1,6 @@
 """The layers of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -10,7 +11,9 @@ from torch.nn.functional import silu
 from treeflash.kernels.attention import chunk_attention, paged_attention
 from treeflash.kernels.causal_conv import chunk_heads, tree_conv
 from treeflash.kernels.delta_rule import fold_path, slot_delta, tree_delta
-from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul
+from treeflash.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
+from treeflash.kernels.experts import reference as plain_experts
+from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
 from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, PartialSums, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
@@ -233,19 +236,19 @@ class Experts:
         experts, width = spec.experts, spec.width
         self._used = experts.used
         self._router = loader.vector(f"{block}.ffn_gate_inp.weight", experts.count, width)
-        self._gate_up: tuple[tuple[Matrix, Matrix], ...] | tuple[Matrix, ...]
-        fused = f"{block}.ffn_gate_up_exps.weight"
-        if loader.has(fused):
-            self._gate_up = loader.experts(fused, experts.count, 2 * experts.width, width)
-        else:
-            stacks = (
-                loader.experts(f"{block}.ffn_{part}_exps.weight", experts.count, experts.width, width)
-                for part in ("gate", "up")
-            )
-            self._gate_up = tuple(zip(*stacks, strict=True))
-        self._down = loader.experts(f"{block}.ffn_down_exps.weight", experts.count, width, experts.width)
+        fused, rows = [f"{block}.ffn_gate_up_exps.weight"], 2 * experts.width
+        if not loader.has(fused[0]):
+            fused, rows = [f"{block}.ffn_{part}_exps.weight" for part in ("gate", "up")], experts.width
+        self._gate_up = loader.experts(fused, experts.count, rows, width)
+        down = f"{block}.ffn_down_exps.weight"
+        (self._down,) = loader.experts([down], experts.count, width, experts.width)
         self._shared = FeedForward(loader, block, width=width, inner=experts.shared_width, suffix="_shexp")
         self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
+
+    @property
+    def routed(self) -> Sequence[ExpertStack | tuple[Matrix, ...]]:
+        """Return the matrices of which a row uses some."""
+        return (*self._gate_up, self._down)
 
     def takes_packed(self, rows: int) -> bool:
         """Return False: the router reads floats."""
@@ -254,15 +257,33 @@ class Experts:
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
         assert isinstance(x, Tensor), "packed rows for a router"
         flat = x.flatten(0, -2)
-        weights, chosen = (flat @ self._router.T).softmax(-1).topk(self._used, -1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        out = self._shared(flat) * (flat @ self._shared_gate).sigmoid()[:, None]
+        return (self._grouped if isinstance(self._down, ExpertStack) else self._by_expert)(flat).view_as(x)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """Multiply with all chosen experts at once; no host/device synchronisation."""
+        stacks = [stack for stack in (*self._gate_up, self._down) if isinstance(stack, ExpertStack)]
+        layouts = {stack.layout for stack in stacks}
+        packed, logits, routing = route_rows(
+            x, self._router, self._shared_gate, used=self._used, layouts=layouts
+        )
+        shared = self._shared(packed if self._shared.takes_packed(len(x)) else x)
+        *inner, down = stacks
+        parts = [expert_matmul(packed, stack, routing) for stack in inner]
+        gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
+        outputs = expert_matmul(silu_rows(gate, up), down, routing)
+        return combine(shared, logits, outputs, routing.weights)
+
+    def _by_expert(self, x: Tensor) -> Tensor:
+        """Multiply with one expert after the other: the specification, and what a CPU runs."""
+        weights, chosen = plain_experts.route(x @ self._router.T, self._used)
+        outputs = x.new_empty(*chosen.shape, x.shape[-1])
         for expert in chosen.unique().tolist():
             row, rank = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, row, self._expert(expert, flat[row]) * weights[row, rank, None])
-        return out.view_as(x)
+            outputs[row, rank] = self._expert(expert, x[row])
+        return plain_experts.combine(self._shared(x), x @ self._shared_gate, outputs, weights)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
-        stack = self._gate_up[expert]
-        gate, up = stack(x).chunk(2, -1) if isinstance(stack, Matrix) else (part(x) for part in stack)
+        assert isinstance(self._down, tuple), "experts in a stack"
+        parts = [matrices[expert](x) for matrices in self._gate_up if isinstance(matrices, tuple)]
+        gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
         return self._down[expert](silu(gate) * up)

@@ -42,6 +42,6 @@ class _Recorder(MeasuringLoader):
         self.matmuls.append((tuple(self._made), columns))
         return result
 
-    def _tile(self, packed: Tensor, type: QuantType) -> Matrix:
+    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
         self._made.append((type if has_layout(type) else QuantType.F16, len(packed)))
-        return super()._tile(packed, type)
+        return super()._tile(packed, type, layouts=layouts)

@@ -16,7 +16,7 @@ from treeflash.kernels.norm_rope import head_rope, ring_heads, rms_norm, rope_an
 from treeflash.models.decoder import EMBEDDING_TAP
 from treeflash.models.dflash import PIECE, DraftBuffers
 from treeflash.models.layers import Experts, FeedForward
-from treeflash.models.measure import tile_space
+from treeflash.models.measure import measured, weight_loader
 from treeflash.models.spec import ModelSpec, has_mtp
 from treeflash.models.weights import WeightLoader
 
@@ -78,10 +78,9 @@ class MTPBlock:
         """Read the block's weights, in the form that `Decoder.load` gives those of the target."""
         if not has_mtp(file, spec):
             raise UnsupportedModel(f"{file.path}: the file has no MTP block, or one of an unsupported kind")
-        space = None
-        if device.type == "cuda":
-            space = tile_space(file, lambda measuring: cls(spec, measuring, torch.device("cpu")))
-        return cls(spec, WeightLoader(file, device=device, dtype=dtype, expand=expand, space=space), device)
+        plan = measured(file, lambda loader: cls(spec, loader, torch.device("cpu")))
+        with weight_loader(file, plan, device, dtype=dtype, expand=expand) as loader:
+            return cls(spec, loader, device)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ from treeflash.models.decoder import (
     EMBEDDING_TAP,
     Output,
     VerifyBuffers,
-    check_all_read,
     check_taps,
+    check_tensors,
     rope_frequencies,
 )
 from treeflash.models.spec import ModelSpec
@@ -101,23 +101,23 @@ class NativeLoader(WeightLoader):
         type = self._file.require_tensor(name, (rows, columns)).type
         found = name.removesuffix("weight") + "bias"
         values = self.vector(found, rows) if bias and self.has(found) else None
-        return self.library.pack(self._packed(name), type, (rows, columns), values)
+        # Read once, from the mapped file: neither a copy of it nor its pages stay in memory.
+        packed = self.library.pack(self._file.raw(name), type, (rows, columns), values)
+        self._file.release(name)
+        self._count(name)
+        return packed
 
 
 @dataclass(frozen=True, slots=True)
-class _Outputs:
-    """Where a step's results go: [B, T, ...], or of one slot [T, ...]."""
+class _Rows:
+    """A step's rows of all slots, flat and contiguous, and where their results go."""
 
-    features: Tensor
+    tokens: Tensor
+    parents: Tensor | None  # None: a chunk
+    features: Tensor  # of each slot without its first `skipped` rows
     hidden: Tensor | None
     logits: Tensor | None
-
-    def of(self, batch: int, begin: int = 0) -> "_Outputs":
-        """Return those of one batch item, from row `begin` on."""
-        hidden, logits = (
-            None if part is None else part[batch, begin:] for part in (self.hidden, self.logits)
-        )
-        return _Outputs(self.features[batch, begin:], hidden, logits)
+    skipped: int
 
 
 class NativeDecoder:
@@ -141,7 +141,9 @@ class NativeDecoder:
         )
         self._scores, self._span = torch.empty(0), 0  # and the tokens that they are enough for
         self._bound: Buffers | None = None
-        self._states: dict[int, ctypes.Array[LayerState]] = {}  # by slot, of the bound buffers
+        # Of the bound buffers, by slot.
+        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.Step]] = {}
+        self._taps: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
 
     @classmethod
     def load(
@@ -152,10 +154,8 @@ class NativeDecoder:
         mode: what activations are rounded to; with INT8 the text may differ from the reference's.
         """
         spec = ModelSpec.from_gguf(file)
-        loader = NativeLoader(file, library, progress=progress)
-        decoder = cls(spec, loader, mode=mode)
-        check_all_read(file, spec, loader.unread())
-        return decoder
+        check_tensors(file, spec)
+        return cls(spec, NativeLoader(file, library, progress=progress), mode=mode)
 
     @property
     def threads(self) -> int:
@@ -209,21 +209,19 @@ class NativeDecoder:
     ) -> Tensor:
         """Run a step, slot by slot; return features [B, n, taps * width] of each slot's last rows."""
         check_taps(self.spec, taps)
-        assert buffers.window is None and (step.is_chunk or step.rows <= native.MAX_ROWS)
-        skipped = 0 if tapped is None else max(0, step.rows - tapped)
-        features = torch.empty(len(step.tokens), step.rows - skipped, len(taps) * self.spec.width)
-        wanted = (ctypes.c_int32 * len(taps))(*taps)
-        outputs = _Outputs(features, hidden, logits)
-        if step.first is None:
-            for b, slot in enumerate(step.slots.tolist()):
-                rows = step.tokens[b], None if step.parents is None else step.parents[b]
-                self._run_slot(slot, rows, buffers, wanted, outputs.of(b), skipped)
-        else:
-            assert step.parents is not None and not skipped
-            for slot, (begin, end) in zip(step.slots.tolist(), pairwise(step.first.tolist()), strict=True):
-                if end > begin:
-                    rows = step.tokens[0, begin:end], step.parents[0, begin:end]
-                    self._run_slot(slot, rows, buffers, wanted, outputs.of(0, begin), 0)
+        count = step.rows
+        assert buffers.window is None and (step.is_chunk or count <= native.MAX_ROWS)
+        skipped = 0 if tapped is None else max(0, count - tapped)
+        slots = step.slots.tolist()
+        features = torch.empty(step.tokens.shape[0], count - skipped, len(taps) * self.spec.width)
+        parents = None if step.parents is None else step.parents.contiguous()
+        rows = _Rows(step.tokens.contiguous(), parents, features, hidden, logits, skipped)
+        assert step.first is None or not skipped
+        bounds = range(0, (len(slots) + 1) * count, count) if step.first is None else step.first.tolist()
+        for slot, (begin, end) in zip(slots, pairwise(bounds), strict=True):
+            if end > begin:
+                kept = begin - begin // count * skipped
+                self._run_slot(slot, rows, range(begin, end), kept, buffers, self._wanted(tuple(taps)))
         if EMBEDDING_TAP in taps:
             place = taps.index(EMBEDDING_TAP) * self.spec.width
             features[..., place : place + self.spec.width] = self.embed(step.tokens[:, skipped:])
@@ -232,42 +230,31 @@ class NativeDecoder:
     def _run_slot(
         self,
         slot: int,
-        tree: tuple[Tensor, Tensor | None],
+        rows: _Rows,
+        own: range,
+        kept: int,
         buffers: Buffers,
         taps: "ctypes.Array[ctypes.c_int32]",
-        outputs: "_Outputs",
-        skipped: int,
     ) -> None:
-        """Run the rows of one slot: tokens [T], and parents [T] unless it is a chunk."""
-        tokens, parents = (None if part is None else part.contiguous() for part in tree)
-        assert tokens is not None
-        total, counts = len(tokens), buffers.pending.count.numpy()
+        """Run the rows `own` of one slot, whose features begin at row `kept`."""
+        total, counts = len(own), buffers.pending.count.numpy()
         length, pending = int(buffers.lengths.numpy()[slot]), int(counts[slot])
-        states = self._slot_states(buffers, slot)
+        states, call = self._slot(buffers, slot)
         self._reserve_scores(length + total)
-        table, path = buffers.page_table, buffers.pending.path
-        call = native.Step(
-            chunk=parents is None,
-            pages=self._pages,
-            page=self._page,
-            table=table.shape[1],
-            saved=path.shape[1],
-            page_table=table.data_ptr() + 8 * slot * table.stride(0),
-            path=path.data_ptr() + 8 * slot * path.stride(0),
-            parents=None if parents is None else parents.data_ptr(),
-            tap=ctypes.addressof(taps),
-        )
+        call.chunk = rows.parents is None
+        call.parents = None if rows.parents is None else rows.parents.data_ptr() + 8 * own.start
+        call.tap = ctypes.addressof(taps)
         # A chunk is cut into pieces, which makes no difference to a row.
         for start in range(0, total, native.MAX_ROWS):
             call.rows = min(native.MAX_ROWS, total - start)
             call.length = length + start
             call.pending = pending if start == 0 else 0
-            call.tokens = tokens.data_ptr() + 8 * start
-            call.skipped = min(max(0, skipped - start), call.rows)
+            call.tokens = rows.tokens.data_ptr() + 8 * (own.start + start)
+            call.skipped = min(max(0, rows.skipped - start), call.rows)
             call.taps = len(taps) if call.skipped < call.rows else 0
-            call.features = _address(outputs.features, max(0, start - skipped)) if call.taps else None
-            call.hidden = None if outputs.hidden is None else _address(outputs.hidden, start)
-            call.logits = None if outputs.logits is None else _address(outputs.logits, start)
+            call.features = _address(rows.features, kept + max(0, start - rows.skipped))
+            call.hidden = None if rows.hidden is None else _address(rows.hidden, own.start + start)
+            call.logits = None if rows.logits is None else _address(rows.logits, own.start + start)
             wrong = self.library.c.tf_step(
                 self.library.pool,
                 self._model,
@@ -279,23 +266,34 @@ class NativeDecoder:
             assert not wrong, f"native step refused with code {wrong}: {call.rows} rows at {call.length}"
         counts[slot] = 0  # every delta layer has advanced over its path
 
+    def _wanted(self, taps: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
+        if taps not in self._taps:
+            self._taps[taps] = (ctypes.c_int32 * len(taps))(*taps)
+        return self._taps[taps]
+
     def _reserve_scores(self, span: int) -> None:
         if self._span < span:
             self._span = 2 * span
             self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, self._span))
 
-    def _slot_states(self, buffers: Buffers, slot: int) -> "ctypes.Array[LayerState]":
-        """Return pointers to a slot's buffers, made once for each `Buffers`."""
+    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.Step]":
+        """Return pointers to a slot's buffers, and a call with those that stay: made once for `buffers`."""
         if buffers is not self._bound:
-            self._bound, self._states = buffers, {}
+            self._bound, self._calls = buffers, {}
+        if slot not in self._calls:
             pools = [layer.keys for layer in buffers.layers if isinstance(layer, AttentionBuffers)]
-            self._page, self._pages = (pools[0].page, pools[0].codes.shape[0]) if pools else (64, 0)
-            if not pools:
-                self._pages = buffers.page_table.numel()
-        if slot not in self._states:
+            table, path = buffers.page_table, buffers.pending.path
+            call = native.Step(
+                page=pools[0].page if pools else 64,
+                pages=pools[0].codes.shape[0] if pools else table.numel(),
+                table=table.shape[1],
+                saved=path.shape[1],
+                page_table=table.data_ptr() + 8 * slot * table.stride(0),
+                path=path.data_ptr() + 8 * slot * path.stride(0),
+            )
             made = [_layer_state(layer, slot) for layer in buffers.layers]
-            self._states[slot] = (LayerState * len(made))(*made)
-        return self._states[slot]
+            self._calls[slot] = (LayerState * len(made))(*made), call
+        return self._calls[slot]
 
     def _keep(self, tensor: Tensor) -> int:
         """Return a tensor's address, and hold the tensor."""
@@ -380,8 +378,8 @@ class NativeDecoder:
 
 
 def _address(x: Tensor, row: int) -> int:
-    """Return the address of a row of x [T, n], contiguous float32."""
-    return x.data_ptr() + 4 * row * x.shape[1]
+    """Return the address of a row of x [B, T, n], contiguous float32; rows are counted over all T."""
+    return x.data_ptr() + 4 * row * x.shape[2]
 
 
 _BIASED = ("attn_q", "attn_k", "attn_v")

@@ -24,6 +24,8 @@ def draft_gap(source: TensorSource, spec: DraftSpec) -> str | None:
         return reason
     if spec.second is not None or spec.markov is not None:
         return f"the draft is a {'DFlash2' if spec.second else 'DSpark'} draft"
+    if spec.reduced:
+        return "the draft has a vocabulary of its own"
     for name, size in {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}.items():
         if size % 8:
             return f"the draft has a {name} size of {size}, needed a multiple of 8"

@@ -30,6 +30,7 @@ _GLOBAL = {
     "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "conf_proj.weight",
     "confidence_head.proj.bias": "conf_proj.bias",
+    "d2t": "d2t",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -48,6 +49,8 @@ _LAYER = {
 }
 _BASE_KERNELS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 _TYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
+# Which of the target's tokens are in a reduced vocabulary: the other table says it, too.
+_IGNORED = ("t2d",)
 # A mask that is not a row of the target's embedding.
 _MASK_FILE = "mask_embedding.pt"
 
@@ -71,6 +74,8 @@ class SafetensorsSource:
             raise ModelFileError(f"{path}: not a readable safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118 - not a dict
             renamed = gguf_name(name)
+            if name in _IGNORED:
+                continue
             if renamed is None:
                 raise unknown_tensor(str(path), name)
             if renamed in self._names:
@@ -85,6 +90,8 @@ class SafetensorsSource:
         name = self._names[renamed]
         part = self._files[name].get_slice(name)
         dtype, shape = part.get_dtype(), tuple(part.get_shape())
+        if renamed == "d2t" and dtype == "I64" and len(shape) == 1:
+            return TensorInfo(renamed, shape, QuantType.I64)
         if dtype not in _TYPES:
             raise UnsupportedModel(
                 f"{self.path}: tensor {name} is of type {dtype}, needed {', '.join(_TYPES)}"
@@ -117,6 +124,8 @@ class SafetensorsSource:
         """Return a tensor as uint8 [*shape[:-1], row bytes]."""
         info = self.require_tensor(name)
         tensor = self._files[self._names[name]].get_tensor(self._names[name])
+        if info.type is QuantType.I64:
+            tensor = tensor + torch.arange(len(tensor))  # stored as the distance to the draft's own id
         if info.type == self._quant:
             try:
                 return quantise(tensor.float(), info.type).numpy()
@@ -124,6 +133,9 @@ class SafetensorsSource:
                 where = f"{self.path}: tensor {self._names[name]}"
                 raise type(error)(f"{where}: {error.message}", error.hint) from error
         return tensor.contiguous().view(torch.uint8).reshape(*info.shape[:-1], -1).numpy()
+
+    def release(self, name: str) -> None:
+        """Nothing is mapped once a tensor has been read."""
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:

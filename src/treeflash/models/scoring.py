@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,8 +10,12 @@ from torch import Tensor
 from treeflash.errors import UnsupportedModel
 from treeflash.gguf.quants import check_decodable
 from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.norm_rope import head_rope, rms_norm
+from treeflash.kernels.kv_cache.format import FORMATS
+from treeflash.kernels.native import Library
+from treeflash.kernels.norm_rope import head_rope, rms_norm, rope_angles
+from treeflash.kernels.quant_matmul import Layout
 from treeflash.models.decoder import Block, Decoder, rope_frequencies
+from treeflash.models.native import NativeDecoder, NativeLoader, native_gap
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import Buffers, Step
 from treeflash.models.weights import Progress, WeightLoader
@@ -74,14 +79,88 @@ class _ScoringLayer:
         return LayerHeads(q[0], k[0])
 
 
+class Scoring(Protocol):
+    """The part of a model that a scorer runs."""
+
+    spec: ModelSpec  # of the sequence states: the layers below the last scoring one
+    context_length: int
+    device: torch.device
+    layouts: set[Layout]
+    layers: tuple[int, ...]  # that score
+
+    def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
+        """Run a chunk through the blocks; return queries and keys of each scoring layer."""
+        ...
+
+
+def load_scoring(
+    file: GGUFFile,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    layers: Sequence[int] | None = None,
+    native: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Scoring:
+    """Read the weights that are needed; `layers`: those that score, else as `scoring_layers` says.
+
+    native: whether native code runs it on a CPU, where it can; threads: of that.
+    """
+    spec = ModelSpec.from_gguf(file)
+    check_decodable(info.type for info in file.tensors.values())
+    chosen = layers or scoring_layers(spec)
+    native = native and device.type == "cpu" and min(chosen) > 0
+    if native and native_gap(file, spec, (FORMATS["f32"],) * 2) is None:
+        library = Library(threads or torch.get_num_threads())
+        return NativeScoringDecoder(file, spec, library, chosen, progress=progress)
+    return ScoringDecoder(
+        spec, WeightLoader(file, device=device, dtype=dtype, progress=progress), device, chosen
+    )
+
+
+def _held(spec: ModelSpec, last: int) -> ModelSpec:
+    """Return the layers of the buffers, which need at least one with attention for their pages."""
+    return replace(spec, layers=spec.layers[: last if "attention" in spec.layers[:last] else last + 1])
+
+
+class NativeScoringDecoder:
+    """The blocks below the last scoring layer in the native library, which layers of torch tap."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        library: Library,
+        layers: Sequence[int],
+        *,
+        progress: Progress | None = None,
+    ):
+        last = max(layers)
+        self.spec, self.context_length = _held(spec, last), spec.context_length
+        self.device, self.layouts = torch.device("cpu"), set[Layout]()
+        self.layers = tuple(sorted(layers))
+        # The head is not used: the embedding is there anyway.
+        below = replace(spec, layers=spec.layers[:last], tied_head=True)
+        self._below = NativeDecoder(below, NativeLoader(file, library, progress=progress))
+        loader = WeightLoader(file, device=self.device)
+        self._scoring = [_ScoringLayer(spec, loader, index) for index in self.layers]
+        self._frequencies = rope_frequencies(spec, loader)
+
+    def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
+        taps = [index - 1 for index in self.layers]
+        features = self._below.forward(step, buffers, taps=taps).features
+        cos, sin = rope_angles(step.positions, self._frequencies)
+        streams = features.split(self.spec.width, -1)
+        return [layer(x, cos, sin) for layer, x in zip(self._scoring, streams, strict=True)]
+
+
 class ScoringDecoder(Decoder):
     """The blocks below the last scoring layer, without a head."""
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, device: torch.device, layers: Sequence[int]):
         last = max(layers)
-        # Of the buffers, which need at least one attention layer for their pages.
-        held = last if "attention" in spec.layers[:last] else last + 1
-        self.spec = replace(spec, layers=spec.layers[:held])
+        self.spec = _held(spec, last)
         self.context_length = spec.context_length
         self.device = device
         self.dtype = loader.dtype
@@ -92,24 +171,7 @@ class ScoringDecoder(Decoder):
         self._scoring = {index: _ScoringLayer(spec, loader, index) for index in self.layers}
         self._frequencies = rope_frequencies(spec, loader, device)
 
-    @classmethod
-    def load_part(
-        cls,
-        file: GGUFFile,
-        *,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        layers: Sequence[int] | None = None,
-        progress: Progress | None = None,
-    ) -> "ScoringDecoder":
-        """Read the weights that are needed; `layers`: those that score, else as `scoring_layers` says."""
-        spec = ModelSpec.from_gguf(file)
-        check_decodable(info.type for info in file.tensors.values())
-        loader = WeightLoader(file, device=device, dtype=dtype, progress=progress)
-        return cls(spec, loader, device, layers or scoring_layers(spec))
-
     def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
-        """Run a chunk through the blocks; return queries and keys of each scoring layer."""
         context = self._context(step, buffers)
         x, add = self.embed(step.tokens), None
         found = []

@@ -1,19 +1,21 @@
 """Loads a file's tensors to a device in the form that layers use."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from treeflash.errors import UnsupportedModel
+from treeflash.errors import ModelFileError, UnsupportedModel
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.reader import TensorInfo
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.embedding import embed
+from treeflash.kernels.experts import ExpertStack, padded
 from treeflash.kernels.gather_rows import gather_rows
 from treeflash.kernels.quant_matmul import (
     Layout,
@@ -21,6 +23,7 @@ from treeflash.kernels.quant_matmul import (
     PackedWeight,
     PartialSums,
     dense_matmul,
+    first_rows,
     has_layout,
     pack,
     packed_matmuls,
@@ -28,6 +31,7 @@ from treeflash.kernels.quant_matmul import (
     quant_matmul,
     supports_partial_sums,
 )
+from treeflash.models.staging import StagedReader
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -56,6 +60,12 @@ class Matrix:
         if self.type is not None:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
+
+    def first_rows(self, rows: int) -> "Matrix":
+        """Return the first rows as a matrix: a copy of tiles, else a view."""
+        if isinstance(self.data, PackedWeight):
+            return Matrix(first_rows(self.data, rows), None)
+        return Matrix(self.data[:rows], self.type)
 
     def partial_sums(self, x: Tensor | PackedRows) -> Tensor | PartialSums:
         """Return the same for a kernel with a fused reduction: as partial sums where possible."""
@@ -137,6 +147,10 @@ class TensorSource(Protocol):
 
     def raw(self, name: str) -> np.ndarray: ...
 
+    def release(self, name: str) -> None:
+        """Give back the memory that reading a tensor took."""
+        ...
+
 
 class WeightLoader:
     """Loads tensors by name, checks their shapes and counts the bytes read.
@@ -154,31 +168,37 @@ class WeightLoader:
         tiles: bool | None = None,
         space: int | None = None,
         host_embedding: bool = False,
+        host_experts: int = 0,
+        staged: StagedReader | None = None,
         progress: Progress | None = None,
     ):
         """`tiles`: as on a GPU; None: if it is one. `space`: bytes of all tiles, in one allocation then,
         since an allocator rounds each piece up. `host_embedding`: its rows stay in pinned memory.
+        `host_experts`: the routed experts of that many first layers do, in tiles. `staged`: reads the
+        tensors ahead.
         """
         self._file = file
         self._device = device
         self._tiles = device.type == "cuda" if tiles is None else tiles
         self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
-        self._host_embedding = host_embedding
+        self._host_embedding, self._host_experts = host_embedding, host_experts
+        self._staged = staged
         self._expand = expand and not self._tiles
         # Quantised weights are multiplied with float32 inputs.
         self.dtype = dtype if self._expand else torch.float32
-        self.layouts: set[Layout] = set()  # of the tiles made so far
+        self.layouts: set[Layout] = set()  # of the tiles made so far, without experts
         self.widened: dict[
             QuantType, int
         ] = {}  # bytes added to types without a tile layout, stored as float16
         self._progress = progress
         self._done = 0
-        self._read: set[str] = set()
+        self.names: list[str] = []  # of the tensors loaded so far, in order
         self._total = sum(info.nbytes for info in file.tensors.values())
 
     def unread(self) -> list[str]:
         """Return the tensors of the file that were not loaded."""
-        return [name for name in self._file.tensors if name not in self._read]
+        read = set(self.names)
+        return [name for name in self._file.tensors if name not in read]
 
     def has(self, name: str) -> bool:
         return name in self._file.tensors
@@ -187,6 +207,29 @@ class WeightLoader:
         """Return a small tensor as float32, in the given shape; some writers put a 1 before it."""
         info = self._require_vector(name, shape)
         return dequantise(self._packed(name), info.type).reshape(shape)
+
+    def token_ids(self, name: str, count: int, *, below: int) -> Tensor:
+        """Return a table of different token ids [count] int64, each below a limit."""
+        self._require_ids(name, count)
+        ids = self._packed(name).view(torch.int64)
+        low, high, different = int(ids.min()), int(ids.max()), len(ids.unique())
+        if low < 0 or high >= below or different < count:
+            raise ModelFileError(
+                f"tensor {name} holds {different} token ids from {low} to {high}, "
+                f"needed {count} from 0 to {below - 1}"
+            )
+        return ids
+
+    def token_places(self, name: str, count: int, *, below: int) -> Tensor:
+        """Return the place [below] int64 of each token id in such a table; 0 for those that it lacks."""
+        ids = self.token_ids(name, count, below=below)
+        places = torch.zeros(below, dtype=torch.int64, device=ids.device)
+        return places.index_copy_(0, ids, torch.arange(count, device=ids.device))
+
+    def _require_ids(self, name: str, count: int) -> None:
+        info = self._file.require_tensor(name, (count,))
+        if info.type is not QuantType.I64:
+            raise UnsupportedModel(f"tensor {name} is of type {info.type.name}, needed I64")
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         bias = name.removesuffix("weight") + "bias"
@@ -213,18 +256,48 @@ class WeightLoader:
             )
         return Projections(matrices, tuple(sizes), self._biases(names, sizes))
 
-    def experts(self, name: str, count: int, rows: int, columns: int) -> tuple[Matrix, ...]:
-        """Return a stack [count, rows, columns] as one matrix for each expert."""
-        info = self._file.require_tensor(name, (count, rows, columns))
-        packed = self._packed(name)
+    def experts(
+        self, names: Sequence[str], count: int, rows: int, columns: int
+    ) -> tuple[ExpertStack, ...] | tuple[tuple[Matrix, ...], ...]:
+        """Return the stacks [count, rows, columns] that read the same input.
+
+        In tiles as one stack for each run of equal types, its rows joined; else the matrices of each name.
+        """
+        types = [self._file.require_tensor(name, (count, rows, columns)).type for name in names]
         if self._tiles:
-            return tuple(self._tile(part, info.type) for part in packed)
+            runs = groupby(zip(names, types, strict=True), key=lambda pair: pair[1])
+            return tuple(self._tile_stack([name for name, _ in run], type, rows) for type, run in runs)
+        return tuple(self._matrices(name, type) for name, type in zip(names, types, strict=True))
+
+    def _matrices(self, name: str, type: QuantType) -> tuple[Matrix, ...]:
+        packed = self._packed(name)
         if not self._expand:
-            return tuple(Matrix(part, info.type) for part in packed)
-        data = torch.empty(count, rows, columns, dtype=self.dtype, device=self._device)
+            return tuple(Matrix(part, type) for part in packed)
+        shape = self._file.tensors[name].shape
+        data = torch.empty(shape, dtype=self.dtype, device=self._device)
         for part, source in zip(data, packed, strict=True):
-            self._expand_into(part, source, info.type)
+            self._expand_into(part, source, type)
         return tuple(Matrix(part, None) for part in data)
+
+    def _tile_stack(self, names: Sequence[str], type: QuantType, rows: int) -> ExpertStack:
+        parts = [self._packed(name) for name in names]
+        whole = len(parts) * rows
+        stacked = self._stacked(parts, padded(whole) - whole)
+        if int(names[0].split(".")[1]) < self._host_experts:
+            return ExpertStack.of(self._host_tiles(stacked, type), len(parts[0]), whole)
+        matrix = self._tile(stacked, type, layouts=False)
+        assert isinstance(matrix.data, PackedWeight)
+        return ExpertStack.of(matrix.data, len(parts[0]), whole)
+
+    def _host_tiles(self, packed: Tensor, type: QuantType) -> PackedWeight:
+        """Return tiles in host memory, pinned so that a GPU can read them; their row scales on the device."""
+        weight = pack(packed, type)
+        data = weight.data.cpu()
+        return replace(weight, data=data.pin_memory() if self._device.type == "cuda" else data)
+
+    def _stacked(self, parts: list[Tensor], missing: int) -> Tensor:
+        """Return stacks [E, N, row bytes] as rows, each expert's together, filled up by `missing` ones."""
+        return pad(torch.cat(parts, 1), (0, 0, 0, missing)).flatten(0, 1)
 
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
@@ -235,25 +308,37 @@ class WeightLoader:
         return info if info.shape == (1, *shape) else self._file.require_tensor(name, shape)
 
     def _packed(self, name: str, *, pinned: bool = False) -> Tensor:
-        # A copy of the mapped bytes: the file may be on a slow disk, or replaced while we run.
-        data = torch.from_numpy(self._file.raw(name).copy())
-        data = data.pin_memory() if pinned else data.to(self._device)
-        self._read.add(name)
+        info = self._file.tensors[name]
+        if self._staged is not None:
+            device = torch.device("cpu") if pinned else self._device
+            shape = (*info.shape[:-1], info.row_bytes)
+            data = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._staged.take(name, data)
+        else:
+            # A copy of the mapped bytes: the file may be on a slow disk, or replaced while we run.
+            data = torch.from_numpy(self._file.raw(name).copy())
+            data = data.pin_memory() if pinned else data.to(self._device)
+        self._count(name)
+        return data
+
+    def _count(self, name: str) -> None:
+        """Note that a tensor was read."""
+        self.names.append(name)
         self._done += self._file.tensors[name].nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
-        return data
 
     def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
         """Yield neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
             yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
 
-    def _tile(self, packed: Tensor, type: QuantType) -> Matrix:
+    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
         weight = pack(packed, type, self._space)
         if self._space is not None:
             self._space = self._space[weight.nbytes :]
-        self.layouts.add(weight.layout)
+        if layouts:
+            self.layouts.add(weight.layout)
         if not has_layout(type) and type.bits_per_weight < 16:
             self.widened[type] = self.widened.get(type, 0) + weight.nbytes - packed.numel()
         return Matrix(weight, None)

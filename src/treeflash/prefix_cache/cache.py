@@ -7,6 +7,7 @@ the least recently used.
 """
 
 import logging
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from treeflash.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 log = logging.getLogger(__name__)
 
 _MAX_SNAPSHOTS = 256  # of any size: each prompt is compared with all of them
+_AHEAD = 4  # snapshots for each slot that host memory is pinned for while nothing runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +105,33 @@ class PrefixCache:
         draft: Callable[[], SavedRings | None],
         *,
         after_answer: bool = False,
+        busy: bool = False,
+        unused_s: float | None = None,
     ) -> None:
         """Take a snapshot of a slot's state after `tokens`, and evict others to stay within the budget.
 
-        after_answer: decoding computed some of the state, beyond what `kind` says.
+        after_answer: decoding computed some of the state, beyond what `kind` says. busy: others wait, so that
+        memory of old snapshots is used before any is pinned. unused_s: nobody has asked for it yet; it stays
+        in memory, and after that time without a use it is evicted first.
         """
         after_answer = after_answer or kind == "answer"
         if self._exact and after_answer:
             return
+        if busy:
+            self._evict_for(self.store.state_bytes)
         try:
             rings = draft()
             state = self.store.save(slot)
         except MemoryError:
             return self._lower_budget()
         assert state.length == len(tokens)
-        snapshot = Snapshot(packed(tokens), kind, state, rings, after_answer)
+        expires = None if unused_s is None else time.monotonic() + unused_s
+        snapshot = Snapshot(packed(tokens), kind, state, rings, after_answer, expires=expires)
         if snapshot.nbytes > self._budget:
             self._warn_too_large(snapshot)
         self._add(snapshot)
-        self._unwritten.append(snapshot)
+        if expires is None:
+            self._unwritten.append(snapshot)
         self._evict_to_budget()
 
     def reserve(self, slot: int, rows: int) -> None:
@@ -144,6 +154,18 @@ class PrefixCache:
                 freed += 1
             if not freed and not self._evict_lru(keep):
                 return
+
+    def use_idle_time(self) -> bool:
+        """Pin a piece of host memory for the next snapshots; return whether there is more to do."""
+        in_use = self._host_bytes
+        wanted = min(self._budget - in_use, _AHEAD * len(self.store.states.lengths) * self.store.state_bytes)
+        return self.enabled and self.store.reserve.grow(in_use, wanted)
+
+    def _evict_for(self, nbytes: int) -> None:
+        """Evict snapshots until so much of the memory that is pinned already is free."""
+        pinned = self.store.reserve.pinned
+        while pinned and self._host_bytes + nbytes > pinned and self._evict_lru(None):
+            pass
 
     @torch.inference_mode()
     def write(self) -> None:
@@ -255,8 +277,13 @@ class PrefixCache:
             yield from reversed(group)
 
     def _eviction_order(self) -> list[Snapshot]:
-        """Return superseded snapshots, then the others, each least recently used first."""
-        return sorted(self._snapshots, key=lambda each: (not each.superseded, each.used))
+        """Return superseded and expired snapshots, then the others, each least recently used first."""
+        now = time.monotonic()
+
+        def wanted(each: Snapshot) -> bool:
+            return not each.superseded and (each.expires is None or now < each.expires)
+
+        return sorted(self._snapshots, key=lambda each: (wanted(each), each.used))
 
     def _evict_lru(self, keep: Snapshot | None) -> bool:
         pinned = self._pinned(keep)
@@ -274,7 +301,7 @@ class PrefixCache:
 
     def _touch(self, snapshot: Snapshot) -> None:
         """Mark a snapshot and all snapshots of its prefixes as used."""
-        snapshot.superseded = False
+        snapshot.superseded, snapshot.expires = False, None
         prefixes = [each for each in self._snapshots if snapshot.tokens.startswith(each.tokens)]
         for each in sorted(prefixes, key=lambda each: each.length):
             self._stamp(each)

@@ -21,6 +21,7 @@ class Snapshot:
     # For eviction: the time of the last use, and whether a longer snapshot of its kind continues it.
     used: int = field(default=0, init=False)
     superseded: bool = field(default=False, init=False)
+    expires: float | None = None  # monotonic time after which it is evicted first; None: once it was used
 
     def __post_init__(self) -> None:
         self.nbytes = len(self.tokens) + self.state.nbytes + (self.draft.nbytes if self.draft else 0)

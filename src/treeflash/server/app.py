@@ -5,7 +5,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from starlette.exceptions import HTTPException
 import treeflash
 from treeflash.config import ServerConfig
 from treeflash.errors import TreeFlashError, UsageError
-from treeflash.server import anthropic, chat, completions, ollama, responses
+from treeflash.server import anthropic, chat, completions, ollama, prefill, responses
 from treeflash.server.bodies import BodyRoute
 from treeflash.server.failures import Failure, failure_of, invalid, unreadable
 from treeflash.server.guard import Guard
 from treeflash.server.metrics import CONTENT_TYPE, Metrics
+from treeflash.server.models import Models, Resident
 from treeflash.server.refusals import LOGGED, RefusalLog
 from treeflash.server.schemas import (
     ChatBody,
@@ -32,14 +33,14 @@ from treeflash.server.schemas import (
     OllamaChatBody,
     OllamaGenerateBody,
     OllamaShowBody,
+    PrefillBody,
     ResponsesBody,
     TemplateBody,
     TokenizeBody,
 )
-from treeflash.server.service import Service
 from treeflash.server.sse import ClientGone
 from treeflash.session.requests import TextRequest
-from treeflash.session.worker import EngineWorker, State
+from treeflash.session.worker import State
 
 EVENTS = "text/event-stream"
 Handler = Callable[..., Any]
@@ -60,30 +61,22 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(
-    worker: EngineWorker,
-    config: ServerConfig,
-    *,
-    metrics: Metrics,
-    model_name: str,
-    facts: Callable[[], Mapping[str, Any]] = dict,
-) -> FastAPI:
-    """`facts` returns further properties of the loaded model for /props."""
+def create_app(models: Models, config: ServerConfig, *, metrics: Metrics) -> FastAPI:
     app = FastAPI(
         title="TreeFlash",
         version=treeflash.__version__,
         docs_url=None,
         redoc_url=None,
-        description="OpenAI, Anthropic and Ollama protocols for one local model.",
+        description="OpenAI, Anthropic and Ollama protocols for local models.",
     )
-    service = Service(worker, config, model_name)
     app.add_middleware(Guard, config=config)
     app.add_middleware(RefusalLog)
     app.router.route_class = BodyRoute
-    _generation(app, service)
-    _ollama(app, service, facts)
-    _text(app, service)
-    _about(app, service, metrics, facts)
+    _generation(app, models)
+    _prefill(app, models)
+    _ollama(app, models)
+    _text(app, models)
+    _about(app, models, metrics)
     _pages(app)
     _errors(app)
     return app
@@ -118,84 +111,109 @@ def _get(
     return add
 
 
-def _generation(app: FastAPI, service: Service) -> None:
+def _generation(app: FastAPI, models: Models) -> None:
     @_post(app, "/v1/chat/completions", "OpenAI")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        writer = chat.ChatWriter(service, body, _new_id("chatcmpl"))
-        requests = chat.to_requests(body, service)
-        return await service.respond(request, requests, writer, stream=body.stream)
+        async with models.use(request, body.model) as service:
+            writer = chat.ChatWriter(service, body, _new_id("chatcmpl"))
+            requests = chat.to_requests(body, service)
+            return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/completions", "OpenAI")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
-        writer = completions.CompletionWriter(service, body, _new_id("cmpl"))
-        requests = completions.to_requests(body, service)
-        if completions.only_echo(body):
-            stream = await asyncio.to_thread(writer.echoed, requests)
-            return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
-        return await service.respond(request, requests, writer, stream=body.stream)
+        async with models.use(request, body.model) as service:
+            writer = completions.CompletionWriter(service, body, _new_id("cmpl"))
+            requests = completions.to_requests(body, service)
+            if completions.only_echo(body):
+                stream = await asyncio.to_thread(writer.echoed, requests)
+                return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
+            return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/responses", "OpenAI")
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        writer = responses.ResponsesWriter(service, body, _new_id("resp"))
-        requests = [responses.to_request(body, service)]
-        return await service.respond(request, requests, writer, stream=body.stream)
+        async with models.use(request, body.model) as service:
+            writer = responses.ResponsesWriter(service, body, _new_id("resp"))
+            requests = [responses.to_request(body, service)]
+            return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/responses/input_tokens", "OpenAI")
     async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
-        ids = await service.encode(request, responses.to_request(body, service))
-        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+        async with models.use(request, body.model) as service:
+            ids = await service.encode(request, responses.to_request(body, service))
+            return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
     @_post(app, "/v1/messages", "Anthropic")
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        writer = anthropic.MessagesWriter(service, body, _new_id("msg"))
-        requests = [anthropic.to_request(body, service)]
-        return await service.respond(request, requests, writer, stream=body.stream)
+        async with models.use(request, body.model) as service:
+            writer = anthropic.MessagesWriter(service, body, _new_id("msg"))
+            requests = [anthropic.to_request(body, service)]
+            return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/messages/count_tokens", "Anthropic")
     async def count_tokens(body: MessagesBody, request: Request) -> dict[str, Any]:
-        ids = await service.encode(request, anthropic.to_request(body, service))
-        return {"input_tokens": len(ids)}
+        async with models.use(request, body.model) as service:
+            ids = await service.encode(request, anthropic.to_request(body, service))
+            return {"input_tokens": len(ids)}
 
 
-def _ollama(app: FastAPI, service: Service, facts: Callable[[], Mapping[str, Any]]) -> None:
-    about = ollama.About(service, facts)
+def _prefill(app: FastAPI, models: Models) -> None:
+    @_post(app, "/v1/prefill", "OpenAI", "Anthropic")
+    async def prefill_ahead(body: PrefillBody, request: Request) -> dict[str, Any]:
+        """Process what is there of a request before the rest comes; the prefix cache keeps it."""
+        async with models.use(request, body.model) as service:
+            wanted = prefill.to_request(body, service, request.headers)
+            return await service.prefill(request, wanted, body.lifetime)
+
+
+def _ollama(app: FastAPI, models: Models) -> None:
+    about = ollama.About(models)
 
     @_post(app, "/api/chat", "Ollama")
     async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
-        writer = ollama.OllamaWriter(service, body.model or service.model_name, chat=True)
-        requests = [ollama.chat_request(body, service)]
-        return await service.respond(request, requests, writer, stream=body.stream, media_type=ollama.LINES)
+        async with models.use(request, body.model) as service:
+            model = body.model or service.model_name
+            if not body.messages:
+                return JSONResponse(ollama.loaded(model, chat=True))
+            writer = ollama.OllamaWriter(service, model, chat=True)
+            requests = [ollama.chat_request(body, service)]
+            return await service.respond(
+                request, requests, writer, stream=body.stream, media_type=ollama.LINES
+            )
 
     @_post(app, "/api/generate", "Ollama")
     async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
-        model = body.model or service.model_name
-        if not body.prompt:
-            return JSONResponse(ollama.loaded(model))
-        writer = ollama.OllamaWriter(service, model, chat=False)
-        requests = [ollama.generate_request(body, service)]
-        return await service.respond(request, requests, writer, stream=body.stream, media_type=ollama.LINES)
+        async with models.use(request, body.model) as service:
+            model = body.model or service.model_name
+            if not body.prompt:
+                return JSONResponse(ollama.loaded(model))
+            writer = ollama.OllamaWriter(service, model, chat=False)
+            requests = [ollama.generate_request(body, service)]
+            return await service.respond(
+                request, requests, writer, stream=body.stream, media_type=ollama.LINES
+            )
 
     @_post(app, "/api/show", "Ollama")
     async def ollama_show(body: OllamaShowBody) -> dict[str, Any]:
-        """Describe the loaded model, under any name."""
-        return about.show()
+        """Describe a model."""
+        return about.show(body.model or body.name)
 
     @_get(app, "/api/tags", "Ollama")
     async def ollama_tags() -> dict[str, Any]:
-        return about.models()
+        return about.tags()
 
     @_get(app, "/api/ps", "Ollama")
     async def ollama_ps() -> dict[str, Any]:
-        return about.models()
+        return about.loaded()
 
     @_get(app, "/api/version", "Ollama")
     async def ollama_version() -> dict[str, Any]:
         return {"version": treeflash.__version__}
 
 
-def _text(app: FastAPI, service: Service) -> None:
+def _text(app: FastAPI, models: Models) -> None:
     @_post(app, "/tokenize", "Text")
     async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+        service = models.current
         tokenizer = service.session.tokenizer
         if (body.content is None) == (body.messages is None):
             raise UsageError("content is needed, or messages; exactly one of them", param="content")
@@ -211,10 +229,11 @@ def _text(app: FastAPI, service: Service) -> None:
 
     @_post(app, "/detokenize", "Text")
     def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        return {"content": service.session.tokenizer.decode(body.tokens, skip_special=False)}
+        return {"content": models.current.session.tokenizer.decode(body.tokens, skip_special=False)}
 
     @_post(app, "/apply-template", "Text")
     def apply_template(body: TemplateBody) -> dict[str, Any]:
+        service = models.current
         kwargs = dict(body.chat_template_kwargs or {})
         thinking = kwargs.pop("enable_thinking", service.config.thinking)
         chat.check_template_options(kwargs)
@@ -229,17 +248,18 @@ def _text(app: FastAPI, service: Service) -> None:
         return {"prompt": rendered.text}
 
 
-def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[], Mapping[str, Any]]) -> None:
-    worker = service.worker
+def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
     started = time.time()
 
     @_get(app, "/health", "Server")
     async def health() -> Response:
-        status = 200 if worker.state is State.ready else 503
-        shown = {**worker.describe(), "pid": os.getpid()}
-        return JSONResponse(shown, status, {} if status == 200 else {"retry-after": "2"})
+        await models.refresh()
+        ready, shown = models.health()
+        headers = {} if ready else {"retry-after": "2"}
+        return JSONResponse({"pid": os.getpid(), **shown}, 200 if ready else 503, headers)
 
-    def model(id: str) -> dict[str, Any]:
+    def model(id: str, found: Resident | None) -> dict[str, Any]:
+        loaded = found is not None and found.service.worker.state is State.ready
         return {
             "id": id,
             "object": "model",
@@ -248,39 +268,52 @@ def _about(app: FastAPI, service: Service, metrics: Metrics, facts: Callable[[],
             "type": "model",
             "display_name": id,
             "created_at": datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "max_model_len": service.session.max_ctx if worker.state is State.ready else None,
+            "max_model_len": found.service.session.max_ctx if found is not None and loaded else None,
+            "loaded": loaded,
         }
 
     @_get(app, "/v1/models", "OpenAI", "Anthropic")
     async def list_models() -> dict[str, Any]:
-        id = service.model_name
-        return {"object": "list", "data": [model(id)], "has_more": False, "first_id": id, "last_id": id}
+        """List the models that requests may name, loaded or not."""
+        names = [each.name for each in models.served]
+        data = [model(name, models.resident(name)) for name in names]
+        return {
+            "object": "list",
+            "data": data,
+            "has_more": False,
+            "first_id": names[0],
+            "last_id": names[-1],
+        }
 
     @_get(app, "/v1/models/{id:path}", "OpenAI", "Anthropic")
     async def get_model(id: str) -> dict[str, Any]:
-        """Return the loaded model under any name."""
-        return model(id)
+        """Return the model that requests of this name get."""
+        return model(id, models.resident(id))
 
     @_get(app, "/props", "Server")
     async def props() -> dict[str, Any]:
+        """Describe the model that was used last."""
+        await models.refresh()
+        service = models.current
         session, config = service.session, service.config
         return {
             "version": treeflash.__version__,
             "model": service.model_name,
+            "models": [each.name for each in models.served],
             "max_ctx": session.max_ctx,
             "vocabulary": session.tokenizer.vocab_size,
             "chat_template": session.template.source,
             "supports_thinking": session.template.supports_thinking,
             "thinking": {"default": config.thinking, "budget": config.thinking_budget},
             "sampling": service.sampling_facts(),
-            "queue": dict(worker.describe()),
-            **facts(),
+            "queue": dict(service.worker.describe()),
+            **service.facts(),
         }
 
     @_get(app, "/metrics", "Server", response=PlainTextResponse)
     async def prometheus() -> Response:
-        prefix_cache = facts().get("prefix_cache", {}) if worker.state is State.ready else {}
-        return Response(metrics.page(worker, prefix_cache), media_type=CONTENT_TYPE)
+        await models.refresh()
+        return Response(metrics.page([each.service for each in models.residents]), media_type=CONTENT_TYPE)
 
 
 def _pages(app: FastAPI) -> None:
@@ -335,7 +368,10 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return respond(request, failure_of(error))
+        response = respond(request, failure_of(error))
+        # The error goes on to the HTTP server, which then closes the connection: a client must not reuse it.
+        response.headers["Connection"] = "close"
+        return response
 
 
 def _piece(tokenizer: Any, id: int) -> dict[str, Any]:

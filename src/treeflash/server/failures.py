@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeflash.errors import PromptTooLong, TreeFlashError, Unavailable, UsageError
+from treeflash.errors import ModelNotFound, PromptTooLong, TreeFlashError, Unavailable, UsageError
 
 _OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC = {
@@ -75,6 +75,8 @@ def failure_of(error: Exception) -> Failure:
     param = error.param if isinstance(error, UsageError) else None
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     retry = None
+    if isinstance(error, ModelNotFound):
+        param, code = "model", "model_not_found"
     if isinstance(error, Unavailable):
         retry, code = error.retry_after_s, "queue_full" if error.http_status == 429 else "unavailable"
     return Failure(error.http_status, without_backquotes(message), param, code, retry)

@@ -1,10 +1,11 @@
 """Prometheus counters; acceptance has the metric names that other servers use."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
-from treeflash.session.worker import EngineWorker, Job, RequestResult
+from treeflash.server.service import Service
+from treeflash.session.worker import Job, RequestResult, State, Worker
 
 PREFIX = "treeflash:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,13 +64,26 @@ class Metrics:
         self.accepted.inc(sum(stats.accepted_by_position))
         for position, count in enumerate(stats.accepted_by_position):
             self.accepted_at.labels(str(position)).inc(count)
-        self.first_token.observe(stats.ttft_s)
+        if stats.ttft_s:
+            self.first_token.observe(stats.ttft_s)
         if stats.decode_tok_s:
             self.rate.observe(stats.decode_tok_s)
 
-    def page(self, worker: EngineWorker, prefix_cache: Mapping[str, int]) -> bytes:
+    def page(self, services: Sequence[Service]) -> bytes:
+        """Return the page; what can be counted is summed over the models in memory."""
+        ready = [each for each in services if each.worker.state is State.ready]
+        usage = [each.facts().get("prefix_cache", {}) for each in ready]
+        total = {what: sum(each[what] for each in usage) for what in (usage[0] if usage else ())}
+        self.observe([each.worker for each in services], total)
+        return generate_latest(self._registry)
+
+    def families(self) -> list[Metric]:
+        """Return all metrics with their values, which can be sent to another process."""
+        return list(self._registry.collect())
+
+    def observe(self, workers: Sequence[Worker], prefix_cache: Mapping[str, int]) -> None:
+        """Set the gauges."""
         for what, value in prefix_cache.items():
             self._prefix_cache.labels(what).set(value)
-        self._waiting.set(worker.waiting)
-        self._running.set(worker.running)
-        return generate_latest(self._registry)
+        self._waiting.set(sum(worker.waiting for worker in workers))
+        self._running.set(sum(worker.running for worker in workers))

@@ -2,22 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+import treeflash
 from treeflash.errors import UsageError
 from treeflash.server import chat, options, outputs
 from treeflash.server.failures import Failure
+from treeflash.server.models import Models, Resident, ServedModel
 from treeflash.server.options import Thinking
 from treeflash.server.outputs import GeneratedOutput
 from treeflash.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from treeflash.server.service import Service
 from treeflash.session.requests import Finished, Grammar, Reasoning, SessionEvent, Text, TextRequest
-from treeflash.session.worker import Job
+from treeflash.session.worker import Job, State
 
 LINES = "application/x-ndjson"
+NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place
 _NO_LIMIT = (-1, -2)  # num_predict: without end, to the end of the context
 
 
@@ -166,61 +169,95 @@ class OllamaWriter:
         }
 
 
-def loaded(model: str) -> Object:
+def loaded(model: str, *, chat: bool = False) -> Object:
     """Return the answer to an empty prompt, which asks for the model to be loaded."""
-    return {"model": model, "created_at": now(), "response": "", "done": True, "done_reason": "load"}
+    empty = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What /api/tags, /api/ps and /api/show say of the loaded model."""
+    """What /api/tags, /api/ps and /api/show say of the models."""
 
-    service: Service
-    facts: Callable[[], Mapping[str, Any]]
+    models: Models
     started: str = field(default_factory=lambda: now())
 
-    def models(self) -> Object:
-        return {"models": [self._model()]}
+    def tags(self) -> Object:
+        """List the models that requests may name."""
+        listed = [(each, self.models.resident(each.name)) for each in self.models.served]
+        return {"models": [self._model(each, resident) for each, resident in listed]}
 
-    def show(self) -> Object:
-        session, found = self.service.session, self.facts()
-        family = found.get("architecture", "")
-        abilities = ["completion", "tools", *(["thinking"] if session.template.supports_thinking else [])]
-        sampling = self.service.sampling_facts()
+    def loaded(self) -> Object:
+        """List the models in memory, with what Ollama's clients ignore: state, requests."""
+        return {"models": [self._loaded(each) for each in self.models.residents]}
+
+    def show(self, name: str | None) -> Object:
+        model = self.models.named(name)
+        resident = self.models.resident(model.name)
+        found = _facts(resident)
+        family, info, abilities = found.get("architecture", ""), {}, ["completion", "tools"]
+        if resident is not None:
+            service = resident.service
+            session, sampling = service.session, service.sampling_facts()
+            abilities += ["thinking"] if session.template.supports_thinking else []
+            info = {
+                "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+                "template": session.template.source,
+                "model_info": {"general.architecture": family, f"{family}.context_length": session.max_ctx},
+            }
         return {
-            "modelfile": f"FROM {self.service.model_name}\n",
-            "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-            "template": session.template.source,
-            "details": self._details(found),
-            "model_info": {"general.architecture": family, f"{family}.context_length": session.max_ctx},
+            "modelfile": f"FROM {model.name}\n",
+            "parameters": "",
+            "template": "",
+            "details": _details(family),
+            "model_info": {},
             "capabilities": abilities,
             "modified_at": self.started,
+            **info,
         }
 
-    def _model(self) -> Object:
-        self.service.worker.session  # noqa: B018  # raises while it is loaded
-        found = self.facts()
-        name = self.service.model_name
+    def _model(self, model: ServedModel, resident: Resident | None) -> Object:
+        name = model.name
         return {
             "name": name,
             "model": name,
             "modified_at": self.started,
-            "size": found.get("weights_bytes", 0),
-            "size_vram": found.get("weights_bytes", 0) if "cuda" in found.get("device", "") else 0,
-            "digest": hashlib.sha256(self.service.fingerprint.encode()).hexdigest(),
-            "details": self._details(found),
+            "size": model.size,
+            "digest": hashlib.sha256(f"{treeflash.__version__} {name}".encode()).hexdigest(),
+            "details": _details(_facts(resident).get("architecture", "")),
         }
 
-    def _details(self, found: Mapping[str, Any]) -> Object:
-        family = found.get("architecture", "")
+    def _loaded(self, resident: Resident) -> Object:
+        worker, found = resident.service.worker, _facts(resident)
+        size = found.get("memory_bytes", 0)
+        state = {name: worker.describe()[name] for name in ("status", "progress", "running", "waiting")}
         return {
-            "parent_model": "",
-            "format": "gguf",
-            "family": family,
-            "families": [family],
-            "parameter_size": "",
-            "quantization_level": "",
+            **self._model(resident.model, resident),
+            "size": size,
+            "size_vram": size if "cuda" in found.get("device", "") else 0,
+            "context_length": resident.service.session.max_ctx if worker.state is State.ready else 0,
+            "expires_at": NEVER,
+            **state,
+            "device": found.get("device", ""),
         }
+
+
+def _facts(resident: Resident | None) -> Mapping[str, Any]:
+    """Return the properties of a model that is loaded, else nothing."""
+    if resident is None or resident.service.worker.state is not State.ready:
+        return {}
+    return resident.service.facts()
+
+
+def _details(family: str) -> Object:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
 
 
 def now() -> str:

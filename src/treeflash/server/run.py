@@ -5,7 +5,8 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator, Mapping
+import sys
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import uvicorn
@@ -23,25 +24,53 @@ from treeflash.server.connections import (
 from treeflash.server.failures import without_backquotes
 from treeflash.server.listen import BACKLOG
 from treeflash.server.metrics import Metrics
+from treeflash.server.models import Models, ServedModel
 from treeflash.server.refusals import LOGGED, printable
-from treeflash.session.worker import EngineWorker, Job, Loader, RequestResult, State
+from treeflash.session.worker import Ended, EngineWorker, Job, Loader, RequestResult, State, Turns, Worker
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR = 300  # characters of an error in the log
+# The engine's thread asks for the interpreter at every step; waiting 5 ms for it, Python's own choice, while
+# the events of the step before are written would cost more than the step's work on the host.
+SWITCH_S = 0.0005
 
 
 def serve(
-    load: Loader,
+    served: Sequence[ServedModel],
     config: ServerConfig,
     listening: socket.socket,
     *,
-    model_name: str,
-    facts: Callable[[], Mapping[str, Any]] = dict,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[Any], None] = lambda session: None,
+    metrics: Metrics | None = None,
+    make_worker: Callable[[Loader, Ended], Worker] | None = None,
 ) -> None:
-    """Serve until a signal. Call `ready` once the model is loaded; raise what loading raised."""
-    metrics = Metrics()
+    """Serve until a signal. Call `ready` once the first model is loaded; raise what loading it raised.
+
+    make_worker: what runs a model's requests, if not an engine in this process.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    metrics = metrics or Metrics()
+    ended = record(metrics)
+    # Kernels of two models share buffers: their steps, and the loading of one, do not overlap.
+    turn = Turns() if len(served) > 1 else None
+
+    def engine(load: Loader, ended: Ended) -> Worker:
+        return EngineWorker(load, max_queue=config.max_queue, ended=ended, turn=turn)
+
+    models = Models(served, config, lambda load: (make_worker or engine)(load, ended))
+    server = make_server(create_app(models, config, metrics=metrics), config)
+    models.start()
+    try:
+        asyncio.run(_serve(server, models, listening, ready))
+    finally:
+        models.close()
+    if (failure := models.first.worker.failure) is not None:
+        raise failure
+
+
+def record(metrics: Metrics) -> Ended:
+    """Return what counts and logs a request at its end."""
 
     def ended(job: Job, result: RequestResult) -> None:
         metrics.count(job, result)
@@ -49,16 +78,7 @@ def serve(
         if result.error is not None:
             result.error.add_note(LOGGED)
 
-    worker = EngineWorker(load, max_queue=config.max_queue, ended=ended)
-    app = create_app(worker, config, metrics=metrics, model_name=model_name, facts=facts)
-    server = make_server(app, config)
-    worker.start()
-    try:
-        asyncio.run(_serve(server, worker, listening, ready))
-    finally:
-        worker.close()
-    if worker.failure is not None:
-        raise worker.failure
+    return ended
 
 
 def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
@@ -68,6 +88,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
         uvicorn.Config(
             app,
             http=connections.protocol(),
+            loop="asyncio",  # also where uvloop is installed, which Ray brings along
             backlog=accepts_at_once(descriptors),
             log_config=None,
             access_log=False,
@@ -80,12 +101,12 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
 
 
 async def _serve(
-    server: uvicorn.Server, worker: EngineWorker, listening: socket.socket, ready: Callable[[], None]
+    server: uvicorn.Server, models: Models, listening: socket.socket, ready: Callable[[Any], None]
 ) -> None:
     def stop(number: int) -> None:
         # SIGINT and any second signal cancel running requests; a first SIGTERM lets them finish.
         if number == signal.SIGINT or server.should_exit:
-            worker.cancel_all()
+            models.cancel_all()
         log.info("stopping")
         server.should_exit = True
 
@@ -96,12 +117,13 @@ async def _serve(
     }
 
     async def watch() -> None:
+        worker = models.first.worker
         while not worker.ready.is_set():
             await asyncio.sleep(0.05)
         if worker.state is State.failed:
             server.should_exit = True
         else:
-            ready()
+            ready(worker.session)
 
     watching = asyncio.ensure_future(watch())
     try:
@@ -144,7 +166,7 @@ def line(job: Job, result: RequestResult) -> str:
         f"prompt {stats.prompt_tokens}{cached}",
         f"{stats.generated_tokens} tok",
         f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
-        f"TTFT {stats.ttft_s:.2f} s",
+        f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
         f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
         f"waited {result.waited_s:.1f} s" if result.waited_s >= 0.1 else "",
         result.finished.reason,

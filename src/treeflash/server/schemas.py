@@ -63,23 +63,28 @@ class Extension(Body):
     budget: int | None = Field(None, ge=0, le=63, description="Most draft tokens a step; 0: plain decoding.")
 
 
-class SamplingBody(Body):
-    """Fields that chat and text completions share."""
+class SamplingFields(Body):
+    """What OpenAI's and Ollama's protocols call the same."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: Object | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: int | None = None
     min_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
     repeat_penalty: Number | None = Field(None, description="llama.cpp's name of repetition_penalty.")
-    logit_bias: dict[str, Number] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+
+
+class SamplingBody(SamplingFields):
+    """Fields that chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: Object | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
     stop_token_ids: list[int] | None = Field(None, description="Tokens that end the text.")
     ignore_eos: bool | None = Field(None, description="End tokens do not end the text.")
     min_tokens: int | None = None
@@ -172,6 +177,17 @@ class MessagesBody(Body):
     treeflash: Extension | None = None
 
 
+class PrefillBody(Body):
+    """The beginning of a request in any protocol: chat, text, responses or Anthropic's messages."""
+
+    model: str | None = None
+    messages: list[Object] | None = Field(None, description="Of a chat, or Anthropic's with `system`.")
+    system: str | list[Object] | None = Field(None, description="Anthropic's system prompt.")
+    prompt: str | list[int] | None = Field(None, description="Of a text completion.")
+    input: str | list[Object] | None = Field(None, description="Of a response.")
+    lifetime: Number = Field(300, gt=0, le=3600, description="Seconds to read, and to keep what is not used.")
+
+
 class TokenizeBody(Body):
     """Either text, or a conversation to be rendered by the chat template."""
 
@@ -194,18 +210,9 @@ class TemplateBody(Body):
     chat_template_kwargs: Object | None = None
 
 
-class OllamaOptions(Body):
+class OllamaOptions(SamplingFields):
     """What Ollama calls options; others of its options belong to loading and are ignored."""
 
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
-    min_p: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repeat_penalty: Number | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     num_predict: int | None = Field(None, description="Most tokens; -1: no limit.")
 
 

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -19,10 +20,13 @@ from treeflash.errors import Unavailable
 from treeflash.server.failures import Failure, failure_of
 from treeflash.server.options import Thinking
 from treeflash.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
-from treeflash.session.requests import Finished, SessionEvent, TextRequest
-from treeflash.session.worker import EngineWorker, IndexedEvent, Job, TextSession
+from treeflash.session.requests import Finished, Progress, SessionEvent, TextRequest
+from treeflash.session.worker import IndexedEvent, Job, TextReader, Worker
 
 log = logging.getLogger(__name__)
+
+Facts = Callable[[Any], Mapping[str, Any]]  # further properties of a loaded session, for /props
+SESSION_HEADERS = ("x-session-id", "session-id", "session_id")
 
 
 class Writer(Protocol):
@@ -42,13 +46,18 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    worker: EngineWorker
+    worker: Worker
     config: ServerConfig
     model_name: str
+    facts_of: Facts = lambda session: {}
+    scoring: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "scoring"))
 
     @property
-    def session(self) -> TextSession:
+    def session(self) -> TextReader:
         return self.worker.session
+
+    def facts(self) -> Mapping[str, Any]:
+        return self.facts_of(self.session)
 
     @property
     def thinking(self) -> Thinking:
@@ -74,14 +83,31 @@ class Service:
             prompt = replace(prompt, cancelled=gone.is_set)
             return await unless_gone(request, asyncio.to_thread(self.session.encode, prompt))
 
-    async def _checked(self, request: Request, given: list[TextRequest]) -> list[TextRequest]:
+    async def _checked(
+        self, request: Request, given: list[TextRequest], *, streamed: bool
+    ) -> list[TextRequest]:
         """Return the requests with their prompts encoded, in a thread."""
         with _until_gone() as gone:
-            limit = self.config.max_tokens
+            limit, affinity = self.config.max_tokens, _affinity(request)
             given = [
-                replace(each, cancelled=gone.is_set, max_tokens=each.max_tokens or limit) for each in given
+                replace(
+                    each,
+                    cancelled=gone.is_set,
+                    max_tokens=each.max_tokens or limit,
+                    affinity=affinity,
+                    streamed=streamed,
+                )
+                for each in given
             ]
-            return await unless_gone(request, asyncio.to_thread(_checked_requests, self.session, given))
+            return await unless_gone(request, self._check_in_thread(given))
+
+    async def _check_in_thread(self, given: list[TextRequest]) -> list[TextRequest]:
+        """Return the checked requests; those that a model scores wait for each other, in one thread."""
+        session = self.session
+        if await asyncio.to_thread(lambda: any(session.scores(each) for each in given)):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.scoring, _checked_requests, session, given)
+        return await asyncio.to_thread(_checked_requests, session, given)
 
     async def respond(
         self,
@@ -97,7 +123,7 @@ class Service:
         headers = {"x-request-id": request_id, "request-id": request_id}
         self.worker.check_room()
         # Invalid requests are refused before they queue: a queued stream has already sent its status.
-        checked = await self._checked(request, requests)
+        checked = await self._checked(request, requests, streamed=bool(stream))
         job = self.worker.submit(*checked, label=f"{request_id} {request.url.path}")
         if not stream:
             try:
@@ -115,6 +141,37 @@ class Service:
             headers["content-type"] = media_type
         return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
 
+    async def prefill(self, request: Request, wanted: TextRequest, lifetime_s: float) -> dict[str, Any]:
+        """Process the beginning of a request for a later one; return how far that came in its lifetime."""
+        self.worker.check_room(prefill_only=True)
+        wanted = replace(wanted, prefill_for_s=lifetime_s, max_tokens=None)
+        checked = await self._checked(request, [wanted], streamed=False)
+        job = self.worker.submit(*checked, label=f"req_{secrets.token_hex(8)} {request.url.path}")
+        complete = False
+        try:
+            async with asyncio.timeout(lifetime_s):
+                await unless_gone(request, _drained(job))
+                complete = True
+        except TimeoutError:
+            pass  # what was read until now is kept
+        finally:
+            job.cancel()
+        done = job.progress or Progress(0, 0)
+        return {
+            "object": "prefill",
+            "model": self.model_name,
+            "complete": complete,
+            "prompt_tokens": done.total,
+            "cached_tokens": done.cached,
+            "ready_tokens": done.done,
+            "lifetime": lifetime_s,
+        }
+
+
+def _affinity(request: Request) -> str:
+    """Return the client's name of its session, if it sends one."""
+    return next((request.headers[name] for name in SESSION_HEADERS if name in request.headers), "")
+
 
 @contextmanager
 def _until_gone() -> Generator[threading.Event]:
@@ -126,7 +183,7 @@ def _until_gone() -> Generator[threading.Event]:
         gone.set()
 
 
-def _checked_requests(session: TextSession, requests: list[TextRequest]) -> list[TextRequest]:
+def _checked_requests(session: TextReader, requests: list[TextRequest]) -> list[TextRequest]:
     """Return the requests with their prompts encoded, once for the choices of one prompt."""
     found: list[TextRequest] = []
     for request in requests:
@@ -142,6 +199,12 @@ async def _collect(job: Job, writer: Writer) -> None:
     async for batch in job.batches():
         for index, event in batch:
             writer.write(index, _checked(event))
+
+
+async def _drained(job: Job) -> None:
+    async for batch in job.batches():
+        for _, event in batch:
+            _checked(event)
 
 
 async def _stream(

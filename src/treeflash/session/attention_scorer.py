@@ -13,7 +13,7 @@ from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.memory.estimate import compute_dtype
-from treeflash.models.scoring import ScoringDecoder, attention_mass
+from treeflash.models.scoring import Scoring, attention_mass, load_scoring
 from treeflash.models.step import DeltaBuffers, Step
 from treeflash.models.weights import Progress
 from treeflash.state.sequences import CacheConfig, SequenceStates
@@ -31,14 +31,14 @@ MARK = "\x00"
 class AttentionScorer:
     """Reads the text once; a further question costs only its own tokens."""
 
-    any_thread = False
-
-    def __init__(self, decoder: ScoringDecoder, tokenizer: Tokenizer, template: ChatTemplate, *, name: str):
+    def __init__(self, decoder: Scoring, tokenizer: Tokenizer, template: ChatTemplate, *, name: str):
         self.name = name
         self._cancelled: Callable[[], bool] = never
         self._decoder, self.tokenizer = decoder, tokenizer
         self._before = tokenizer.encode(_opening(template))
         device = decoder.device
+        # A GPU's work is in the order of one thread; on a CPU other requests go on meanwhile.
+        self.any_thread = device.type == "cpu"
         context = min(decoder.context_length, MAX_CONTEXT)
         self._limit = context - QUESTION
         format = FORMATS["f16" if device.type == "cuda" else "f32"]
@@ -63,15 +63,22 @@ class AttentionScorer:
         *,
         device: torch.device,
         layers: Sequence[int] | None = None,
+        native: bool = True,
+        threads: int | None = None,
         progress: Progress | None = None,
     ) -> "AttentionScorer":
-        """Load the layers that are needed of any supported model."""
+        """Load the layers that are needed of any supported model; `native`, `threads`: on a CPU."""
         with GGUFFile.open(path) as file:
             tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
             template = ChatTemplate.from_metadata(file.metadata, source=str(path))
-            dtype = compute_dtype(device.type)
-            decoder = ScoringDecoder.load_part(
-                file, device=device, dtype=dtype, layers=layers, progress=progress
+            decoder = load_scoring(
+                file,
+                device=device,
+                dtype=compute_dtype(device.type),
+                layers=layers,
+                native=native,
+                threads=threads,
+                progress=progress,
             )
         prepare(decoder.layouts, device)
         return cls(decoder, tokenizer, template, name=path.stem)

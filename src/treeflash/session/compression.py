@@ -2,12 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from treeflash.compress.compressor import Compressed, Compressor, Measure, Report
 from treeflash.compress.conversation import Message, Wanted
-from treeflash.compress.scorer import Scorer
+from treeflash.compress.scorer import Query, Scorer, never
 from treeflash.compress.words import WordScorer
 from treeflash.config import CompressConfig
 from treeflash.errors import Cancelled, TemplateFailed, UsageError
@@ -26,6 +26,18 @@ class Compression:
 
     config: CompressConfig = field(default_factory=CompressConfig)
     scorer: Scorer = field(default_factory=WordScorer)
+
+
+class Elsewhere:
+    """Stands for a scorer in the engine's process, which then encodes the prompts that it compresses."""
+
+    name = "elsewhere"
+    any_thread = False
+
+    def score(
+        self, units: Sequence[str], queries: Sequence[Query], cancelled: Callable[[], bool] = never
+    ) -> list[float]:
+        raise AssertionError("a prompt was compressed where its scorer is not")
 
 
 class PromptCompression:
@@ -59,6 +71,22 @@ class PromptCompression:
     def deferred(self, request: TextRequest) -> bool:
         """Return whether only the engine's thread may encode the request: its scorer uses the device."""
         return not self._compressor.scorer.any_thread and self.wanted(request).mode != "off"
+
+    def scored_by_model(self, request: TextRequest) -> bool:
+        """Return whether a model may read the prompt before it is encoded, in any thread."""
+        scorer = self._compressor.scorer
+        return self._config.scorer is not None and scorer.any_thread and self.wanted(request).mode != "off"
+
+    def check_read_whole(self, request: TextRequest, tokens: int) -> None:
+        """Raise if a request with a prompt of at least this length would be compressed."""
+        wanted = self.wanted(request)
+        if wanted.mode != "off" and tokens > wanted.above:
+            raise UsageError(
+                f"the prompt has {tokens} tokens and would be compressed above {wanted.above}:"
+                " what is read ahead would not be used",
+                "set `compress` to off in this request and the next",
+                param="compress",
+            )
 
     def encode(self, request: TextRequest, limit: EncodeLimit | None) -> Prompt:
         """Return the request's prompt, compressed if it is wanted."""

@@ -9,14 +9,14 @@ import torch
 
 from treeflash.compress.scorer import MixedScorer, Scorer
 from treeflash.compress.words import WordScorer
-from treeflash.config import CompressConfig, DraftConfig, EngineConfig
-from treeflash.engine.engine import Engine
+from treeflash.config import DraftConfig, EngineConfig
+from treeflash.engine.runner import StepTimes
 from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.sequence import Limits
 from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
 from treeflash.kernels.native import INT8, INT16, Library
-from treeflash.kernels.quant_matmul import prepare
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import (
     available_memory,
@@ -24,7 +24,7 @@ from treeflash.memory.device import (
     limit_allocator,
     pick_device,
 )
-from treeflash.memory.estimate import compute_dtype, draft_quant, ring_dtype, uses_mtp
+from treeflash.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from treeflash.memory.planner import MemoryPlan, plan_memory
 from treeflash.models.decoder import Decoder, Target
 from treeflash.models.dflash import DFlashDraft, open_draft
@@ -32,22 +32,23 @@ from treeflash.models.mtp import MTPBlock
 from treeflash.models.native import NativeDecoder, NativeLoader
 from treeflash.models.native_draft import NativeDraft, draft_gap
 from treeflash.models.spec import ModelSpec
-from treeflash.models.step import SIZES
 from treeflash.models.weights import Progress as LoadProgress
 from treeflash.prefix_cache.cache import PrefixCacheConfig
 from treeflash.prefix_cache.files import SnapshotFiles, identity
 from treeflash.session.attention_scorer import AttentionScorer
-from treeflash.session.compression import Compression
+from treeflash.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
+from treeflash.session.compression import Compression, Elsewhere
+from treeflash.session.phases import Phases
+from treeflash.session.reader import RequestReader
 from treeflash.session.session import Session
 from treeflash.session.threads import checked_threads, torch_threads
 from treeflash.spec.cost_file import CostFile
-from treeflash.spec.dflash import DFlashModel, DraftModel
+from treeflash.spec.dflash import DraftModel
 from treeflash.spec.drafter import Drafter, NoDrafter
+from treeflash.spec.mixed import MixedModel
 from treeflash.spec.mtp import MTPModel
-from treeflash.spec.policy import EAGER_SIZES, StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers, mtp_buffers
-from treeflash.state.sequences import CacheConfig
+from treeflash.spec.policy import StepCosts
+from treeflash.state.draft_ring import DEFAULT_CONTEXT
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
 
@@ -67,18 +68,19 @@ def load_session(
     config: EngineConfig | None = None,
     *,
     progress: LoadProgress | None = None,
+    compiling: Callable[[int, int], None] | None = None,
     warming: Callable[[int, int], None] | None = None,
     graphs: bool = True,
 ) -> Session:
-    """Load a model and its draft; `progress` of reading weights, `warming` of capturing CUDA graphs."""
-    config = config or EngineConfig()
+    """Load a model and its draft.
+
+    `progress` of reading weights, `compiling` of kernels, `warming` of capturing CUDA graphs.
+    """
+    config, phases = config or EngineConfig(), Phases()
     device = pick_device(config.device)
-    if config.speculation is not None and not 1 <= config.speculation.budget < MAX_ROWS:
-        raise UsageError(
-            f"`budget` is {config.speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
-        )
+    _check_speculation(config)
     # Before memory is planned: the target gets what the scorer leaves.
-    scorer = _scorer(config.compress, device)
+    scorer = _scorer(config, device)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
         tokenizer, template = _text_of(file, spec)
@@ -87,29 +89,27 @@ def load_session(
             limit_allocator(plan.budget, device)
         card = _card_of(file, spec)
         file_sampling = sampling_of(file.metadata)
-        target = _target(file, config, plan, device, progress)
-        mtp = _mtp(config, file, target, plan)
-        prefix_cache = _prefix_cache(config, file, plan, device)
-    prepare(target.layouts, device)
-    cost_file = _cost_file(config, path, plan, target, mtp)
-    costs = cost_file.load()
-    _empty_cache(device)
-    drafter = _drafter(config, target, plan, costs, mtp)
-    _empty_cache(device)
-    engine = Engine(
-        target,
-        max_ctx=plan.max_ctx,
-        slots=plan.sequences,
-        prefill_chunk=plan.prefill_chunk,
-        drafter=drafter,
-        max_rows=config.max_rows,
-        cache=CacheConfig(*plan.kv, window=config.window, pages=plan.kv_pages),
-        prefix_cache=prefix_cache,
-    )
+        phases.end("planning")
+        with compile_ahead(file, config, plan, device) as ahead:
+            target = _target(file, config, plan, device, progress)
+            mtp = _mtp(config, file, target, plan)
+            prefix_cache = _prefix_cache(config, file, plan, device)
+            cost_file = _cost_file(config, path, plan, target, mtp)
+            costs = cost_file.load()
+            _empty_cache(device)
+            drafter = _drafter(config, target, plan, costs, mtp)
+            _empty_cache(device)
+            engine = build_engine(config, plan, target, drafter, prefix_cache)
+            phases.end("reading")
+            ahead.wait(compiling)
+            phases.end("compiling")
     if device.type == "cuda" and graphs:
         engine.capture(warming)
         _empty_cache(device)
-    return Session(
+        times = engine.measure_steps()
+        costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
+        phases.end("capturing")
+    session = Session(
         engine,
         tokenizer,
         template,
@@ -119,16 +119,54 @@ def load_session(
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
+    session.load_seconds = phases.seconds
+    return session
 
 
-def _scorer(config: CompressConfig, device: torch.device) -> Scorer:
+def _check_speculation(config: EngineConfig) -> None:
+    speculation = config.speculation
+    if speculation is None:
+        return
+    if not 1 <= speculation.budget < MAX_ROWS:
+        raise UsageError(
+            f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
+        )
+    if speculation.chain and speculation.mtp == "on" and config.draft is not None:
+        raise UsageError(
+            "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
+            "name one of them as `draft`",
+            param="chain",
+        )
+
+
+def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestReader:
+    """Load what encodes and checks requests for an engine in another process."""
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        tokenizer, template = _text_of(file, spec)
+        scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
+        return RequestReader(
+            tokenizer,
+            template,
+            limits,
+            card=_card_of(file, spec),
+            file_sampling=sampling_of(file.metadata),
+            compression=Compression(config.compress, scorer),
+        )
+
+
+def _scorer(config: EngineConfig, device: torch.device) -> Scorer:
     """Return what scores the units of long prompts: words, and a model's attention beside them."""
     words = WordScorer()
-    return (
-        words
-        if config.scorer is None
-        else MixedScorer(AttentionScorer.load(config.scorer, device=device), words)
+    if config.compress.scorer is None:
+        return words
+    model = AttentionScorer.load(
+        config.compress.scorer,
+        device=device,
+        native=config.cpu_backend != "torch",
+        threads=checked_threads(config.threads) or _TORCH_THREADS,
     )
+    return MixedScorer(model, words)
 
 
 def _target(
@@ -152,6 +190,7 @@ def _target(
         dtype=compute_dtype(device.type),
         expand=plan.expanded,
         host_embedding=plan.host_embedding,
+        host_experts=config.experts_host,
         progress=progress,
     )
 
@@ -184,21 +223,23 @@ def _cost_file(
     formats = "/".join(format.name for format in plan.kv)
     native = f", native, {config.cpu_activations}" if plan.estimate.native else ""
     computing = device_name(target.device, target.threads) + native
-    draft = "mtp" if mtp else config.draft
-    return CostFile(config.costs, f"{computing} / {path.name} / {draft} / {formats}")
+    drafts = " + ".join([*([str(config.draft)] if config.draft else ()), *(["mtp"] if mtp else ())])
+    return CostFile(config.costs, f"{computing} / {path.name} / {drafts} / {formats}")
 
 
 def _mtp(config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan) -> MTPModel | None:
     """Return the MTP block of the target's file, if it is to propose tokens."""
     if not uses_mtp(config, file, target.spec):
+        if config.speculation is not None and config.speculation.mtp == "on":
+            raise UsageError(
+                f"the MTP block is to propose beside a draft, but {file.path.name} has none",
+                "name the draft alone",
+                param="draft",
+            )
         return None
     kind, device = target.device.type, target.device
     block = MTPBlock.load(file, target.spec, device=device, dtype=compute_dtype(kind), expand=plan.expanded)
-    prepare(block.layouts, device)
-    buffers = mtp_buffers(
-        target.spec, max_ctx=plan.max_ctx, slots=plan.sequences, device=device, dtype=ring_dtype(kind)
-    )
-    return MTPModel(block, target, buffers)
+    return mtp_model(block, target, plan)
 
 
 def _drafter(
@@ -206,23 +247,11 @@ def _drafter(
 ) -> Drafter:
     if config.speculation is None:
         return NoDrafter()
-    kind = target.device.type
     model: DraftModel | None = mtp
     if config.draft is not None:
-        draft = _draft(config.draft, target, plan)
-        buffers = draft_buffers(
-            draft.spec,
-            max_ctx=plan.max_ctx,
-            context=config.draft.context,
-            slots=plan.sequences,
-            device=target.device,
-            dtype=ring_dtype(kind),
-        )
-        model = DFlashModel(draft, target, buffers)
-        prepare(draft.layouts, target.device)
-    # A padded step costs what the next larger size does.
-    sizes = SIZES if kind == "cuda" else EAGER_SIZES
-    return Speculator(model, config.speculation, costs, device=target.device, sizes=sizes)
+        draft = draft_model(_draft(config.draft, target, plan), config.draft, target, plan)
+        model = draft if mtp is None else MixedModel(draft, mtp, width=target.spec.width)
+    return speculator(model, config.speculation, costs, target.device)
 
 
 def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft:
@@ -244,6 +273,11 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
     )
 
 
+def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
+    """Return what a draft call takes; 0 without a draft model."""
+    return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
+
+
 def _computing(plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
@@ -260,18 +294,18 @@ def _prefix_cache(
     if config.prefix_cache_dir is None or config.prefix_cache == 0:
         return PrefixCacheConfig(budget, exact=config.prefix_cache_exact)
     draft = config.draft if config.speculation else None
-    facts: list[Any] | None = None
+    facts: list[Any] = []
     if draft is not None:
-        facts = [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)]
-    elif uses_mtp(config, file, ModelSpec.from_gguf(file)):
-        facts = ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
+        facts += [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)]
+    if uses_mtp(config, file, ModelSpec.from_gguf(file)):
+        facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
         computing=_computing(plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,
         chunk=plan.prefill_chunk,
-        draft=facts,
+        draft=facts or None,
     )
     files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
     return PrefixCacheConfig(budget, files, config.prefix_cache_exact)

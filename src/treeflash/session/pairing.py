@@ -1,8 +1,10 @@
 """The card of a model file and the draft that belongs to it. Imports no torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from treeflash.errors import UsageError
 from treeflash.hub import catalog
 from treeflash.hub.catalog import Card
 from treeflash.hub.drafts import cached_draft
@@ -10,6 +12,31 @@ from treeflash.hub.local import paired_draft
 
 if TYPE_CHECKING:
     from treeflash.gguf.reader import GGUFFile
+
+AUTO, NONE, MTP, LOOKUP = "auto", "none", "mtp", "lookup"  # drafts that are no names
+_BESIDE = f",{MTP}"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDraft:
+    """What a user named as the draft."""
+
+    name: str  # a path, a repository, or one of the words above
+    mtp: Literal["auto", "on", "off"]  # whether the target's MTP block proposes; auto: without a draft
+
+    @classmethod
+    def read(cls, text: str) -> "NamedDraft":
+        """Read a name; `NAME,mtp`: the draft and the target's MTP block in one tree."""
+        name = text.removesuffix(_BESIDE)
+        if name == text:
+            return cls(name, "off" if name == LOOKUP else "auto")
+        if name in ("", NONE, MTP, LOOKUP):
+            raise UsageError(
+                f"`draft` is {text}: the MTP block can stand beside a draft only",
+                f"auto{_BESIDE}, or the draft's path or repository before {_BESIDE}",
+                param="draft",
+            )
+        return cls(name, "on")
 
 
 def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:

@@ -48,6 +48,19 @@ class Prompts:
             tools = [tool for tool in tools if tool.name in request.allowed_tools]
         return Prompt(ids, boundaries, self._reasoning(rendered), tools)
 
+    def beginning(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
+        """Return the tokens that the prompt has in common with all that continue it.
+
+        The last message may go on if it is the user's; others are complete, and a user's message follows.
+        """
+        if isinstance(request.prompt, list):
+            return self.encode(request, limit)
+        first, second = (self.encode(_continued(request, text), limit) for text in ("\n\nA", " z"))
+        pairs = zip(first.ids, second.ids, strict=False)
+        length = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
+        inside = {at: kind for at, kind in first.boundaries.items() if at < length}
+        return replace(first, ids=first.ids[:length], boundaries=inside)
+
     def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
         if rendered.continued:
             return "open" if rendered.continued == "reasoning" else "none"
@@ -206,3 +219,17 @@ class Prompts:
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self._tokenizer)
+
+
+def _continued(request: TextRequest, text: str) -> TextRequest:
+    """Return the request with more text of the user at its end."""
+    if request.messages is None:
+        return replace(request, prompt=f"{request.prompt}{text}")
+    *before, last = request.messages or [{}]
+    content = last.get("content")
+    if last.get("role") != "user" or not isinstance(content, str | list):
+        messages = [*request.messages, {"role": "user", "content": text}]
+    else:
+        more = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+        messages = [*before, {**last, "content": more}]
+    return replace(request, messages=messages, continue_final=False)

@@ -73,7 +73,11 @@ class TextRequest:
     draft_budget: int | None = None  # most nodes of a tree; 0: plain decoding; None: as configured
     trees: bool = False  # report every step's tree
     compress: CompressOptions | None = None  # None: as configured
+    # Only process the beginning that later requests share, and keep it for this time; nothing is generated.
+    prefill_for_s: float | None = None
     cancelled: Callable[[], bool] = lambda: False
+    affinity: str = ""  # replicas of a model keep requests of one affinity together, for their prefix cache
+    streamed: bool = True  # its events are used as they come, not only all at the end
     encoded: Prompt | None = None  # from `Session.check`
 
 

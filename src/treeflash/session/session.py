@@ -4,20 +4,20 @@ The engine returns tokens; the session detokenises them, applies stop strings an
 calls. A stop string ends the text exactly before its first character, wherever token boundaries are.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from treeflash.engine.engine import Engine
 from treeflash.engine.events import Done, Event, Progress, Tokens, VerifiedTree
 from treeflash.engine.sampler import SamplingParams, TokenLogprob
-from treeflash.engine.sequence import Request, Sequence
+from treeflash.engine.sequence import Sequence
 from treeflash.engine.stats import RequestStats
 from treeflash.errors import Cancelled
 from treeflash.hub.catalog import Card
 from treeflash.memory.planner import MemoryPlan
-from treeflash.session.compression import Compression, PromptCompression
+from treeflash.session.compression import Compression
 from treeflash.session.output import OutputStream
-from treeflash.session.prompts import Prompts
+from treeflash.session.reader import RequestReader
 from treeflash.session.requests import (
     Failed,
     Finished,
@@ -29,12 +29,12 @@ from treeflash.session.requests import (
     TreeStep,
 )
 from treeflash.text.template import ChatTemplate
-from treeflash.text.tokenizer import EncodeLimit, Tokenizer
+from treeflash.text.tokenizer import Tokenizer
 
 __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
 
 
-class Session:
+class Session(RequestReader):
     def __init__(
         self,
         engine: Engine,
@@ -47,57 +47,24 @@ class Session:
         save_costs: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
     ):
+        super().__init__(
+            tokenizer,
+            template,
+            engine.limits,
+            card=card,
+            file_sampling=file_sampling,
+            compression=compression,
+        )
         self.engine = engine
-        self.tokenizer = tokenizer
-        self.template = template
         self.plan = plan
-        self.card = card
-        self._file_sampling = file_sampling or SamplingParams()
+        self.load_seconds: Mapping[str, float] = {}  # by phase: planning, reading, compiling, capturing
         self._save_costs = save_costs
-        self._prompts = Prompts(tokenizer, template)
-        self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
         self._generations: dict[Sequence, TextGeneration] = {}
         self._undelivered: list[tuple[Generation, SessionEvent | Failed]] = []  # before the next step
 
     @property
-    def max_ctx(self) -> int:
-        return self.engine.max_ctx
-
-    def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """Return the recommended sampling: the model card's, else the file's; greedy if neither has any.
-
-        thinking: whether the request thinks; None: as the model does by default.
-        """
-        if self.card is None or not self.card.sampling:
-            return self._file_sampling
-        thinks = self.card.thinking if thinking is None else thinking
-        return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
-
-    @property
-    def compresses(self) -> bool:
-        """Return whether long prompts are compressed where a request does not say."""
-        return self._compression.by_default
-
-    def encode(self, request: TextRequest) -> list[int]:
-        """Return the prompt's token ids; raises if the template refuses the messages."""
-        return self._prompts.encode(request, self._limit(request, stops_at_tokens=False)).ids
-
-    def check(self, request: TextRequest) -> TextRequest:
-        """Return the request with its encoded prompt; raise what `generate` would before its first step.
-
-        It can run in another thread than `generate`.
-        """
-        if self._compression.deferred(request):
-            return request
-        request = self.prepare(request)
-        assert request.encoded is not None
-        output = self._prompts.output(request, request.encoded)
-        self.engine.check(self._engine_request(request, request.encoded, output))
-        return request
-
-    def prepare(self, request: TextRequest) -> TextRequest:
-        """Return the request with its encoded prompt, compressed if that is wanted."""
-        return replace(request, encoded=self._compression.encode(request, self._limit(request)))
+    def caches_prefixes(self) -> bool:
+        return self.engine.prefixes.enabled
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
@@ -209,27 +176,6 @@ class Session:
     def _failed(self, generation: "TextGeneration", error: Exception) -> tuple["Generation", Failed]:
         self.end(generation)
         return generation, Failed(error)
-
-    def _limit(self, request: TextRequest, *, stops_at_tokens: bool = True) -> EncodeLimit:
-        raisable = self.engine.max_ctx_raisable
-        return EncodeLimit(self.max_ctx, request.cancelled, stops_at_tokens, raisable)
-
-    def _engine_request(self, request: TextRequest, prompt: Prompt, output: OutputStream) -> Request:
-        room = self.max_ctx - len(prompt.ids) + 1
-        return Request(
-            prompt=prompt.ids,
-            max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
-            sampling=request.sampling,
-            stop_ids=self._stop_ids(request),
-            may_stop=output.may_end,
-            constraint=self._prompts.constraint(request, prompt),
-            draft_budget=request.draft_budget,
-            trees=request.trees,
-            boundaries=prompt.boundaries,
-        )
-
-    def _stop_ids(self, request: TextRequest) -> frozenset[int]:
-        return request.stop_token_ids | (frozenset() if request.ignore_eos else self.tokenizer.stop_ids)
 
     def _show(self, tree: VerifiedTree) -> TreeStep:
         texts = [self.tokenizer.token_bytes(token).decode(errors="replace") for token in tree.tokens]

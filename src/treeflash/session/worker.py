@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -21,11 +21,13 @@ from treeflash.session.requests import Failed, Finished, Progress, SessionEvent,
 
 log = logging.getLogger(__name__)
 
+MAX_PREFILLS = 8  # jobs for prefill alone that wait
+
 IndexedEvent = tuple[int, SessionEvent]  # index of the job's request, event
 
 
-class TextSession(Protocol):
-    """The part of `Session` that the worker and the protocol adapters use."""
+class TextReader(Protocol):
+    """The part of `RequestReader` that the protocol adapters use."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -36,6 +38,12 @@ class TextSession(Protocol):
     def sampling_for(self, thinking: bool | None) -> SamplingParams: ...
     def encode(self, request: TextRequest) -> list[int]: ...
     def check(self, request: TextRequest) -> TextRequest: ...
+    def scores(self, request: TextRequest) -> bool: ...
+
+
+class TextSession(TextReader, Protocol):
+    """The part of `Session` that the worker uses."""
+
     @property
     def parallel(self) -> int: ...
     @property
@@ -124,28 +132,39 @@ class Job:
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def prefill_only(self) -> bool:
+        """Return whether it runs only while there is nothing else to do, beside the others."""
+        return self.requests[0].prefill_for_s is not None
+
     def _is_cancelled(self) -> bool:
         return self._cancelled
 
     def put(self, index: int, event: SessionEvent) -> None:
+        """Add an event; `wake` then tells the readers of all jobs that have new ones."""
         if isinstance(event, Progress):
             self.progress = event
         self._events.append((index, event))
-        self._wake()
 
     def end(self, error: Exception | None = None) -> None:
         if self._ended:
             return
         self._error, self._ended = error, True
         self._signalled = False
-        self._wake()
+        self.wake([self])
 
-    def _wake(self) -> None:
-        if not self._signalled:
-            self._signalled = True
+    @staticmethod
+    def wake(jobs: Iterable["Job"]) -> None:
+        """Tell the readers of some jobs that there are events: once a loop, since each call interrupts it."""
+        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for job in jobs:
+            if not job._signalled:
+                job._signalled = True
+                loops.setdefault(job._loop, []).append(job._wakeup)
+        for loop, wakeups in loops.items():
             # The loop is closed: nobody reads the events.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._wakeup.set)
+                loop.call_soon_threadsafe(_set_all, wakeups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,28 +176,88 @@ class _Running:
     started: float
 
 
+class Turns:
+    """A lock that is given in the order in which threads ask for it: no busy worker starves another."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asked = self._served = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            mine, self._asked = self._asked, self._asked + 1
+            self._changed.wait_for(lambda: self._served == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
+
+
+Ended = Callable[[Job, RequestResult], None]
+
+
+class Worker(Protocol):
+    """What runs a server's requests: the engine's thread of this process, or replicas in others."""
+
+    ready: threading.Event  # set when loading succeeded or failed
+    failure: Exception | None
+    loaded: tuple[int, int]  # tensors loaded, total
+
+    @property
+    def state(self) -> State: ...
+    @property
+    def session(self) -> TextReader: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def busy(self) -> bool: ...
+    def start(self) -> None: ...
+    def check_room(self, *, prefill_only: bool = False) -> None: ...
+    def submit(self, *requests: TextRequest, label: str = "") -> Job: ...
+    def cancel_all(self) -> None: ...
+    def close(self) -> None: ...
+    def describe(self) -> Mapping[str, Any]: ...
+    async def refresh(self) -> None:
+        """Bring up to date what the other members return."""
+        ...
+
+
 class EngineWorker:
     def __init__(
         self,
         load: Loader,
         *,
         max_queue: int = 64,
-        ended: Callable[[Job, RequestResult], None] = lambda job, result: None,
+        ended: Ended = lambda job, result: None,
+        turn: contextlib.AbstractContextManager[Any] | None = None,
     ):
-        """`ended` is called in the thread, once for each request that was started."""
+        """`ended` is called in the thread, once for each request that was started.
+
+        turn: held while something is computed, where several workers share a device.
+        """
         self._load = load
+        self._turn = contextlib.nullcontext() if turn is None else turn
         self._max_queue = max_queue
         self._notify = ended
         self._session: TextSession | None = None
         self._waiting: deque[Job] = deque()  # with requests that have not begun
+        self._prefills: deque[Job] = deque()  # for prefill alone
         self._running: dict[Any, _Running] = {}  # by generation
+        self._submitted: list[Job] = []  # that had not ended when the last one was submitted
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self.state = State.loading
+        self._state = State.loading
         self.loaded: tuple[int, int] = (0, 0)  # tensors loaded, total
         self.failure: Exception | None = None
         self._failure_reason = "the model could not be loaded"
         self.ready = threading.Event()  # set when loading succeeded or failed
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     def start(self) -> None:
         self._thread.start()
@@ -199,7 +278,7 @@ class EngineWorker:
     @property
     def waiting(self) -> int:
         """Jobs in the queue, and requests that wait for memory."""
-        return len(self._waiting) + max(0, len(self._running) - self.running)
+        return len(self._waiting) + len(self._prefills) + max(0, len(self._running) - self.running)
 
     @property
     def running(self) -> int:
@@ -207,9 +286,19 @@ class EngineWorker:
         session, begun = self._session, len(self._running)
         return min(begun, session.running) if session is not None else 0
 
-    def check_room(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """Return whether a job has not ended; asked in the loop that submits them."""
+        return any(not job.ended for job in self._submitted)
+
+    def check_room(self, *, prefill_only: bool = False) -> None:
         """Raise Unavailable unless a job could be queued."""
         _ = self.session
+        if prefill_only and len(self._prefills) >= MAX_PREFILLS:
+            raise QueueFull(
+                f"{len(self._prefills)} requests for prefill alone are waiting, at most {MAX_PREFILLS} can",
+                "try again later, or send the whole request",
+            )
         if len(self._waiting) >= self._max_queue:
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting, the queue holds {self._max_queue}",
@@ -219,35 +308,45 @@ class EngineWorker:
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
         """Queue the requests as one job; call this in the loop that reads its events."""
         with self._changed:
-            self.check_room()
             job = Job(requests, label, self._drop)
+            self.check_room(prefill_only=job.prefill_only)
             job.ahead = max(0, len(self._waiting) + len(self._running) + 1 - self.session.parallel)
-            self._waiting.append(job)
+            self._queue_of(job).append(job)
             self._changed.notify()
+        self._submitted = [job, *(each for each in self._submitted if not each.ended)]
         return job
 
     def _drop(self, job: Job) -> None:
         with self._changed:
-            if job not in self._waiting:
+            if job not in self._queue_of(job):
                 return
-            self._waiting.remove(job)
+            self._queue_of(job).remove(job)
             if job.live:
                 return
         job.end(_stopping())
 
+    def _queue_of(self, job: Job) -> deque[Job]:
+        return self._prefills if job.prefill_only else self._waiting
+
+    def _jobs(self) -> list[Job]:
+        return [*self._waiting, *self._prefills, *(each.job for each in list(self._running.values()))]
+
     def cancel_all(self) -> None:
-        for job in [*self._waiting, *(each.job for each in list(self._running.values()))]:
+        for job in self._jobs():
             job.cancel()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Accept no more requests, cancel all jobs and release the session."""
         with self._changed:
-            self.state = State.stopping
+            self._state = State.stopping
             self._changed.notify()
         self.cancel_all()
         # Loading cannot be interrupted; the thread is a daemon and ends with the process.
         if self._thread.is_alive() and self.ready.is_set():
             self._thread.join(timeout_s)
+
+    async def refresh(self) -> None:
+        pass
 
     def describe(self) -> Mapping[str, Any]:
         done, total = self.loaded
@@ -262,20 +361,22 @@ class EngineWorker:
 
     def _work(self) -> None:
         try:
-            self._session = self._load(self._on_load)
+            with self._turn:
+                self._session = self._load(self._on_load)
         except Exception as error:
             log.debug("loading failed", exc_info=True)
-            self.failure, self.state = error, State.failed
+            self.failure, self._state = error, State.failed
             self.ready.set()
             return
         with self._changed:
             if self.state is State.loading:
-                self.state = State.ready
+                self._state = State.ready
         self.ready.set()
         while self._has_work():
-            self._begin_requests()
-            self._step()
-        self._session = None
+            with self._turn:
+                self._begin_requests()
+                self._step()
+        self._session, self._submitted = None, []
 
     def _on_load(self, done: int, total: int) -> None:
         self.loaded = (done, total)
@@ -283,26 +384,31 @@ class EngineWorker:
     def _has_work(self) -> bool:
         """Wait until there is something to do; False: the thread ends."""
         assert self._session is not None
-        if self.state is State.ready and (self._waiting or not self._session.idle):
+        if self.state is State.ready and (self._queued or not self._session.idle):
             return True
-        while self._session.idle and not self._waiting and self._session.use_idle_time():
+        while self.state is State.ready and self._session.idle and not self._queued and self._use_idle_time():
             pass
         with self._changed:
             if self._session.idle:
-                self._changed.wait_for(lambda: self._waiting or self.state is not State.ready)
+                self._changed.wait_for(lambda: self._queued or self.state is not State.ready)
         return self.state is State.ready or (self.state is State.stopping and not self._session.idle)
+
+    def _use_idle_time(self) -> bool:
+        assert self._session is not None
+        with self._turn:
+            return self._session.use_idle_time()
 
     def _begin_requests(self) -> None:
         """Hand requests to the session, in order, while it has room."""
         assert self._session is not None
-        while len(self._running) < self._session.parallel:
+        while True:
             with self._changed:
-                if not self._waiting or self.state is not State.ready:
+                job = self._next_job()
+                if job is None or self.state is not State.ready:
                     return
-                job = self._waiting[0]
                 index, job.begun, job.live = job.begun, job.begun + 1, job.live + 1
                 if job.begun == len(job.requests):
-                    self._waiting.popleft()
+                    self._queue_of(job).popleft()
             running = _Running(job, index, time.perf_counter())
             try:
                 generation = self._session.begin(job.requests[index], beside=job.first)
@@ -311,6 +417,18 @@ class EngineWorker:
                 continue
             job.first = job.first or generation
             self._running[generation] = running
+
+    def _next_job(self) -> Job | None:
+        """Return the job whose next request can begin: one for prefill alone at a time, beside the others."""
+        assert self._session is not None
+        prefills = sum(each.job.prefill_only for each in self._running.values())
+        if self._waiting and len(self._running) - prefills < self._session.parallel:
+            return self._waiting[0]
+        return self._prefills[0] if self._prefills and not prefills else None
+
+    @property
+    def _queued(self) -> bool:
+        return bool(self._waiting or self._prefills)
 
     def _step(self) -> None:
         assert self._session is not None
@@ -322,6 +440,7 @@ class EngineWorker:
                 log.error("the engine failed after a request", exc_info=error)
             for generation in self._running:
                 self._session.end(generation)
+        readers: dict[Job, None] = {}  # of the events, in order
         for generation, event in events:
             running = self._running.get(generation)
             if running is None:
@@ -331,9 +450,11 @@ class EngineWorker:
                 self._end(running, None, _translated(event.error))
                 continue
             running.job.put(running.index, event)
+            readers[running.job] = None
             if isinstance(event, Finished):
                 del self._running[generation]
                 self._end(running, event, None)
+        Job.wake(readers)
 
     def _end(self, running: _Running, finished: Finished | None, error: Exception | None) -> None:
         """Record the end of a request; the last one, or an error, ends its job."""
@@ -355,13 +476,19 @@ class EngineWorker:
     def _give_up(self, error: Exception) -> None:
         """Fail all other jobs and accept no more: the process can no longer use its device."""
         with self._changed:
-            self.failure, self.state = error, State.failed
+            self.failure, self._state = error, State.failed
             self._failure_reason = "the GPU failed; start the server again"
-            jobs = [*self._waiting, *(each.job for each in self._running.values())]
+            jobs = self._jobs()
             self._waiting.clear()
+            self._prefills.clear()
             self._running.clear()
         for job in jobs:
             job.end(Unavailable(f"{self._failure_reason}: {error}", retry_after_s=60))
+
+
+def _set_all(wakeups: Iterable[asyncio.Event]) -> None:
+    for wakeup in wakeups:
+        wakeup.set()
 
 
 def _stopping() -> Unavailable:

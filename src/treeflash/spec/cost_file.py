@@ -19,17 +19,21 @@ class CostFile:
         entry: Any = self._read().get(self._key)
         try:
             steps = {int(rows): float(seconds) for rows, seconds in entry["step"].items()}
-            draft = float(entry["draft"])
+            draft = {int(mix): float(seconds) for mix, seconds in entry["draft"].items()}
         except (TypeError, KeyError, ValueError, AttributeError):
             return StepCosts()
-        sound = all(1 <= rows <= 64 and seconds > 0 for rows, seconds in steps.items()) and draft >= 0
+        sound = all(1 <= rows <= 64 and seconds > 0 for rows, seconds in steps.items())
+        sound = sound and all(mix >= 0 and seconds >= 0 for mix, seconds in draft.items())
         return StepCosts(steps, draft) if sound else StepCosts()
 
     def save(self, costs: StepCosts) -> None:
         if self._path is None:
             return
         book = self._read()
-        book[self._key] = {"step": {str(rows): s for rows, s in costs.step.items()}, "draft": costs.draft}
+        book[self._key] = {
+            name: {str(key): seconds for key, seconds in costs_by.items()}
+            for name, costs_by in (("step", costs.step), ("draft", costs.draft))
+        }
         part = self._path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from treeflash.kernels.tree import MAX_ROWS
 from treeflash.spec.tree import Tree
 from treeflash.state.draft_ring import SavedRings
 from treeflash.state.graphs import CapturedFunction
@@ -63,6 +64,7 @@ class StepOutcome:
     tokens: list[int]  # sampled: those of the accepted rows below the root, and the next one
     draft_s: float
     verify_s: float  # forward, sampling, acceptance and commit
+    cpu_share: float = 1.0  # of these seconds that are its cost: the rest other processes had the CPU
 
 
 class Drafter(Protocol):
@@ -86,8 +88,17 @@ class Drafter(Protocol):
         """Start a new sequence."""
         ...
 
+    @property
+    def commit_rows(self) -> int:
+        """Rows of a path that `commit` adds, at most."""
+        ...
+
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
         """Add prompt tokens; features [n, taps * width] of the last n of them."""
+        ...
+
+    def read(self, slot: int, tokens: list[int]) -> None:
+        """Add prompt tokens that a step processed, whose features `commit` has added."""
         ...
 
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
@@ -127,14 +138,15 @@ class Drafter(Protocol):
         """Launch the draft for those of several sequences where it pays; `share` then uses it."""
         ...
 
-    def share(self, turns: Sequence[Turn]) -> list[Tree]:
+    def share(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
         """Return a tree for each of several sequences, at most MAX_ROWS rows in all.
 
-        Those that were not among the turns of the last `ask` get no draft.
+        Those that were not among the turns of the last `ask` get no draft. prompts: rows of each prompt that
+        the step reads, too.
         """
         ...
 
-    def observe_all(self, outcomes: Mapping[int, StepOutcome]) -> None:
+    def observe_all(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
         """Learn from a step of several sequences, by slot; each outcome has the times of the whole step."""
         ...
 
@@ -156,6 +168,7 @@ class NoDrafter:
 
     taps: tuple[int, ...] = ()
     context_length = 0
+    commit_rows = MAX_ROWS
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         return []
@@ -163,6 +176,8 @@ class NoDrafter:
     def begin(self, slot: int) -> None: ...
 
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None: ...
+
+    def read(self, slot: int, tokens: list[int]) -> None: ...
 
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
 
@@ -182,10 +197,10 @@ class NoDrafter:
 
     def ask(self, turns: Sequence[Turn]) -> None: ...
 
-    def share(self, turns: Sequence[Turn]) -> list[Tree]:
+    def share(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
         return [Tree.root(turn.anchor) for turn in turns]
 
-    def observe_all(self, outcomes: Mapping[int, StepOutcome]) -> None: ...
+    def observe_all(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None: ...
 
     def save(self, slot: int) -> SavedRings | None:
         return None

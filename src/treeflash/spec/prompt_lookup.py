@@ -11,10 +11,11 @@ _OCCURRENCES = 4  # of an n-gram that are indexed, the newest
 class PromptLookup:
     """One sequence's tokens, indexed by every n-gram."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual: LookupAccuracy | None = None):
+        """`usual`: how often copies are right in all texts."""
         self._text: list[int] = []
         self._index: dict[tuple[int, ...], deque[int]] = {}  # n-gram: positions after it
-        self._accuracy = LookupAccuracy()
+        self._accuracy = LookupAccuracy(usual or LookupAccuracy())
         self._match = 0  # length of the match of the last proposal
         self._open: list[int] = []  # its tokens that have not been compared with the text yet
 

@@ -24,14 +24,14 @@ class BatchCosts:
         """`alone`: the costs of steps of one text, used where nothing was measured yet."""
         self._alone = alone
         self._steps: dict[int, StepCosts] = {}  # by texts; each by rows
-        self._drafts = StepCosts()  # by texts asked
+        self._drafts: dict[int, StepCosts] = {}  # by mix; each by texts asked
 
     def observe_step(self, texts: int, rows: int, seconds: float) -> None:
         self._steps.setdefault(texts, StepCosts()).observe_step(rows, seconds)
 
-    def observe_draft(self, asked: int, seconds: float) -> None:
+    def observe_draft(self, asked: int, seconds: float, mix: int = 0) -> None:
         if asked:
-            self._drafts.observe_step(asked, seconds)
+            self._drafts.setdefault(mix, StepCosts()).observe_step(asked, seconds)
 
     def step(self, texts: int, rows: int) -> float:
         """Return the cost of a step; where this number of texts was not measured, that of the nearest one."""
@@ -43,10 +43,10 @@ class BatchCosts:
         table = self._alone if nearest is None else self._steps[nearest]
         return [table.of(rows) for rows in sizes]
 
-    def draft(self, asked: int) -> float:
+    def draft(self, asked: int, mix: int = 0) -> float:
         if not asked:
             return 0.0
-        return self._drafts.of(asked) if self._drafts.step else self._alone.draft_call()
+        return self._drafts[mix].of(asked) if mix in self._drafts else self._alone.draft_call(mix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,12 @@ class RowSharing:
         )
         self._by_row = np.diff(by_rows, axis=1)  # [sizes, max_rows - 1]
         self._since_probe = 0
+        self._mix = 0  # of drafts, which is called
         self._chosen: tuple[tuple[int, ...], int, list[int]] = ((), 0, [])  # texts, steps left, those to ask
 
-    def asked(self, offers: Sequence[Offer], *, padded: bool) -> list[int]:
-        """Return which texts the draft is called for; `padded`: steps have one of the sizes."""
+    def asked(self, offers: Sequence[Offer], *, padded: bool, mix: int = 0) -> list[int]:
+        """Return which texts a mix of drafts is called for; `padded`: steps have one of the sizes."""
+        self._mix = mix
         askable = [index for index, offer in enumerate(offers) if offer.max_rows > 1]
         if not self._adaptive:
             return askable
@@ -116,7 +118,9 @@ class RowSharing:
             chosen = {known[place] for place in order[:count]}
             pool = [gains[order[:count]].ravel(), *(c for i, c in enumerate(copies) if i not in chosen)]
             tokens = len(offers) + _best_sums(np.concatenate(pool), [rows - len(offers) for rows in sizes])
-            rate = float((tokens / (step_s + self.costs.draft(count))).max()) / (MARGIN if count else 1.0)
+            rate = float((tokens / (step_s + self.costs.draft(count, self._mix))).max()) / (
+                MARGIN if count else 1.0
+            )
             if rate > speed:
                 best, speed = count, rate
         return [known[place] for place in order[:best]]
@@ -127,32 +131,39 @@ class RowSharing:
         self._since_probe += 1
         if not left:
             return []
-        more_s = self.costs.draft(len(chosen) + 1) - self.costs.draft(len(chosen))
+        count, mix = len(chosen), self._mix
+        more_s = self.costs.draft(count + 1, mix) - self.costs.draft(count, mix)
         lost = max(0.0, more_s) / self.costs.step(len(offers), len(offers))
         if self._since_probe < max(lost / PROBE_SHARE, PROBE_INTERVAL):
             return []
         self._since_probe = 0
         return [max(left, key=lambda index: offers[index].since_draft)]
 
-    def shares(self, weights: Sequence[np.ndarray], *, padded: bool) -> list[int]:
-        """Return the rows of each text, its root included, from the expected gains of its rows below that."""
+    def shares(
+        self, weights: Sequence[np.ndarray], *, padded: bool, prompts: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the rows of each text, its root included, from the expected gains of its rows below that.
+
+        prompts: rows of each prompt that the step reads, too.
+        """
         texts = len(weights)
+        taken = texts + sum(prompts)  # rows that are not shared out
         # A row is in the tree only if all before it are, so it counts for no more than they do.
         falling = [np.minimum.accumulate(each) if len(each) else each for each in weights]
         pool = np.concatenate(falling)
         owners = np.repeat(np.arange(texts), [len(each) for each in weights])
         order = np.argsort(-pool, kind="stable")
-        sizes = self._sizes(texts, padded=padded)
-        sums = texts + _best_sums(pool[order], [rows - texts for rows in sizes], ordered=True)
-        step_s = np.array(self.costs.steps(texts, sizes))
+        sizes = self._sizes(taken, padded=padded)
+        sums = texts + _best_sums(pool[order], [rows - taken for rows in sizes], ordered=True)
+        step_s = np.array(self.costs.steps(texts + len(prompts), sizes))
         rows = sizes[int((sums / step_s).argmax())] if self._adaptive else sizes[-1]
-        taken = np.bincount(owners[order[: rows - texts]], minlength=texts)
-        return (1 + taken).tolist()
+        shared = np.bincount(owners[order[: rows - taken]], minlength=texts)
+        return (1 + shared).tolist()
 
-    def _sizes(self, texts: int, *, padded: bool) -> list[int]:
+    def _sizes(self, least: int, *, padded: bool) -> list[int]:
         """Return the rows in all to choose from."""
-        enough = [rows for rows in self._step_sizes if rows >= texts]
-        return enough if padded or texts in enough else [texts, *enough]
+        enough = [rows for rows in self._step_sizes if rows >= least]
+        return enough if padded or least in enough else [least, *enough]
 
 
 def _counts(most: int) -> list[int]:

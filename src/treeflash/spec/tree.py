@@ -10,10 +10,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treeflash.kernels.tree import MAX_ROWS, Correction, best_tree, pack_tree
 
-_ROOT = pack_tree([0], [-1])  # a root and its padding
+_ROOT = pack_tree([0], [-1]).numpy()  # a root and its padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class Tree:
 
     @classmethod
     def root(cls, token: int) -> Self:
-        packed = _ROOT.clone()
+        packed = _ROOT.copy()
         packed[0] = token
-        return cls(packed, 1)
+        return cls(torch.from_numpy(packed), 1)
 
     @classmethod
     def chain(cls, tokens: list[int]) -> Self:
@@ -129,12 +130,52 @@ class Proposal:
             self.edges,
         )
 
+    def resized(self, depth: int) -> "Proposal":
+        """Return the proposal for `depth` depths: the others are cut off, or hold no candidates."""
+        more = depth - self.depth
+        if not more:
+            return self
+
+        def sized(part: Tensor, value: float, *, after: int) -> Tensor:
+            """`after`: dimensions after that of the depths."""
+            return pad(part, (0, 0) * after + (0, more), value=value)
+
+        given, edges = self.given, self.edges
+        if given is not None:
+            # No text follows a path of -2.
+            given = sized(sized(given, -1, after=0), -2, after=1)
+        return Proposal(
+            sized(self.ids, -1, after=1),
+            sized(self.scores, -torch.inf, after=1),
+            sized(self.chains, -1, after=0),
+            sized(self.chain_scores, -torch.inf, after=0),
+            given,
+            None if edges is None else sized(edges, -torch.inf, after=2),
+        )
+
     def corrected(self, correction: Correction) -> "Proposal":
         """Return the proposal with calibrated chains; `build_tree` calibrates the candidates."""
         if not self.chains.shape[-2]:
             return self
         by_depth = correction.applied(self.chain_scores.movedim(-1, 0))
         return replace(self, chain_scores=by_depth.movedim(0, -1).contiguous())
+
+    def scores_of(self, chains: Tensor, correction: Correction) -> Tensor:
+        """Return the calibrated scores [S, m, K] that candidates give to chains [S, m, K], else -inf.
+
+        For several sequences. Scores that depend on the parent are those after the chain's token before.
+        """
+        corrected = correction.applied(self.tree_scores().movedim(1, 0)).movedim(0, 1)
+        same = (chains[..., None] == self.ids[:, None]) & (chains >= 0)[..., None]  # [S, m, K, k]
+        if self.edges is None:
+            lines = corrected[:, None]
+        else:
+            width = self.ids.shape[-1]
+            before = torch.where(same.any(-1), same.int().argmax(-1), width)
+            before = pad(before[..., :-1], (1, 0))  # of the first depth: the first line
+            index = before[..., None, None].expand(-1, -1, -1, 1, width)
+            lines = corrected[:, None].expand(-1, chains.shape[1], -1, -1, -1).gather(3, index)[..., 0, :]
+        return torch.where(same, lines, -torch.inf).amax(-1)
 
     def tree_scores(self) -> Tensor:
         """Return the scores that a tree is built from: edges, or [K, k], -inf for what follows one path."""

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-_MOST = 64  # rows that wait
+_MOST = 64  # rows that wait, or pieces of a few rows
 
 
 class WaitingFeatures(ABC):
@@ -30,7 +30,7 @@ class WaitingFeatures(ABC):
             return
         waiting = self._waiting[slot]
         waiting.append(features)
-        if sum(map(len, waiting)) >= _MOST:
+        if len(waiting) == _MOST:
             self.flush(slot)
 
     def rollback(self, slot: int, count: int) -> None:

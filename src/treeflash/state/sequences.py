@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treeflash.errors import ResourceError
-from treeflash.kernels.commit import commit_path, move_rows
+from treeflash.kernels.commit import commit_path, host, move_rows
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, KVFormat, approximations
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
@@ -167,6 +167,14 @@ class SequenceStates:
         if self._spec.attention_layers:
             move_rows(self.planes, kept, slots, buffers.page_table)
         return kept.counts
+
+    def commit_rows(self, slot: int, rows: list[int], *, size: int) -> None:
+        """Commit an accepted path of one slot's tree of `size` rows, on a CPU; otherwise the same."""
+        buffers = self.buffers
+        state = {"path": buffers.pending.path, "count": buffers.pending.count, "lengths": buffers.lengths}
+        start = host.commit_rows(rows, slot, size=size, **state)
+        if self._spec.attention_layers and rows[-1] >= len(rows):
+            host.move_rows(self.planes, rows, start, buffers.page_table[slot])
 
     def rollback(self, slot: int, count: int) -> None:
         """Remove the last `count` rows of the last commit, before the recurrent states advance over them."""

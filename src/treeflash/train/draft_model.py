@@ -42,6 +42,7 @@ def new_spec(
     *,
     mask_id: int,
     layers: int = 3,
+    feed_forward: int | None = None,
     block_size: int = 16,
     window: int = 0,
     rank: int = 0,
@@ -56,6 +57,7 @@ def new_spec(
         ("block", block_size, MIN_BLOCK, MAX_BLOCK),
         ("window", window, 0, 1 << 20),
         ("rank", rank, 0, 1 << 12),
+        ("feed_forward", feed_forward or 1, 1, 1 << 20),
     ):
         if not least <= value <= most:
             raise UsageError(f"`{name}` is {value}, needed {least} to {most}")
@@ -74,7 +76,7 @@ def new_spec(
         causal=tuple(kind == "sliding" for kind in kinds),
         window=window if "sliding" in kinds else 0,
         width=target.width,
-        feed_forward=-(-3 * target.width // 256) * 256,
+        feed_forward=feed_forward or -(-3 * target.width // 256) * 256,
         heads=_GROUP * kv_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

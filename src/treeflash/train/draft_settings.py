@@ -17,6 +17,7 @@ class TrainConfig:
     kind: DraftKind = "dflash"
     rank: int = 64  # of a DFlash2 draft's selector
     layers: int = 3
+    feed_forward: int | None = None  # None: three times the target's width
     block: int = 16
     window: int = 0  # 0: all layers attend to the whole context
     mask_token: int | None = None

@@ -418,6 +418,7 @@ def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
         target.spec,
         mask_id=mask_token(target, config.mask_token),
         layers=config.layers,
+        feed_forward=config.feed_forward,
         block_size=config.block,
         window=config.window,
         rank=config.rank if config.kind == "dflash2" else 0,

@@ -287,6 +287,27 @@ def test_words_of_other_programs(talk, parrot, capsys):
     assert "Commands" in capsys.readouterr().out
 
 
+def test_copy(talk, monkeypatch, capsys):
+    """The terminal is asked to copy: the reply, or the last code in it; elsewhere it is an error."""
+    talk("/copy", "hello", "/copy")
+    errors = capsys.readouterr().err
+    assert "there is no reply yet" in errors and "standard output is no terminal" in errors
+    copied: list[str] = []
+    monkeypatch.setattr(view, "copy", copied.append)
+    code = "Look:\\\n```python\\\nx = 1\\\n```\\\n```\\\ny\\\n```"
+    talk("hello", "/copy", "/copy code", code, "/copy code", settings=Settings({"seed": 5}))
+    assert copied == ["hello 5", "y\n"]
+    assert "there is no code in the last reply" in capsys.readouterr().err
+
+
+def test_what_a_terminal_is_sent_to_copy(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    view.copy("grün")
+    assert capsys.readouterr().out == "\x1b]52;c;Z3LDvG4=\x07"
+    with pytest.raises(UsageError, match="terminals copy about 75,000"):
+        view.copy("x" * 80_000)
+
+
 def test_another_model(talk, parrot, capsys):
     """A model that cannot be loaded leaves the present one; one that has no such settings loses them."""
 

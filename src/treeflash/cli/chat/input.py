@@ -45,6 +45,7 @@ class Keyboard:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.application import get_app
         from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.layout.processors import TabsProcessor
         from prompt_toolkit.output.color_depth import ColorDepth
         from prompt_toolkit.shortcuts import CompleteStyle
         from prompt_toolkit.styles import Style
@@ -59,6 +60,8 @@ class Keyboard:
             # Any other style keeps rows free below the prompt, which then jumps up.
             complete_style=CompleteStyle.READLINE_LIKE,
             prompt_continuation="  ",
+            # Pasted tabs, shown as ^I otherwise.
+            input_processors=[TabsProcessor(char1=" ", char2=" ")],
             placeholder=lambda: [] if get_app().is_done else [("class:placeholder", "a message, or /help")],
             style=Style.from_dict({"mark": "bold ansicyan", "placeholder": "ansibrightblack"}),
             color_depth=ColorDepth.DEPTH_1_BIT if environment().no_color else None,

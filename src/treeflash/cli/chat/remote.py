@@ -89,7 +89,7 @@ class RemoteBackend:
             answer = http.get(f"{base}/models", timeout=CONNECT_S)
         if answer.status_code == 404 and model is not None:
             return cls(http, base, name=model)
-        _raise_for_status(answer, base)
+        raise_for_status(answer, base)
         models = _models(answer, base)
         if not models and model is None:
             raise ServerFailed(f"{base}/models lists no model", "name one: treeflash chat NAME --url URL")
@@ -121,7 +121,7 @@ class RemoteBackend:
         ):
             if not answer.is_success:
                 answer.read()
-                _raise_for_status(answer, self._url)
+                raise_for_status(answer, self._url)
             for chunk in _chunks(answer, self._url):
                 tally.add(chunk)
                 for delta in (choice.get("delta") or {} for choice in chunk.get("choices") or []):
@@ -247,7 +247,7 @@ def _models(answer: httpx.Response, url: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def _raise_for_status(answer: httpx.Response, url: str) -> None:
+def raise_for_status(answer: httpx.Response, url: str) -> None:
     if answer.is_success:
         return
     try:

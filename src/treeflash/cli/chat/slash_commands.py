@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LARGEST_FILE = 4 << 20  # bytes; a million tokens
 COMMAND = re.compile(r"/([a-zA-Z?]+)(?:\s+(.*))?", re.DOTALL)
+FENCED = re.compile(r"^(```+)[^\n`]*\n(.*?)^\1", re.DOTALL | re.MULTILINE)
 ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}  # of other programs
 
 
@@ -238,6 +239,21 @@ def _stats(chat: "Chat", argument: str) -> None:
     view.sections(chat.backend.name, {"Last reply": rows})
 
 
+def _copy(chat: "Chat", argument: str) -> None:
+    if not chat.answered:
+        raise UsageError("there is no reply yet")
+    if argument not in ("", "code"):
+        raise UsageError(f"/copy is {argument!r}; needs nothing, or code")
+    text = chat.conversation.messages[-1].content
+    if argument == "code":
+        blocks = FENCED.findall(text)
+        if not blocks:
+            raise UsageError("there is no code in the last reply", "/copy alone copies all of it")
+        text = blocks[-1][1]
+    view.copy(text)
+    chat.screen.note(f"{len(text):,} characters copied, if the terminal lets programs copy.")
+
+
 def _value(value: object) -> str:
     if isinstance(value, list):
         return (", " if isinstance(value[0], str) else " ").join(map(str, value))
@@ -292,6 +308,9 @@ COMMANDS: Mapping[str, Command] = {
     "file": Command("/file PATH", "send a text file with the next message", _file, path=True),
     "save": Command("/save [PATH]", "write the conversation to a file", _save, path=True),
     "load": Command("/load PATH", "go on with a saved conversation", _load, path=True),
+    "copy": Command(
+        "/copy [code]", "copy the last reply, or the last code in it, to the clipboard", _copy, ("code",)
+    ),
     "stats": Command("/stats", "statistics of the last reply", _stats),
     "exit": Command("/exit", "leave, like Ctrl-D and /bye", _exit),
 }

@@ -58,7 +58,7 @@ class Tile:
         return _fixed_bytes(self.queries, self.grouped) + self.stages * _stage_bytes(self.keys, self.values)
 
     def arch(self, card: Card) -> str:
-        return f"{card.arch}a" if self.grouped else card.arch
+        return f"{card.target}a" if self.grouped else card.target
 
     def source(self) -> str:
         """Return the CUDA C++ source, after the generated warp-group mma where it is used."""
@@ -135,6 +135,7 @@ def tile_of(
 ) -> Tile | None:
     """Return the tile for `queries` queries of a KV head; None if two stages do not fit on the card.
 
+    Where shared memory holds no wide tile (q8_0 in 99 KiB), many queries are several narrow ones.
     Whether it is None does not depend on `queries`: a row's result must not depend on the other rows.
     """
     stage, grouped = _stage_bytes(keys, values), GROUPED and card.arch == "sm_90"
@@ -147,6 +148,7 @@ def tile_of(
         return Tile(keys, values, page, size, min(stages, _MAX_STAGES), 1 + int(both), window, grouped)
 
     wide = [size for size in WIDE if made(size).stages >= 2]
+    wide = wide or [size for size in NARROW[-1:] if made(size).stages >= 2]
     if not wide:
         return None
     narrow = next((size for size in NARROW if queries <= size), None)
@@ -169,8 +171,11 @@ def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
 @cache
 def _kernel(tile: Tile, device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(tile.source(), defines=tile.defines(card.pdl), arch=tile.arch(card))
-    return Module(cubin, device).kernel(
+
+    def build() -> bytes:
+        return compile_cubin(tile.source(), defines=tile.defines(card.pdl), arch=tile.arch(card))
+
+    return Module(build, device).kernel(
         "tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.pdl
     )
 

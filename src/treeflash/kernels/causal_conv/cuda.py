@@ -1,7 +1,7 @@
 """The CUDA C++ kernel of the short convolution over a path and a tree: what it takes, and its launch."""
 
 from ctypes import c_float, c_int, c_longlong, c_void_p
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ def defines(half: bool, warps: int, overlap: bool) -> dict[str, int]:
 @cache
 def _kernel(half: bool, warps: int, device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(source(), defines=defines(half, warps, card.pdl), arch=card.arch)
-    return Module(cubin, device).kernel("tree_conv", threads=32 * warps, overlap=card.pdl)
+    build = partial(compile_cubin, source(), defines=defines(half, warps, card.pdl), arch=card.target)
+    return Module(build, device).kernel("tree_conv", threads=32 * warps, overlap=card.pdl)
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from treeflash.kernels.commit import host, reference
+from treeflash.kernels.commit import reference
 from treeflash.kernels.commit.reference import AcceptedPath
 
 __all__ = ["AcceptedPath", "commit_path", "move_rows"]
 
 
 def _of(slots: Tensor):
-    """Return the implementation for the slots' device and number."""
+    """Return the implementation for the slots' device."""
     if not slots.is_cuda:
-        return host if len(slots) == 1 else reference
+        return reference
     from treeflash.kernels.commit import triton_kernels
 
     return triton_kernels

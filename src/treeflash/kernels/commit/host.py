@@ -2,41 +2,32 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from treeflash.kernels.commit.reference import AcceptedPath
 
+def commit_rows(
+    rows: list[int], slot: int, *, size: int, path: Tensor, count: Tensor, lengths: Tensor
+) -> int:
+    """Commit the rows of an accepted path in a tree of `size` rows, as reference.commit_path does.
 
-def commit_path(
-    ancestors: Tensor,
-    last: Tensor,
-    slots: Tensor,
-    first: Tensor | None = None,
-    *,
-    path: Tensor,
-    count: Tensor,
-    lengths: Tensor,
-) -> AcceptedPath:
-    """See reference.commit_path; slots [1]."""
-    slot, row, rows = int(slots), int(last), ancestors.shape[1]
-    bits, held = ancestors[0].tolist()[row] if row >= 0 else 0, lengths.numpy()
-    accepted = [r for r in range(rows) if bits >> r & 1]
-    start, kept = int(held[slot]), len(accepted)
-    path.numpy()[slot, :rows] = accepted + [r for r in range(rows) if not bits >> r & 1]
+    Return how many tokens were committed before.
+    """
+    held = lengths.numpy()
+    start, kept = int(held[slot]), len(rows)
+    accepted = set(rows)
+    path.numpy()[slot, :size] = rows + [row for row in range(size) if row not in accepted]
     count.numpy()[slot] = kept
     held[slot] = start + kept
-    flat = torch.from_numpy(np.array([kept, start, *accepted, *range(kept, rows)]))
-    return AcceptedPath(flat[:1], flat[1:2], flat[None, 2:])
+    return start
 
 
-def move_rows(planes: Sequence[Tensor], accepted: AcceptedPath, slots: Tensor, page_table: Tensor) -> None:
-    """See reference.move_rows; slots [1]."""
-    moved = [(row, to) for to, row in enumerate(accepted.source[0].tolist()) if row != to]
+def move_rows(planes: Sequence[Tensor], rows: list[int], start: int, table: Tensor) -> None:
+    """Move K and V of an accepted path's rows to the positions from `start` on; table: the slot's pages."""
+    moved = [(row, to) for to, row in enumerate(rows) if row != to]
     if not moved:
         return
-    start, page, table = int(accepted.starts), planes[0].shape[3], page_table[int(slots)]
+    page = planes[0].shape[3]
     old, new = (torch.tensor([start + pair[side] for pair in moved]) for side in (0, 1))
     for plane in planes:
         plane[:, table[new // page], :, new % page] = plane[:, table[old // page], :, old % page]

@@ -12,13 +12,13 @@ from treeflash.kernels.commit.reference import AcceptedPath
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def _commit_kernel(
-    ancestors, last, slots, first, path, count, lengths, counts, starts, source, path_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr,
+    ancestors, last, slots, first, path, count, lengths, counts, starts, source, path_stride, each,
+    BLOCK: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64)
-    begin, rows = item * ROWS, tl.full((), ROWS, tl.int32)
+    begin, rows = item * each, tl.full((), 0, tl.int32) + each
     if RAGGED:
         begin = tl.load(first + item)
         rows = (tl.load(first + item + 1) - begin).to(tl.int32)
@@ -33,8 +33,8 @@ def _commit_kernel(
     taken = accepted != 0
     order = tl.where(taken, before, found + column - before)
     tl.store(path + slot * path_stride + order, column.to(tl.int64), mask=inside)
-    tl.store(source + item * ROWS + before, column.to(tl.int64), mask=taken)
-    tl.store(source + item * ROWS + column, column.to(tl.int64), mask=inside & (column >= found))
+    tl.store(source + item * each + before, column.to(tl.int64), mask=taken)
+    tl.store(source + item * each + column, column.to(tl.int64), mask=inside & (column >= found))
     start = tl.load(lengths + slot)
     tl.store(counts + item, found.to(tl.int64))
     tl.store(starts + item, start)
@@ -88,8 +88,8 @@ def commit_path(
     source = torch.empty(batch, rows, dtype=torch.int64, device=last.device)
     _commit_kernel[(batch,)](
         ancestors.contiguous(), last, slots, slots if first is None else first, path, count, lengths,
-        counts, starts, source, path.stride(0),
-        ROWS=rows, BLOCK=max(32, triton.next_power_of_2(rows)), RAGGED=first is not None, num_warps=1,
+        counts, starts, source, path.stride(0), rows,
+        BLOCK=max(32, triton.next_power_of_2(rows)), RAGGED=first is not None, num_warps=1,
     )  # fmt: skip
     return AcceptedPath(counts, starts, source)
 

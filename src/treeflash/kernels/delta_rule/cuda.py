@@ -1,7 +1,7 @@
 """The CUDA C++ kernel of a tree's delta rule: its sizes and its launch."""
 
 from ctypes import c_int, c_void_p
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -59,7 +59,7 @@ def takes(state: Tensor) -> bool:
 def _module(dim: int, device: torch.device) -> Module:
     card = card_of(device)
     macros = {"D": dim, "OVERLAP": int(card.pdl)}
-    return Module(compile_cubin(source(), defines=macros, arch=card.arch), device)
+    return Module(partial(compile_cubin, source(), defines=macros, arch=card.target), device)
 
 
 def spread(card: Card, shared: int, blocks: int) -> int:

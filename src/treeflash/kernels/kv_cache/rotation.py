@@ -4,10 +4,10 @@ R = diag(s2) H diag(s1) over groups of a row, H the orthonormal Walsh-Hadamard m
 s2 constant signs. Dot products do not change when both rows are rotated; the inverse is the transpose.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
+
+from treeflash.kernels.runtime.dry_run import cache_tensor
 
 LARGEST = 128  # values of a group, at most
 # Bit i set: sign i is negative. A smaller group takes the first signs.
@@ -20,7 +20,7 @@ def group_size(dim: int) -> int:
     return min(dim & -dim, LARGEST)
 
 
-@cache
+@cache_tensor
 def signs(mask: int, size: int, device: torch.device) -> Tensor:
     """Return [size] float32 of -1 and 1."""
     return torch.tensor([1.0 - 2.0 * (mask >> i & 1) for i in range(size)], device=device)

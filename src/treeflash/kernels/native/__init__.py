@@ -7,6 +7,7 @@ are the specification.
 import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from treeflash.kernels.native.library import (
     LayerState,
     Matrix,
     Model,
+    Proposal,
     Ring,
     Step,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "Ring",
     "Step",
     "argmax_rows",
+    "best_tree",
     "has_kind",
     "packed_bytes",
     "rank_rows",
@@ -92,6 +95,52 @@ def rank_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     return (ids, scores) if done else None
 
 
+def best_tree(
+    anchor: int,
+    candidates: tuple[Tensor, Tensor, Tensor, Tensor],
+    calibration: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    nodes: int,
+    rows: int,
+    spine: float,
+) -> tuple[Tensor, Tensor] | None:
+    """Return a packed tree [4, rows] and weights [rows], as kernels/tree builds them; None: not for these.
+
+    candidates: ids [K, k], scores [K, k] or [K, k + 1, k], chains and their scores [m, K]; calibration: edges
+    [E], table [D, E + 1], depth bins [at least K].
+    """
+    found, _ = library.find_library()
+    if found is None:
+        return None
+    ids, scores, chains, chain_scores = (part.contiguous() for part in candidates)
+    depths, width = ids.shape
+    if scores.dtype != torch.float32 or chain_scores.dtype != torch.float32:
+        return None
+    if calibration is not None and calibration[2].shape[0] < depths:
+        return None
+    proposal = Proposal(
+        anchor=anchor,
+        depths=depths,
+        width=width,
+        lines=1 if scores.ndim == 2 else scores.shape[1],
+        chain_count=chains.shape[0],
+        nodes=nodes,
+        rows=rows,
+        spine=spine,
+        ids=ids.data_ptr(),
+        scores=scores.data_ptr(),
+        chains=chains.data_ptr(),
+        chain_scores=chain_scores.data_ptr(),
+    )
+    if calibration is not None:
+        edges, table, bins = calibration
+        proposal.edge_count, proposal.edges = edges.shape[0], edges.data_ptr()
+        proposal.table, proposal.depth_bins = table.data_ptr(), bins.data_ptr()
+    packed, weights = torch.empty(4, rows, dtype=torch.int64), torch.empty(rows)
+    done = found.tf_best_tree(proposal, packed.data_ptr(), weights.data_ptr())
+    return (packed, weights) if done else None
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """A weight [rows, columns] in the layout of the native matmul, with a bias or without."""
@@ -126,17 +175,18 @@ class Library:
         weakref.finalize(self, found.tf_pool_free, self.pool).atexit = False
 
     def pack(
-        self, source: Tensor, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
+        self, source: Tensor | np.ndarray, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
     ) -> PackedMatrix:
         """Pack a matrix; source: the bytes of all rows as they are in a GGUF file."""
         kind, (rows, columns) = KINDS.index(type.name), shape
         size = self.c.tf_packed_bytes(kind, rows, columns)
         assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
         given = rows * columns // type.block_elements * type.block_bytes
-        assert source.is_contiguous() and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
+        source = source.numpy() if isinstance(source, Tensor) else source
+        assert source.flags.c_contiguous and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
         assert bias is None or len(bias) == rows
         data = self._memory.take(size)
-        self.c.tf_pack(self.pool, kind, source.data_ptr(), rows, columns, data.data_ptr())
+        self.c.tf_pack(self.pool, kind, source.ctypes.data, rows, columns, data.data_ptr())
         struct = Matrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
         return PackedMatrix(rows, columns, data, bias, struct)
 

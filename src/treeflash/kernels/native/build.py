@@ -15,13 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = ("matmul.c", "pool.c", "step.c")
-HEADERS = ("native.h", "simd.h")
-# The same sources for CPUs with AVX2, and with dot products of integers in AVX or AVX-512 encoding.
+SOURCES = ("matmul.c", "pool.c", "step.c", "tree.c")
+HEADERS = ("native.h", "neon.h", "simd.h")
+# The same sources for CPUs with AVX2, and with dot products of integers in AVX or AVX-512 encoding; for ARM
+# with NEON and its dot products.
 VARIANTS = {
     "avx2": ("-march=x86-64-v3",),
     "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx512vnni": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=256"),
+    "neon": ("-march=armv8.2-a+dotprod",),
+}
+# What zig calls these CPUs.
+ZIG_NAMES = {
+    "-march=x86-64-v3": "-march=x86_64_v3",
+    "-march=x86-64-v4": "-march=x86_64_v4",
+    "-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod",
+}
+# By system and machine: the variants, zig's target, and the platform in a wheel's name.
+PLATFORMS = {
+    ("linux", "x86_64"): (("avx2", "avxvnni", "avx512vnni"), "x86_64-linux-gnu.2.28", "linux_x86_64"),
+    ("linux", "aarch64"): (("neon",), "aarch64-linux-gnu.2.28", "linux_aarch64"),
+    ("darwin", "arm64"): (("neon",), "aarch64-macos", "macosx_11_0_arm64"),
 }
 # Contraction to FMA would be the compiler's choice: the sources say where they want one.
 FLAGS = (
@@ -50,9 +64,14 @@ def skip_reason() -> str | None:
     """Return why there is nothing to build here; None: the sources are for this platform."""
     if os.environ.get("TREEFLASH_NATIVE", "").strip() == "0":
         return "TREEFLASH_NATIVE is 0"
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if here() not in PLATFORMS:
         return f"there is no native code for {sys.platform} on {platform.machine()} yet"
     return None
+
+
+def here() -> tuple[str, str]:
+    """Return this machine's key in `PLATFORMS`, if it is there."""
+    return sys.platform, platform.machine()
 
 
 def compiler() -> list[str] | None:
@@ -67,7 +86,12 @@ def compiler() -> list[str] | None:
         import ziglang  # noqa: F401  # ty: ignore[import-not-found]
     except ImportError:
         return None
-    return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28"]
+    return zig(PLATFORMS[here()][1])
+
+
+def zig(target: str) -> list[str]:
+    """Return the command of the ziglang package's compiler, for this machine or another."""
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target]
 
 
 def build(command: Sequence[str], variant: str, out: Path, extra: Sequence[str] = ()) -> str | None:
@@ -75,12 +99,8 @@ def build(command: Sequence[str], variant: str, out: Path, extra: Sequence[str] 
     sources = [str(FOLDER / name) for name in SOURCES]
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         made = Path(folder) / out.name
-        # zig's own names for CPU levels have underscores.
-        flags = (
-            [f.replace("x86-64-v", "x86_64_v") for f in VARIANTS[variant]]
-            if "ziglang" in command
-            else VARIANTS[variant]
-        )
+        names = ZIG_NAMES if "ziglang" in command else {}
+        flags = [names.get(flag, flag) for flag in VARIANTS[variant]]
         call = [*command, *FLAGS, *flags, f'-DDIGEST="{digest()}"', *extra, *sources, "-o", str(made), "-lm"]
         done = subprocess.run(call, capture_output=True, text=True)
         if done.returncode:
@@ -89,13 +109,14 @@ def build(command: Sequence[str], variant: str, out: Path, extra: Sequence[str] 
     return None
 
 
-def build_all(folder: Path = FOLDER, *, only: Sequence[str] = tuple(VARIANTS)) -> tuple[list[Path], str]:
+def build_all(folder: Path = FOLDER, *, only: Sequence[str] = ()) -> tuple[list[Path], str]:
     """Compile what this machine's compiler can; return the libraries, and why some or all are missing."""
     if (reason := skip_reason()) is not None:
         return [], reason
     command = compiler()
     if command is None:
         return [], "no C compiler was found"
+    only = only or PLATFORMS[here()][0]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = list(pool.map(lambda name: build(command, name, library_path(name, folder)), only))
     made = [
@@ -106,6 +127,6 @@ def build_all(folder: Path = FOLDER, *, only: Sequence[str] = tuple(VARIANTS)) -
 
 
 if __name__ == "__main__":
-    libraries, why = build_all(only=sys.argv[1:] or tuple(VARIANTS))
+    libraries, why = build_all(only=sys.argv[1:])
     print("\n".join([*map(str, libraries), *([f"not built: {why}"] if why else [])]))
     sys.exit(0 if libraries else 1)

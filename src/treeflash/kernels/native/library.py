@@ -5,7 +5,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int6
 from functools import cache
 from pathlib import Path
 
-from treeflash.kernels.native.build import VARIANTS, digest, library_path
+from treeflash.kernels.native.build import VARIANTS, digest, here, library_path
 
 MAX_ROWS = 64  # of one call of `tf_step`
 KINDS = (
@@ -23,12 +23,13 @@ KINDS = (
 )  # of packed weights, in C's order
 INT8, INT16 = 0, 1
 CACHE_FORMATS = {"f32": 0, "f16": 1, "q8_0": 2}
-# Flags of /proc/cpuinfo that a variant needs, the fastest variant first.
+# Flags of /proc/cpuinfo ("Features" on ARM) that a variant needs, the fastest variant first.
 _BASE = {"avx2", "fma", "f16c", "bmi2", "movbe"}
 _NEEDS = {
     "avx512vnni": _BASE | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
     "avxvnni": _BASE | {"avx_vnni"},
     "avx2": _BASE,
+    "neon": {"asimd", "asimddp"},
 }
 assert set(_NEEDS) == set(VARIANTS)
 
@@ -95,6 +96,16 @@ class Block(Structure):
     ]  # fmt: skip
 
 
+class Proposal(Structure):
+    _fields_ = [
+        ("anchor", c_int64),
+        *((name, c_int32) for name in ("depths", "width", "lines", "chain_count", "nodes", "rows")),
+        ("edge_count", c_int32), ("spine", c_float),
+        *((name, c_void_p) for name in ("ids", "scores", "chains", "chain_scores", "edges", "table")),
+        ("depth_bins", c_void_p),
+    ]  # fmt: skip
+
+
 # name: result, arguments
 _FUNCTIONS = {
     "tf_digest": (c_char_p, []),
@@ -106,6 +117,7 @@ _FUNCTIONS = {
     "tf_embed": (None, [POINTER(Matrix), c_void_p, c_int, c_void_p]),
     "tf_argmax": (None, [c_void_p, c_int, c_int, c_void_p]),
     "tf_rank": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
+    "tf_best_tree": (c_int, [POINTER(Proposal), c_void_p, c_void_p]),
     "tf_matmul_scratch": (c_size_t, [c_int]),
     "tf_matmul": (None, [c_void_p, POINTER(Matrix), c_int, c_void_p, c_int, c_void_p, c_void_p]),
     "tf_step_scratch": (c_size_t, [POINTER(Model), c_int]),
@@ -121,11 +133,18 @@ _FUNCTIONS = {
 
 @cache
 def cpu_flags() -> frozenset[str]:
+    if here() == ("darwin", "arm64"):
+        return frozenset(_NEEDS["neon"])  # every such machine has them
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return parsed_flags(Path("/proc/cpuinfo").read_text())
     except OSError:
         return frozenset()
-    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def parsed_flags(cpuinfo: str) -> frozenset[str]:
+    """Return the flags of the first CPU."""
+    lines = (line.split(":", 1) for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next((flags.split() for _, flags in lines), ()))
 
 
 def usable_variants(flags: frozenset[str] | None = None) -> list[str]:
@@ -149,7 +168,7 @@ def find_library() -> tuple[ctypes.CDLL | None, str]:
     """Return the library for this CPU and the name of its variant; without one None and why."""
     usable = usable_variants()
     if not usable:
-        return None, "this CPU has no AVX2, or it is not x86-64 Linux"
+        return None, "this CPU has neither AVX2 nor NEON dot products, or the system is not supported"
     for variant in usable:
         if library_path(variant).exists():
             try:

@@ -326,8 +326,9 @@ void quantise(const float *x, Act *act, int columns, int mode) {
   const float limit = mode == INT8 ? 127.f : 32512.f;  // 127 * 256: the high byte stays within 8 bits
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   // The even, then the odd columns of each 4: so the even and odd bytes of weight codes come.
-  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
-                                         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  static const uint8_t even_odd[32] = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
+                                       0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
+  const __m256i order = _mm256_loadu_si256((const __m256i *)even_odd);
   act->x = x;
   for (int b = 0; b < columns / 32; b++) {
     __m256 in[4], top = _mm256_setzero_ps(), nan = _mm256_setzero_ps();
@@ -336,10 +337,8 @@ void quantise(const float *x, Act *act, int columns, int mode) {
       top = _mm256_max_ps(top, _mm256_and_ps(in[i], magnitude));
       nan = _mm256_or_ps(nan, _mm256_cmp_ps(in[i], in[i], _CMP_UNORD_Q));
     }
-    __m128 t = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
-    t = _mm_max_ps(t, _mm_movehl_ps(t, t));
-    t = _mm_max_ss(t, _mm_shuffle_ps(t, t, 1));
-    float most = _mm256_movemask_ps(nan) ? NAN : _mm_cvtss_f32(t);
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+    float most = _mm256_movemask_ps(nan) ? NAN : max4(half);
     float scale = most / limit, inverse = most > 0 ? limit / most : 0;
     if (inverse > 3e38f) scale = inverse = 0;  // too small to matter, and 1 / scale overflows
     __m256i q[4];
@@ -356,7 +355,7 @@ void quantise(const float *x, Act *act, int columns, int mode) {
     if (mode == INT8) {
       __m256i all = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
       _mm256_storeu_si256((__m256i *)(act->q8 + 32 * b), all);
-    } else if (HAS_VNNI) {
+    } else if (HAS_DOT) {
       __m256i first = _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8), second = _mm256_srai_epi16(_mm256_slli_epi16(high, 8), 8);
       __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8);
       _mm256_storeu_si256((__m256i *)(act->low + 32 * b), bytes);
@@ -405,7 +404,7 @@ INLINE Ints broadcast4(const void *p) {
 }
 
 // Integer sums of groups g0 to g1 - 1 of block b for R rows: what one scale of the weights multiplies.
-#if HAS_VNNI
+#if HAS_DOT
 INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, Ints *sum) {
   Ints low[GROUP];
 #pragma GCC unroll 8
@@ -413,17 +412,17 @@ INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g
 #pragma GCC unroll 8
   for (int g = g0; g < g1; g++) {
     Ints w = codes(kind, c, g);
-    if (is_signed(kind)) w = xor_ints(w, V(set1_epi8)((char)0x80));  // code + 128, unsigned
+    if (is_signed(kind) && !SIGNED_DOT) w = xor_ints(w, V(set1_epi8)((char)0x80));  // code + 128, unsigned
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      sum[r] = DOT_U8_I8(sum[r], w, broadcast4(act[r].q8 + 32 * b + 4 * g));
-      if (mode == INT16) low[r] = DOT_U8_I8(low[r], w, broadcast4(act[r].low + 32 * b + 4 * g));
+      sum[r] = DOT_BYTES(sum[r], w, broadcast4(act[r].q8 + 32 * b + 4 * g));
+      if (mode == INT16) low[r] = DOT_BYTES(low[r], w, broadcast4(act[r].low + 32 * b + 4 * g));
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
     if (mode == INT16) sum[r] = V(add_epi32)(V(slli_epi32)(sum[r], 8), low[r]);
-    if (is_signed(kind)) sum[r] = V(sub_epi32)(sum[r], V(set1_epi32)(128 * act[r].whole[b]));
+    if (is_signed(kind) && !SIGNED_DOT) sum[r] = V(sub_epi32)(sum[r], V(set1_epi32)(128 * act[r].whole[b]));
   }
 }
 #else

@@ -76,12 +76,26 @@ typedef struct {
   float *logits;    // [rows, vocabulary] or NULL
 } Step;
 
+// Candidates that a tree is built from: of each of `depths` depths `width` ids, with `lines` lines of scores (1, or one
+// after each candidate of the depth before and one after any other token), and whole continuations.
+typedef struct {
+  int64_t anchor;
+  int32_t depths, width, lines, chain_count, nodes, rows, edge_count;
+  float spine;
+  const int64_t *ids;         // [depths, width]
+  const float *scores;        // [depths, lines, width]
+  const int64_t *chains;      // [chain_count, depths], -1 after their end
+  const float *chain_scores;  // [chain_count, depths]
+  const float *edges, *table; // of a calibration, or NULL: [edge_count], [bins, edge_count + 1]
+  const int64_t *depth_bins;  // [depths]
+} Proposal;
+
 // A row of activations: integers with a scale per 32 columns, and the floats themselves.
 typedef struct {
   const float *x;
-  int8_t *q8;     // INT8, or with VNNI the high bytes of 16-bit integers
+  int8_t *q8;     // INT8, or with dot products of bytes the high bytes of 16-bit integers
   int8_t *low;    // their low bytes, signed: q = 256 q8 + low
-  int16_t *q16;   // 16-bit integers without VNNI
+  int16_t *q16;   // 16-bit integers without them
   float *scale;  // per 32 columns
   float *sum;    // per 32 columns: scale times the sum of the integers
   float *half;   // the same per 16 columns

@@ -4,9 +4,8 @@
 // off the CPU delays the others only if it holds an item, and finds no items when it comes back. Threads wait by
 // spinning briefly, then yielding, then sleeping.
 #define _GNU_SOURCE
-#include "native.h"
+#include "simd.h"
 
-#include <immintrin.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>

@@ -1,9 +1,13 @@
-// Vectors of 8 floats (AVX2, FMA, F16C), and those of a matmul's tile, which AVX-512 makes twice as wide, with the
+// Vectors of 8 floats (AVX2, FMA, F16C; NEON), and those of a matmul's tile, which AVX-512 makes twice as wide, with the
 // integer dot products that newer CPUs have as one instruction.
 #pragma once
 #include "native.h"
 
+#if defined(__aarch64__)
+#include "neon.h"
+#else
 #include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -12,6 +16,17 @@
 
 // gcc would add all products of a block in a tree, keep them on the stack until then, and take 25% longer.
 #define IN_ORDER(vector) __asm__("" : "+x"(vector))
+
+// Whether dot products take signed codes, so that those of a signed type need no offset.
+#if defined(__aarch64__)
+#define SIGNED_DOT 1
+#else
+#define SIGNED_DOT 0
+INLINE float max4(__m128 t) {
+  t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_max_ss(t, _mm_shuffle_ps(t, t, 1)));
+}
+#endif
 
 INLINE __m256 halves_ps(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 
@@ -48,21 +63,24 @@ INLINE Floats as_floats(Ints a) { return _mm256_castsi256_ps(a); }
 #endif
 INLINE Floats tile_bfloats(const void *p) { return as_floats(V(slli_epi32)(widened_halves(p), 16)); }
 
-#if defined(__AVX512VNNI__)
-#define HAS_VNNI 1
-#define DOT_U8_I8(sum, w, a) _mm512_dpbusd_epi32(sum, w, a)
+#if defined(__aarch64__)
+#define HAS_DOT 1
+#define DOT_BYTES(sum, w, a) dot_i8_i8(sum, w, a)
+#elif defined(__AVX512VNNI__)
+#define HAS_DOT 1
+#define DOT_BYTES(sum, w, a) _mm512_dpbusd_epi32(sum, w, a)
 #elif defined(__AVXVNNI__)
-#define HAS_VNNI 1
-#define DOT_U8_I8(sum, w, a) _mm256_dpbusd_avx_epi32(sum, w, a)
+#define HAS_DOT 1
+#define DOT_BYTES(sum, w, a) _mm256_dpbusd_avx_epi32(sum, w, a)
 #elif defined(EMULATE_VNNI)  // for tests on CPUs without it: the same integers
-#define HAS_VNNI 1
-INLINE __m256i DOT_U8_I8(__m256i sum, __m256i w, __m256i a) {
+#define HAS_DOT 1
+INLINE __m256i DOT_BYTES(__m256i sum, __m256i w, __m256i a) {
   __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd = _mm256_srai_epi16(a, 8);
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), even));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
 }
 #else
-#define HAS_VNNI 0
+#define HAS_DOT 0
 #endif
 
 INLINE float sum8(__m256 s) {

@@ -25,6 +25,7 @@ __all__ = [
     "rope",
     "rope_angles",
     "silu_mul",
+    "silu_rows",
 ]
 
 
@@ -93,6 +94,15 @@ def silu_mul(
             return cuda.silu_mul(gate, up)
         return triton_kernels.silu_mul(gate, up, pack=True)
     return _of(gate).silu_mul(gate, up)
+
+
+def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
+    """Return the same, packed, by one kernel for any number of rows: a row's bits do not depend on it."""
+    from treeflash.kernels.norm_rope import triton_kernels
+
+    packed = triton_kernels.silu_mul(gate, up, pack=True)
+    assert isinstance(packed, PackedRows)
+    return packed
 
 
 def head_rope(

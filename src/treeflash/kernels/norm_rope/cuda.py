@@ -2,7 +2,7 @@
 
 from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ def _aligned(x: Tensor) -> bool:
 @cache
 def kernel_of(shape: Shape, device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(source(), defines=shape.defines(card.pdl), arch=card.arch)
-    return Module(cubin, device).kernel("rows", threads=shape.threads, overlap=card.pdl)
+    build = partial(compile_cubin, source(), defines=shape.defines(card.pdl), arch=card.target)
+    return Module(build, device).kernel("rows", threads=shape.threads, overlap=card.pdl)
 
 
 class Operand(Structure):

@@ -7,7 +7,7 @@ from torch import Tensor
 from treeflash.kernels.norm_rope.triton_kernels import flat_heads, normed_rope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _ring_kernel(
     k, v, norm, cos, sin, keys, values, slots, positions, count, k_stride, k_head_stride, v_stride,
     v_head_stride, T, ring, eps,

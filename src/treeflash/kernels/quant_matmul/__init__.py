@@ -1,9 +1,11 @@
 """Matmuls with quantised weights."""
 
 from treeflash.kernels.quant_matmul.layout import (
+    ROW_BLOCK,
     Layout,
     PackedWeight,
     empty_packed,
+    first_rows,
     has_layout,
     layout_of,
     pack,
@@ -26,6 +28,7 @@ from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 
 __all__ = [
     "BUCKETS",
+    "ROW_BLOCK",
     "Layout",
     "PackedRows",
     "PackedWeight",
@@ -35,6 +38,7 @@ __all__ = [
     "empty_packed",
     "empty_rows",
     "expand_weight",
+    "first_rows",
     "has_layout",
     "layout_of",
     "max_rows",

@@ -1,10 +1,11 @@
 """The CUDA C++ kernels of tiles.cu: their variants, the partition of work, the launches."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from treeflash.kernels.quant_matmul.tuned import TunedFile
 from treeflash.kernels.runtime.device import Card, card_of, kind_of
 from treeflash.kernels.runtime.driver import Kernel, Module
+from treeflash.kernels.runtime.dry_run import cache_tensor
 from treeflash.kernels.runtime.nvrtc import compile_cubin
 from treeflash.kernels.runtime.sources import source
 
@@ -67,24 +69,31 @@ def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
     return min(count, most) if count >= 2 else 0
 
 
-def defines(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> dict[str, int]:
-    """Return the macros of tiles.cu for one variant."""
+def layout_defines(layout: Layout) -> dict[str, int]:
+    """Return the macros of weights.cu for a layout."""
     result = {
         "LOW": layout.low,
         "HIGH": layout.high,
         "SCALES": _SCALES[layout.scales],
         "OFFSET": layout.offset,
         "UNIT": layout.unit,
-        "TOKENS": bucket,
-        "STAGES": (depth := stages(card, layout, bucket, tiling)),
-        "BULK": int(card.bulk_copies),
-        "ROW_TILES": row_tiles(card, tiling),
-        "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
         "TABLE": int(bool(layout.table)),
     }
     for index in range(4 if layout.table else 0):
         result[f"TABLE{index}"] = int.from_bytes(bytes(layout.table[4 * index : 4 * index + 4]), "little")
     return result
+
+
+def defines(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> dict[str, int]:
+    """Return the macros of tiles.cu for one variant."""
+    depth = stages(card, layout, bucket, tiling)
+    return layout_defines(layout) | {
+        "TOKENS": bucket,
+        "STAGES": depth,
+        "BULK": int(card.bulk_copies),
+        "ROW_TILES": row_tiles(card, tiling),
+        "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
+    }
 
 
 def matmul_source() -> str:
@@ -106,7 +115,7 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device) -
     card = card_of(device)
     macros = defines(card, layout, bucket, tiling)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
-    module = Module(compile_cubin(matmul_source(), defines=macros, arch=card.arch), device)
+    module = Module(partial(compile_cubin, matmul_source(), defines=macros, arch=card.target), device)
     return Variant(
         module.kernel(
             "matmul",
@@ -121,8 +130,8 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device) -
 @cache
 def _pack_rows_kernel(device: torch.device) -> Kernel:
     card = card_of(device)
-    cubin = compile_cubin(rows_source(), defines={"BULK": int(card.pdl)}, arch=card.arch)
-    return Module(cubin, device).kernel("pack_rows", threads=512, overlap=card.pdl)
+    build = partial(compile_cubin, rows_source(), defines={"BULK": int(card.pdl)}, arch=card.target)
+    return Module(build, device).kernel("pack_rows", threads=512, overlap=card.pdl)
 
 
 def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:
@@ -135,18 +144,14 @@ def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: to
         if stages(card, layout, bucket, tiling)
     ]
 
-    def build(item: tuple[Layout, int, Tiling]) -> None:
-        compile_cubin(matmul_source(), defines=defines(card, *item), arch=card.arch)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(build, wanted))
-    for item in wanted:
-        variant(*item, device)
-    _pack_rows_kernel(device)
+    modules = [variant(*item, device).matmul.module for item in wanted]
+    modules.append(_pack_rows_kernel(device).module)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(Module.load, modules))
     _workspace(device)
 
 
-@cache
+@cache_tensor
 def _workspace(device: torch.device) -> Tensor:
     """Return the partial sums of a group of launches, all marked as not written.
 

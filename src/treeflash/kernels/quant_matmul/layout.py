@@ -154,6 +154,14 @@ def pack(data: Tensor, type: QuantType, space: Tensor | None = None) -> PackedWe
     return replace(made, expand_factor=made.row_scale / largest * gain, expand_scale=largest / gain)
 
 
+def first_rows(weight: PackedWeight, rows: int) -> PackedWeight:
+    """Return a copy of the first rows, whole blocks of them, in tiles."""
+    assert rows % ROW_BLOCK == 0 and rows <= weight.rows, f"{rows} rows of {weight.rows}"
+    data = weight.data[:, : rows // 16].contiguous()
+    scales = weight.row_scale[:rows].clone(), weight.expand_factor[:rows].clone()
+    return PackedWeight(data, *scales, weight.expand_scale, weight.layout, rows, weight.columns)
+
+
 def _pack_dense(data: Tensor, type: QuantType, rows: int, width: int) -> tuple[Tensor, Tensor]:
     values = dequantise(data, type)
     values = pad(values, (0, width - values.shape[1], 0, rows - len(values)))

@@ -19,40 +19,6 @@
 // arrived: one round trip through L2 and no counters. A CTA waits only for CTAs that were started before it. With
 // `partial` the reduction is fused into the next kernel (partial_sums.py), which saves that round trip.
 
-// One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two mma of 32 columns
-// are apart, so that the second need not wait for the first. Returns bits of the last loads.
-template <class Between>
-DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
-  constexpr int CHUNK = TILES % 4 == 0 ? 4 : TILES % 3 == 0 ? 3 : TILES;
-  Tile t[ROW_TILES];
-  UNROLL for (int m = 0; m < ROW_TILES; m++) load_tile(t[m], at + m * TILE_BYTES, lane);
-  const u32 mine = xs + lane * 16;
-  u32 last = 0;
-  UNROLL for (int j = 0; j < SPANS; j++) {
-    uint4 low[ROW_TILES];
-    UNROLL for (int h = 0; h < 2; h++) {
-      u32 a[ROW_TILES][8];
-      UNROLL for (int m = 0; m < ROW_TILES; m++) {
-        if (LOW == 8 || (LOW == 4 && h == 0)) low[m] = load_low(at + m * TILE_BYTES, j, h, lane);
-        weights(a[m], t[m], at + m * TILE_BYTES, low[m], j, h, lane, c);
-        if (LOW == 16 && j == SPANS - 1 && h == 1) last |= a[m][6] | a[m][7];
-      }
-      UNROLL for (int first = 0; first < TILES; first += CHUNK) {
-        uint4 b[CHUNK];
-        UNROLL for (int n = 0; n < CHUNK; n++) b[n] = load128(mine + (2 * j + h) * (TOKENS * 64) + (first + n) * 512);
-        if (j == SPANS - 1 && h == 1) UNROLL for (int n = 0; n < CHUNK; n++) last |= b[n].w;
-        UNROLL for (int m = 0; m < ROW_TILES; m++)
-          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m], b[n].x, b[n].y);
-        UNROLL for (int m = 0; m < ROW_TILES; m++)
-          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m] + 4, b[n].z, b[n].w);
-      }
-    }
-    if (j == SPANS / 2 - 1) halfway();
-    if (LOW < 16 && j == SPANS - 1) UNROLL for (int m = 0; m < ROW_TILES; m++) last |= low[m].w;
-  }
-  return last;
-}
-
 #if BULK
 DEVICE void barrier_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(b), "r"(n)); }
 DEVICE void barrier_wait(u32 b, u32 phase) {

@@ -1,7 +1,5 @@
 """The matmuls with tiles in Triton, for GPUs without the CUDA C++ kernels; slower, same layout."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from treeflash.kernels.quant_matmul.layout import Layout, PackedWeight
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
+from treeflash.kernels.runtime.dry_run import cache_tensor
 
 _ROWS = 64  # of a matrix in one program; with two warps one instruction serves every number of tokens
 _WARPS = 2
@@ -278,8 +277,8 @@ def constants(layout: Layout) -> dict[str, object]:
     }
 
 
-@cache
-def _table(layout: Layout, device: torch.device) -> Tensor:
+@cache_tensor
+def table_of(layout: Layout, device: torch.device) -> Tensor:
     """Return the values of the codes."""
     return torch.tensor(layout.table or (0,), dtype=torch.float32, device=device) - layout.offset
 
@@ -301,7 +300,7 @@ def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
     parts = out if splits == 1 else torch.empty(splits, x.rows, weight.rows, device=out.device)
     _matmul_kernel[(blocks, splits)](
         weight.data,
-        _table(weight.layout, out.device),
+        table_of(weight.layout, out.device),
         weight.row_scale,
         x.data,
         x.scale,
@@ -328,7 +327,7 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     _expand_kernel[(len(out) // _ROWS, weight.data.shape[0])](
         weight.data,
-        _table(weight.layout, out.device),
+        table_of(weight.layout, out.device),
         weight.expand_factor,
         out,
         first,

@@ -1,5 +1,5 @@
-// How a warp reads its weights from tiles (layout.py describes their order); concatenated before tiles.cu, whose
-// macros it uses.
+// How a warp reads its weights from tiles (layout.py describes their order) and multiplies them; concatenated before
+// tiles.cu, which explains the macros, and before experts/experts.cu. BLOCK_TILES: 16-row tiles of a block, 8 unless given.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -7,7 +7,10 @@ typedef unsigned char u8;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 
-constexpr int BLOCK_TILES = 8;
+#ifndef BLOCK_TILES
+#define BLOCK_TILES 8
+#endif
+
 constexpr int BLOCK_ROWS = 16 * BLOCK_TILES;
 constexpr int WARPS = BLOCK_TILES / ROW_TILES;
 constexpr int TILES = TOKENS / 8;
@@ -212,4 +215,38 @@ DEVICE void weights(u32* a, const Tile& t, u32 at, uint4 low, int j, int h, int 
 // The low bits of columns 64 j + 32 h and on; nibbles of both h are loaded together.
 DEVICE uint4 load_low(u32 at, int j, int h, int lane) {
   return load128(at + (LOW == 4 ? j : 2 * j + h) * 512 + lane * 16);
+}
+
+// One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two mma of 32 columns
+// are apart, so that the second need not wait for the first. Returns bits of the last loads.
+template <class Between>
+DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
+  constexpr int CHUNK = TILES % 4 == 0 ? 4 : TILES % 3 == 0 ? 3 : TILES;
+  Tile t[ROW_TILES];
+  UNROLL for (int m = 0; m < ROW_TILES; m++) load_tile(t[m], at + m * TILE_BYTES, lane);
+  const u32 mine = xs + lane * 16;
+  u32 last = 0;
+  UNROLL for (int j = 0; j < SPANS; j++) {
+    uint4 low[ROW_TILES];
+    UNROLL for (int h = 0; h < 2; h++) {
+      u32 a[ROW_TILES][8];
+      UNROLL for (int m = 0; m < ROW_TILES; m++) {
+        if (LOW == 8 || (LOW == 4 && h == 0)) low[m] = load_low(at + m * TILE_BYTES, j, h, lane);
+        weights(a[m], t[m], at + m * TILE_BYTES, low[m], j, h, lane, c);
+        if (LOW == 16 && j == SPANS - 1 && h == 1) last |= a[m][6] | a[m][7];
+      }
+      UNROLL for (int first = 0; first < TILES; first += CHUNK) {
+        uint4 b[CHUNK];
+        UNROLL for (int n = 0; n < CHUNK; n++) b[n] = load128(mine + (2 * j + h) * (TOKENS * 64) + (first + n) * 512);
+        if (j == SPANS - 1 && h == 1) UNROLL for (int n = 0; n < CHUNK; n++) last |= b[n].w;
+        UNROLL for (int m = 0; m < ROW_TILES; m++)
+          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m], b[n].x, b[n].y);
+        UNROLL for (int m = 0; m < ROW_TILES; m++)
+          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m] + 4, b[n].z, b[n].w);
+      }
+    }
+    if (j == SPANS / 2 - 1) halfway();
+    if (LOW < 16 && j == SPANS - 1) UNROLL for (int m = 0; m < ROW_TILES; m++) last |= low[m].w;
+  }
+  return last;
 }

@@ -1,14 +1,19 @@
 """Loads machine code and launches it on torch's current stream through the CUDA driver."""
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from treeflash.kernels.runtime import dry_run
+from treeflash.kernels.runtime.device import card_of
+
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _LOCAL_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -44,47 +49,82 @@ def _check(status: int) -> None:
 
 
 class Module:
-    """Machine code loaded on one device until the process ends."""
+    """Machine code on one device until the process ends; built and loaded when it is first needed.
 
-    def __init__(self, cubin: bytes, device: torch.device):
+    PTX is compiled by the driver.
+    """
+
+    def __init__(self, build: Callable[[], bytes], device: torch.device):
         self.device = device
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes torch's context the current one
-            self._handle = ctypes.c_void_p()
-            _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), cubin))
+        self._build = build
+        self._handle: ctypes.c_void_p | None = None
         self._most_shared: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def kernel(self, name: str, *, threads: int, shared: int = 0, overlap: bool = False) -> "Kernel":
-        function = ctypes.c_void_p()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._handle, name.encode()))
         # The limit is one of the function, which several launch shapes may share.
-        most = self._most_shared[name] = max(shared, self._most_shared.get(name, 0))
+        self._most_shared[name] = max(shared, self._most_shared.get(name, 0))
+        return Kernel(self, name, threads, shared, overlap)
+
+    def load(self) -> ctypes.c_void_p:
+        """Build and load the code, unless that is done, and return its handle. Thread-safe."""
+        with self._lock:
+            if self._handle is None:
+                cubin, handle = self._build(), ctypes.c_void_p()
+                with torch.cuda.device(self.device):
+                    torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+                    _check(_driver().cuModuleLoadData(ctypes.byref(handle), cubin))
+                self._handle = handle
+            return self._handle
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """Return a function with the shared memory that its launch shapes so far need."""
+        handle, function = self.load(), ctypes.c_void_p()
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), handle, name.encode()))
+        most = self._most_shared[name]
         if most > 48 * 1024:
             _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(most)))
-        return Kernel(self, function, threads, shared, overlap)
+        return function
 
 
 class Kernel:
-    """One function of a module with its launch shape.
+    """One function of a module with its launch shape; loaded when it is first launched.
 
     With `overlap` it uses programmatic dependent launch (PDL): it may start before the previous kernel has
     ended, and must wait for it.
     """
 
-    def __init__(self, module: Module, function: ctypes.c_void_p, threads: int, shared: int, overlap: bool):
+    def __init__(self, module: Module, name: str, threads: int, shared: int, overlap: bool):
+        self.module = module
         self._device = module.device
-        self._function = function
+        self._name = name
         self._threads = threads
         self._shared = shared
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION)
         self._attribute.value[0] = 1
         self._overlap = overlap
+        self._loaded: ctypes.c_void_p | None = None
+
+    @property
+    def _function(self) -> ctypes.c_void_p:
+        if self._loaded is None:
+            self._loaded = self.module.function(self._name)
+            limit = card_of(self._device).shared_per_block
+            # A card that acts as a smaller one would launch it.
+            if self.shared_bytes > limit:
+                raise RuntimeError(
+                    f"{self._name} needs {self.shared_bytes} bytes of shared memory, limit {limit}"
+                )
+        return self._loaded
 
     def __call__(
         self,
         grid: tuple[int, int],
         arguments: Sequence[Tensor | ctypes._SimpleCData | ctypes.Structure],
     ) -> None:
+        if (recording := dry_run.current()) is not None:
+            recording.modules[self.module] = None
+            return
         values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         config = _Config(
@@ -108,6 +148,11 @@ class Kernel:
             )
         )
         return count.value
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block, without the driver's own."""
+        return self._shared + self._attribute_of(_STATIC_SHARED)
 
     @property
     def registers(self) -> int:

@@ -20,7 +20,7 @@ class CompileFailed(RuntimeError):
 
 
 def compile_cubin(source: str, *, defines: Mapping[str, int], arch: str, cached: bool = True) -> bytes:
-    """Return the machine code of `source` for one architecture such as sm_90. Thread-safe."""
+    """Return machine code of `source` for an architecture such as sm_90, PTX for compute_90. Thread-safe."""
     library = nvrtc()
     assert library is not None, "libnvrtc was not found"
     options = [
@@ -74,7 +74,8 @@ def _compile(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
         )
         if status:
             raise CompileFailed(f"{' '.join(options)}\n{_read(library, program, 'ProgramLog').decode()}")
-        return _read(library, program, "CUBIN")
+        virtual = options[0].startswith("--gpu-architecture=compute_")
+        return _read(library, program, "PTX" if virtual else "CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -41,6 +41,7 @@ class SamplingState:
     counts: Tensor  # [slots, V] float32: occurrences of generated tokens, without rows of the current tree
     bias: Tensor  # [slots, V] float32
     allowed: Tensor  # [rows, V / 32] int32: a grammar's bits for each row of a step, the lowest bit first
+    argmax: list[bool]  # by slot, on the host: whether its request samples the largest logit as it is
 
     @classmethod
     def empty(
@@ -54,6 +55,7 @@ class SamplingState:
             torch.zeros(slots, vocabulary, device=device),
             torch.zeros(slots, vocabulary, device=device),
             torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device),
+            [True] * slots,
         )
         for slot in range(slots):
             state.begin(slot)
@@ -91,6 +93,7 @@ class SamplingState:
         if biased is not None and bias is not None and len(biased):
             flags += BIASED
             self.bias[slot].index_add_(0, biased, bias)
+        self.argmax[slot] = not cool and not flags
         # The seed's bits in a signed word.
         signed = seed - 2**64 if seed >= 2**63 else seed
         self.numbers[slot].copy_(numbers)
@@ -106,10 +109,6 @@ class SamplingState:
             "min_p": math.exp(numbers[_LEAST]),
             "seed": integers[_SEED] % 2**64,
         }
-
-    def is_argmax(self, slot: int) -> bool:
-        """Return whether a slot's request samples the largest logit as it is; reads to the host."""
-        return not self.numbers[slot].tolist()[_TEMPERATURE] and not self.integers[slot].tolist()[_FLAGS]
 
 
 class NoiseCache:
@@ -148,7 +147,7 @@ def sample_rows(
     for slot, start, rows in _by_sequence(owners):
         if slot < 0:
             parts.append(torch.zeros_like(positions[rows]))
-        elif state.is_argmax(slot) and not logits.is_cuda:
+        elif state.argmax[slot] and not logits.is_cuda:
             parts.append(native.argmax_rows(logits[rows]))
         else:
             settings, noise = state.settings(slot), None
@@ -179,7 +178,7 @@ def rank_rows(
     parts = []
     for slot, start, rows in _by_sequence(owners):
         own, found = logits[rows], None
-        if state.is_argmax(slot) and not logits.is_cuda:
+        if state.argmax[slot] and not logits.is_cuda:
             found = native.rank_rows(own, count)
         if found is None:
             above = torch.ones(len(own), dtype=torch.int64, device=logits.device)

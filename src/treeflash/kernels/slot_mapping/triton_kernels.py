@@ -8,10 +8,10 @@ from torch import Tensor
 from treeflash.kernels.slot_mapping.reference import SlotMapping
 
 
-@triton.jit
-def _pad_kernel(tree, count, slots, lengths, out, tree_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size"])
+def _pad_kernel(tree, count, slots, lengths, out, tree_stride, size, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
-    inside = row < SIZE
+    inside = row < size
     spare = row >= tl.load(count)
     kept = inside & (row < tl.load(count))
     root = tl.load(tree)
@@ -21,24 +21,21 @@ def _pad_kernel(tree, count, slots, lengths, out, tree_stride, SIZE: tl.constexp
     depth = tl.load(tree + 3 * tree_stride + row, mask=kept, other=0)
     own = tl.full([BLOCK], 1, tl.int64) << row.to(tl.int64)
     tl.store(out + row, tl.where(spare, root, token), mask=inside)
-    tl.store(out + SIZE + row, parent, mask=inside)
-    tl.store(out + 2 * SIZE + row, tl.where(spare, own, ancestors), mask=inside)
+    tl.store(out + BLOCK + row, parent, mask=inside)
+    tl.store(out + 2 * BLOCK + row, tl.where(spare, own, ancestors), mask=inside)
     slot = tl.load(slots)
-    tl.store(out + 3 * SIZE + row, tl.load(lengths + slot) + depth, mask=inside)
-    tl.store(out + 4 * SIZE + row, tl.zeros([BLOCK], tl.int64) + slot, mask=inside)
-    tl.store(out + 5 * SIZE + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+    tl.store(out + 3 * BLOCK + row, tl.load(lengths + slot) + depth, mask=inside)
+    tl.store(out + 4 * BLOCK + row, tl.zeros([BLOCK], tl.int64) + slot, mask=inside)
+    tl.store(out + 5 * BLOCK + row, tl.zeros([BLOCK], tl.int64), mask=inside)
 
 
-@triton.jit
-def _ragged_kernel(
-    rows, first, slots, lengths, out, rows_stride, SEQUENCES: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["sequences", "size"])
+def _ragged_kernel(rows, first, slots, lengths, out, rows_stride, sequences, size, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
-    inside = row < SIZE
-    kept = inside & (row < tl.load(first + SEQUENCES))
+    inside = row < size
+    kept = inside & (row < tl.load(first + sequences))
     begin, slot = row.to(tl.int64), tl.full([BLOCK], -1, tl.int64)
-    for item in range(0, SEQUENCES):
+    for item in range(0, sequences):
         start = tl.load(first + item)
         own = kept & (row >= start) & (row < tl.load(first + item + 1))
         begin = tl.where(own, start, begin)
@@ -46,11 +43,11 @@ def _ragged_kernel(
     depth = tl.load(rows + 3 * rows_stride + row, mask=kept, other=0)
     position = tl.load(lengths + slot, mask=kept, other=0) + depth
     tl.store(out + row, tl.load(rows + row, mask=kept, other=0), mask=inside)
-    tl.store(out + SIZE + row, tl.load(rows + rows_stride + row, mask=kept, other=-1), mask=inside)
-    tl.store(out + 2 * SIZE + row, tl.load(rows + 2 * rows_stride + row, mask=kept, other=1), mask=inside)
-    tl.store(out + 3 * SIZE + row, position, mask=inside)
-    tl.store(out + 4 * SIZE + row, slot, mask=inside)
-    tl.store(out + 5 * SIZE + row, begin, mask=inside)
+    tl.store(out + BLOCK + row, tl.load(rows + rows_stride + row, mask=kept, other=-1), mask=inside)
+    tl.store(out + 2 * BLOCK + row, tl.load(rows + 2 * rows_stride + row, mask=kept, other=1), mask=inside)
+    tl.store(out + 3 * BLOCK + row, position, mask=inside)
+    tl.store(out + 4 * BLOCK + row, slot, mask=inside)
+    tl.store(out + 5 * BLOCK + row, begin, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "spare_page"])
@@ -94,23 +91,22 @@ def _slot_mapping_kernel(
 def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
     """See reference.padded_tree."""
     assert tree.stride(1) == 1 and size <= tree.shape[1], f"{tree.shape}, {tree.stride()}, {size} rows"
-    out = torch.empty(6, size, dtype=torch.int64, device=tree.device)
-    _pad_kernel[(1,)](
-        tree, count, slots, lengths, out, tree.stride(0),
-        SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=1,
-    )  # fmt: skip
-    return out
+    # One kernel for all sizes, and rows that are aligned whatever the size.
+    block = triton.next_power_of_2(tree.shape[1])
+    out = torch.empty(6, block, dtype=torch.int64, device=tree.device)
+    _pad_kernel[(1,)](tree, count, slots, lengths, out, tree.stride(0), size, BLOCK=block, num_warps=1)
+    return out[:, :size]
 
 
 def ragged_rows(rows: Tensor, first: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
     """See reference.ragged_rows."""
     assert rows.stride(1) == 1 and size <= rows.shape[1], f"{rows.shape}, {rows.stride()}, {size} rows"
-    out = torch.empty(6, size, dtype=torch.int64, device=rows.device)
+    block = triton.next_power_of_2(rows.shape[1])
+    out = torch.empty(6, block, dtype=torch.int64, device=rows.device)
     _ragged_kernel[(1,)](
-        rows, first, slots, lengths, out, rows.stride(0),
-        SEQUENCES=len(slots), SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=1,
-    )  # fmt: skip
-    return out
+        rows, first, slots, lengths, out, rows.stride(0), len(slots), size, BLOCK=block, num_warps=1
+    )
+    return out[:, :size]
 
 
 def slot_mapping(

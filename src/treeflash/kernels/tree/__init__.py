@@ -5,12 +5,14 @@ themselves and have weight -inf; acceptance never reaches them.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treeflash.kernels import native
 from treeflash.kernels.tree import reference
 from treeflash.kernels.tree.reference import Correction
 
@@ -72,8 +74,11 @@ class Acceptance:
 
     def paths(self) -> list[tuple[list[int], list[int]]]:
         """Return the accepted rows of each tree and the tokens they decided; on the host."""
-        counts, (rows, tokens, _) = self.counts.tolist(), self._lists().numpy()
-        return [(rows[i, :n].tolist(), tokens[i, :n].tolist()) for i, n in enumerate(counts)]
+        flat, sequences = self.flat.numpy(), self.sequences
+        rows, tokens, _ = flat[_HEADER * sequences :].reshape(3, sequences, MAX_ROWS)
+        return [
+            (rows[i, :n].tolist(), tokens[i, :n].tolist()) for i, n in enumerate(flat[:sequences].tolist())
+        ]
 
     def _header(self, field: int) -> Tensor:
         return self.flat[field * self.sequences : (field + 1) * self.sequences]
@@ -126,6 +131,9 @@ def best_tree(
         _best_tree(*each, nodes=nodes, rows=rows, spine=spine, correction=correction)
         for each in zip(anchors.tolist(), *parts, strict=True)
     ]
+    if len(made) == 1:
+        packed, weights = made[0]
+        return packed[None], weights[None]
     packed, weights = (torch.stack(part) for part in zip(*made, strict=True))
     return packed, weights
 
@@ -142,6 +150,11 @@ def _best_tree(
     spine: float,
     correction: Correction | None,
 ) -> tuple[Tensor, Tensor]:
+    calibration = (correction.edges, correction.table, correction.depth_bins) if correction else None
+    parts = (ids, scores, chains, chain_scores)
+    found = native.best_tree(anchor, parts, calibration, nodes=nodes, rows=rows, spine=spine)
+    if found is not None:
+        return found
     corrected = correction.applied(scores) if correction else scores
     tokens, parents, weights = reference.best_first(
         anchor, ids, corrected, chains, chain_scores, nodes=nodes, spine=spine
@@ -174,25 +187,31 @@ def accept_path(
 
         tables = {"first": first, "slots": slots, "stops": stops, "limits": limits, "counts": counts}
         return Acceptance(triton_kernels.accept_path(tokens, parents, ancestors, sampled, **tables))
-    bounds = [0, len(tokens)] if first is None else first.tolist()
+    picks, own = sampled.tolist(), tokens.tolist()
+    bounds = [0, len(own)] if first is None else first.tolist()
     parts = zip(pairwise(bounds), slots.tolist(), limits.tolist(), strict=True)
-    flat = np.full(Acceptance.SIZE * len(slots), -1)
-    header, lists = flat[: _HEADER * len(slots)].reshape(_HEADER, -1), flat[_HEADER * len(slots) :]
-    header[0], lists = 0, lists.reshape(3, len(slots), MAX_ROWS)
-    lists[2] = np.arange(MAX_ROWS)
-    picks, own, above = sampled.tolist(), tokens.tolist(), parents.tolist()
+    sequences = len(bounds) - 1
+    flat = _nothing_accepted(sequences).copy()
+    header, lists = flat[: _HEADER * sequences], flat[_HEADER * sequences :].reshape(3, sequences, MAX_ROWS)
+    bits, times = ancestors.numpy(), counts.numpy()
     for item, ((begin, end), slot, limit) in enumerate(parts):
         if end > begin:
-            mine, taken = own[begin:end], picks[begin:end]
-            path = [0]
+            mine, taken, path = own[begin:end], picks[begin:end], [0]
             if end > begin + 1:
-                path = reference.accept_path(
-                    mine, above[begin:end], taken, stops=stops[slot].tolist(), limit=limit
-                )
-            times, size = counts[slot].numpy(), len(path)
+                above, ends = parents.tolist()[begin:end], stops[slot].tolist()
+                path = reference.accept_path(mine, above, taken, stops=ends, limit=limit)
+            size, last = len(path), path[-1]
             for row in path:
-                times[mine[row]] += 1
-            lists[0, item, :size], lists[1, item, :size] = path, [taken[row] for row in path]
-            lists[2, item, :size] = path
-            header[:, item] = size, taken[path[-1]], path[-1], int(ancestors[begin + path[-1]])
+                times[slot, mine[row]] += 1
+            lists[:, item, :size] = path, [taken[row] for row in path], path
+            header[item::sequences] = size, taken[last], last, bits[begin + last]
     return Acceptance(torch.from_numpy(flat))
+
+
+@cache
+def _nothing_accepted(sequences: int) -> np.ndarray:
+    """Return what an acceptance of no rows holds."""
+    flat = np.full(Acceptance.SIZE * sequences, -1)
+    flat[:sequences] = 0
+    flat[-MAX_ROWS * sequences :] = np.tile(np.arange(MAX_ROWS), sequences)
+    return flat

@@ -105,6 +105,13 @@ function* chunkEvents(chunk) {
   if (chunk.usage) yield { type: "usage", usage: chunk.usage };
 }
 
+/** Lets the server read the beginning of a request before the rest is typed; returns {ready_tokens, ...}. */
+export async function prefill(body, { key, signal }) {
+  const response = await send("v1/prefill", { body, key, signal });
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
 /**
  * Requests one answer and yields its events: content, reasoning, tree, progress, note, finish, stats, usage.
  * Throws RequestFailed, or the abort error when `signal` aborts.

@@ -2,7 +2,7 @@
 
 import { getJson, health } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { connectChats, connectSettings } from "./dialogs.js";
+import { connectChats, connectSettings, showDefaults } from "./dialogs.js";
 import { Panel } from "./panel.js";
 import { chats, draft, key, settings as storedSettings, theme } from "./store.js";
 
@@ -12,19 +12,53 @@ const HEALTH_SOON_MS = 1500;
 const BUILT_IN = "treeflash-40m";
 // Pixels from the end within which the view follows new text.
 const NEAR_END = 60;
+// Characters of a message from which it is read while its end is typed, and the pause in typing before that.
+const READ_AHEAD = 2000;
+const PAUSE_MS = 600;
+const LARGEST_FILE = 4 << 20;
 
 let settings = storedSettings.load();
 let modelName = "";
+let maxContext = 0;
+let usedContext = 0;
 let following = true;
 let healthTimer = 0;
 let triedKey = null;
+let readTimer = 0;
 
 const panel = new Panel();
 const conversation = new Conversation($("messages"), {
   panel,
   getSettings: () => settings,
-  hooks: { onState: showState, onStatus: (text) => ($("status").textContent = text), onGrow: follow, onModel: () => modelName || "default" },
+  hooks: { onState: showState, onStatus: (text) => ($("status").textContent = text), onGrow: follow, onModel: () => modelName || "default", onContext: showContext },
 });
+
+/** Shows how much of the model's context the chat takes, where both are known. */
+function showContext(tokens) {
+  usedContext = tokens;
+  $("context").hidden = !tokens || !maxContext;
+  $("context-meter").max = maxContext;
+  $("context-meter").value = tokens;
+  $("context-text").textContent = `${tokens.toLocaleString("en")} of ${maxContext.toLocaleString("en")} tokens`;
+}
+
+/** Puts the text of files into the message, where it can be seen and shortened, and lets the server read it. */
+async function attach(files) {
+  const parts = [];
+  for (const file of files) {
+    const text = file.size > LARGEST_FILE ? null : await file.text();
+    if (text === null || /\0|\uFFFD/.test(text)) {
+      $("status").textContent = text === null ? `${file.name} has more than 4 MiB.` : `${file.name} is not a text file.`;
+      continue;
+    }
+    let fence = "```";
+    while (text.includes(fence)) fence += "`";
+    parts.push(`${file.name}:\n${fence}\n${text.trimEnd()}\n${fence}\n\n`);
+  }
+  setPrompt(parts.join("") + $("prompt").value);
+  readSoon(0);
+  $("prompt").focus();
+}
 
 function change(values) {
   settings = { ...settings, ...values };
@@ -56,10 +90,18 @@ function setPrompt(text) {
   fitPrompt();
 }
 
+function readSoon(wait = PAUSE_MS) {
+  clearTimeout(readTimer);
+  const text = $("prompt").value;
+  if (text.length < READ_AHEAD) return conversation.stopReading();
+  readTimer = setTimeout(() => conversation.running || conversation.readAhead(text), wait);
+}
+
 function submit() {
   const text = $("prompt").value;
   if (!text.trim() || conversation.abort) return;
   following = true;
+  clearTimeout(readTimer);
   const sent = conversation.send(text);
   // Clear the field only after the chat with this text is saved.
   setPrompt("");
@@ -133,6 +175,8 @@ async function checkHealth() {
   const say = (state, text) => {
     $("health-dot").dataset.state = state;
     $("model-name").textContent = text;
+    // The choice of models says the name; the server's state is said beside it.
+    $("model-name").hidden = state === "ready" && !$("model-choice").hidden;
   };
   try {
     const state = await health();
@@ -140,7 +184,8 @@ async function checkHealth() {
       wait = HEALTH_SOON_MS;
       say("loading", state.message || "The model is loading");
     } else {
-      if (!modelName) await fetchModelName();
+      // A model that is loaded later says its context then.
+      if (!modelName || !maxContext) await fetchModelName();
       say("ready", modelName || "Ready");
     }
   } catch {
@@ -151,12 +196,24 @@ async function checkHealth() {
   healthTimer = setTimeout(checkHealth, document.hidden ? HEALTH_EVERY_MS * 3 : wait);
 }
 
+/** Offers a choice where the server has several models. */
+function showModels(models) {
+  const choice = $("model-choice");
+  choice.replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === modelName)));
+  choice.hidden = models.length < 2;
+}
+
 async function fetchModelName() {
   // Do not retry a rejected key at every health check.
   if (triedKey === key.load()) return;
   try {
-    const models = await getJson("v1/models", { key: key.load() });
-    modelName = models.data?.[0]?.id ?? "";
+    const models = (await getJson("v1/models", { key: key.load() })).data ?? [];
+    const chosen = models.find(({ id }) => id === settings.model) ?? models.find(({ loaded }) => loaded) ?? models[0];
+    modelName = chosen?.id ?? "";
+    maxContext = chosen?.max_model_len ?? 0;
+    showContext(usedContext);
+    showModels(models);
+    getJson("props", { key: key.load() }).then((props) => showDefaults(props.sampling), () => {});
     $("about-model").textContent = modelName === BUILT_IN
       ? `${modelName} is the small model that comes with TreeFlash, for trying things out: it writes short code and short answers.`
       : modelName ? `The model is ${modelName}.` : "";
@@ -174,6 +231,13 @@ $("composer").addEventListener("submit", (event) => {
 $("prompt").addEventListener("input", () => {
   draft.save($("prompt").value);
   fitPrompt();
+  readSoon();
+});
+$("composer").addEventListener("dragover", (event) => event.preventDefault());
+$("composer").addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attach(event.dataTransfer.files);
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -223,8 +287,21 @@ $("compare").addEventListener("change", () => {
   if (settings.compare) conversation.compareLast();
   else conversation.stopComparing();
 });
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => {
+  await attach($("file").files);
+  $("file").value = "";
+});
+$("model-choice").addEventListener("change", () => {
+  change({ model: $("model-choice").value });
+  modelName = "";
+  checkHealth();
+});
 connectSettings(() => settings, change);
 connectChats({
+  isOpen: (chat) => chat.id === conversation.chat.id,
+  onRename: (chat, name) => conversation.rename(chat, name),
+  getSystem: () => settings.system,
   onOpen: (chat) => conversation.open(chat),
   onRemove: (chat) => chat.id === conversation.chat.id && conversation.discard(),
 });

@@ -1,6 +1,6 @@
 // The open chat: sends messages, receives answers, saves both.
 
-import { RequestFailed } from "./api.js";
+import { RequestFailed, prefill } from "./api.js";
 import { askForKey } from "./dialogs.js";
 import { MessageView } from "./messages.js";
 import { chats, key } from "./store.js";
@@ -8,6 +8,8 @@ import { Trace, firstDifference } from "./trace.js";
 import { noteInWords, progressInWords, runTurn } from "./turn.js";
 
 const SAVE_EVERY_MS = 1000;
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"];
 
 const optional = (name, value) => (value === "" ? {} : { [name]: Number(value) });
 
@@ -22,16 +24,14 @@ function requestBody(messages, settings, { model, seed, budget, trees }) {
     stream: true,
     stream_options: { include_usage: true },
     seed,
-    ...optional("temperature", settings.temperature),
-    ...optional("top_p", settings.top_p),
-    ...optional("max_tokens", settings.max_tokens),
+    ...Object.assign({}, ...NUMBERS.map((name) => optional(name, settings[name]))),
     ...(settings.thinking === "own" ? {} : { chat_template_kwargs: { enable_thinking: settings.thinking === "on" } }),
     treeflash: { trees, ...optional("budget", budget) },
   };
 }
 
 export class Conversation {
-  /** `hooks`: onState(running, comparing), onStatus(sentence), onGrow(), onModel() -> name. */
+  /** `hooks`: onState(running, comparing), onStatus(sentence), onGrow(), onModel() -> name, onContext(tokens). */
   constructor(host, { panel, getSettings, hooks }) {
     this.host = host;
     this.panel = panel;
@@ -40,6 +40,7 @@ export class Conversation {
     this.abort = null;
     this.comparing = null;
     this.last = null;
+    this.reading = null;
     this.open(chats.reopen() ?? chats.create());
   }
 
@@ -53,6 +54,7 @@ export class Conversation {
     // Save before stopping: the abort handler runs when another chat is already open.
     if (this.abort) this.#save();
     this.stop();
+    this.stopReading();
     this.chat = chat;
     this.views = [];
     this.last = null;
@@ -62,7 +64,15 @@ export class Conversation {
     for (const message of chat.messages) this.#show(message);
     this.panel.clear();
     this.hooks.onStatus("");
+    this.hooks.onContext(chat.messages.findLast((message) => message.context)?.context ?? 0);
     this.#notify();
+  }
+
+  /** Gives the chat a name of the user's; an empty one takes it back. */
+  rename(chat, name) {
+    const open = chat.id === this.chat.id ? this.chat : chat;
+    open.name = name.trim();
+    chats.save(open);
   }
 
   #notify() {
@@ -80,6 +90,27 @@ export class Conversation {
 
   stopComparing() {
     this.comparing?.abort();
+  }
+
+  /** Lets the server read a long message while its end is still being typed. Failures do not matter. */
+  async readAhead(text) {
+    if (this.reading && text.startsWith(this.reading.text)) return;
+    this.stopReading();
+    const abort = new AbortController();
+    this.reading = { text, abort };
+    const messages = [...this.chat.messages, { role: "user", content: text }];
+    const { messages: history, chat_template_kwargs } = requestBody(messages, this.getSettings(), {});
+    try {
+      const found = await prefill({ model: this.hooks.onModel(), messages: history, ...(chat_template_kwargs && { chat_template_kwargs }) }, { key: key.load(), signal: abort.signal });
+      if (!abort.signal.aborted && found.ready_tokens) this.hooks.onStatus(`Read ahead: ${found.ready_tokens.toLocaleString("en")} tokens.`);
+    } catch (error) {
+      if (!abort.signal.aborted && !(error instanceof RequestFailed)) throw error;
+    }
+  }
+
+  stopReading() {
+    this.reading?.abort.abort();
+    this.reading = null;
   }
 
   viewOf(node) {
@@ -104,6 +135,7 @@ export class Conversation {
   }
 
   send(text) {
+    this.stopReading();
     const message = { role: "user", content: text };
     this.chat.messages.push(message);
     this.#show(message);
@@ -171,6 +203,7 @@ export class Conversation {
     else if (event.type === "reasoning") message.reasoning += event.text;
     else if (event.type === "tree") run.trace.add(event.tree);
     else if (event.type === "stats") run.trace.stats = message.stats = event.stats;
+    else if (event.type === "usage") this.#useContext(message, event.usage);
     else if (event.type === "finish" && event.reason === "length") message.state = "length";
     else if (event.type === "progress") this.hooks.onStatus(progressInWords(event));
     else if (event.type === "note" && !message.content && !message.reasoning) this.#note(event.text);
@@ -179,6 +212,11 @@ export class Conversation {
       this.hooks.onStatus(message.content ? "Writing…" : "Thinking…");
       this.#refreshSoon(run);
     }
+  }
+
+  #useContext(message, { prompt_tokens = 0, completion_tokens = 0 }) {
+    message.context = prompt_tokens + completion_tokens;
+    this.hooks.onContext(message.context);
   }
 
   #note(text) {
@@ -203,6 +241,7 @@ export class Conversation {
     const { message } = run;
     if (abort.signal.aborted) {
       message.state = "stopped";
+      message.stats ??= run.trace.partial;
       this.hooks.onStatus("Stopped.");
     } else if (error instanceof RequestFailed) {
       message.state = "failed";

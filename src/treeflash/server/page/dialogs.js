@@ -4,7 +4,13 @@ import { element } from "./messages.js";
 import { DEFAULTS, chats, key } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
-const TEXT_FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed"];
+const TEXT_FIELDS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens", "seed"];
+
+/** Shows the values that empty fields have, as the server says. */
+export function showDefaults(sampling) {
+  const form = $("settings-form");
+  for (const [name, value] of Object.entries(sampling)) if (form.elements[name]) form.elements[name].placeholder = String(value);
+}
 
 function showBudget(form) {
   const value = Number(form.elements.budget_range.value);
@@ -74,15 +80,49 @@ function ago(time) {
   return new Date(time).toLocaleDateString();
 }
 
-export function connectChats({ onOpen, onRemove }) {
+function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  element("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+/** Replaces a chat's button by a field for its name; Enter or leaving it keeps the name, Escape does not. */
+function editName(open, chat, done) {
+  const field = element("input", { className: "chat-name", value: chats.title(chat), maxLength: 200 });
+  field.setAttribute("aria-label", "Name of the chat");
+  let kept = true;
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== "Escape") return;
+    event.preventDefault();
+    kept = event.key === "Enter";
+    field.blur();
+  });
+  field.addEventListener("blur", () => done(kept ? field.value : null), { once: true });
+  open.replaceWith(field);
+  field.focus();
+  field.select();
+}
+
+export function connectChats({ isOpen, onOpen, onRename, onRemove, getSystem }) {
   const dialog = $("chats-dialog");
   const list = () => {
     const rows = chats.list().map((chat) => {
       const open = element("button", { type: "button", className: "chat-open" }, element("span", {}, chats.title(chat)), element("small", {}, ago(chat.updated)));
+      if (isOpen(chat)) open.setAttribute("aria-current", "true");
       open.addEventListener("click", () => {
         dialog.close();
         onOpen(chat);
       });
+      const action = (text, run) => {
+        const made = element("button", { type: "button", className: "text", onclick: run }, text);
+        made.setAttribute("aria-label", `${text} chat: ${chats.title(chat)}`);
+        return made;
+      };
+      const rename = action("Rename", () => editName(open, chat, (name) => {
+        if (name !== null) onRename(chat, name);
+        list();
+      }));
+      const save = action("Export", () => download("chat.json", chats.exported(chat, getSystem())));
       const remove = element("button", { type: "button", className: "text" }, "Delete");
       remove.setAttribute("aria-label", `Delete chat: ${chats.title(chat)}`);
       remove.addEventListener("click", () => {
@@ -100,7 +140,7 @@ export function connectChats({ onOpen, onRemove }) {
         remove.textContent = "Delete";
         remove.setAttribute("aria-label", `Delete chat: ${chats.title(chat)}`);
       });
-      return element("li", {}, open, remove);
+      return element("li", {}, open, rename, save, remove);
     });
     $("chat-list").replaceChildren(...(rows.length ? rows : [element("li", { className: "note" }, "No chats yet.")]));
   };

@@ -7,10 +7,15 @@ export const DEFAULTS = Object.freeze({
   system: "",
   temperature: "",
   top_p: "",
+  top_k: "",
+  min_p: "",
+  repetition_penalty: "",
+  presence_penalty: "",
   max_tokens: "",
   seed: "",
   budget: "",
   thinking: "own",
+  model: "",
   compare: false,
   panel: true,
 });
@@ -122,5 +127,11 @@ export const chats = {
     }
   },
 
-  title: (chat) => (chat.messages.find((message) => message.role === "user")?.content ?? "Empty chat").trim().split("\n")[0],
+  title: (chat) => chat.name || (chat.messages.find((message) => message.role === "user")?.content ?? "Empty chat").trim().split("\n")[0],
+
+  /** Returns a chat as JSON that `treeflash chat` can load. */
+  exported(chat, system) {
+    const messages = chat.messages.map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
+    return JSON.stringify({ system: system.trim() ? system : null, messages }, null, 1);
+  },
 };

@@ -44,6 +44,11 @@ export class Trace {
     return this.stats?.decode_tok_s || this.stats?.tok_s || (this.elapsed ? this.tokens / this.elapsed : 0);
   }
 
+  /** Returns what is known of an answer that was stopped, in the form of the server's statistics. */
+  get partial() {
+    return this.tokens ? { decode_tok_s: this.speed, acceptance_length: this.length, generated_tokens: this.tokens } : null;
+  }
+
   get length() {
     return this.stats?.acceptance_length || (this.steps ? this.tokens / this.steps : 0);
   }

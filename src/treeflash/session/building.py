@@ -1,0 +1,129 @@
+"""Builds an engine of loaded models, or of models without weights, for a dry run that finds its kernels."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.engine.engine import Engine
+from treeflash.gguf.reader import GGUFFile
+from treeflash.memory.estimate import draft_quant, ring_dtype, uses_mtp
+from treeflash.memory.planner import MemoryPlan
+from treeflash.models.decoder import Decoder, Target
+from treeflash.models.dflash import DFlashDraft, open_draft
+from treeflash.models.measure import MeasuringLoader
+from treeflash.models.mtp import MTPBlock
+from treeflash.models.step import SIZES
+from treeflash.prefix_cache.cache import PrefixCacheConfig
+from treeflash.spec.dflash import DFlashModel, DraftModel
+from treeflash.spec.drafter import Drafter, NoDrafter
+from treeflash.spec.mixed import MixedModel
+from treeflash.spec.mtp import MTPModel
+from treeflash.spec.policy import EAGER_SIZES, StepCosts
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import draft_buffers, mtp_buffers
+from treeflash.state.sequences import CacheConfig
+
+
+class Ahead(Protocol):
+    """What compiles kernels while weights are read."""
+
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+
+
+def build_engine(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    target: Target,
+    drafter: Drafter,
+    prefix_cache: PrefixCacheConfig | None = None,
+) -> Engine:
+    return Engine(
+        target,
+        max_ctx=plan.max_ctx,
+        slots=plan.sequences,
+        prefill_chunk=plan.prefill_chunk,
+        drafter=drafter,
+        max_rows=config.max_rows,
+        cache=CacheConfig(*plan.kv, window=config.window, pages=plan.kv_pages),
+        prefix_cache=prefix_cache,
+    )
+
+
+def mtp_model(block: MTPBlock, target: Target, plan: MemoryPlan) -> MTPModel:
+    """Return the target's MTP block with its state."""
+    options = {"device": target.device, "dtype": ring_dtype(target.device.type)}
+    buffers = mtp_buffers(target.spec, max_ctx=plan.max_ctx, slots=plan.sequences, **options)
+    return MTPModel(block, target, buffers)
+
+
+def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashModel:
+    """Return a draft with its state."""
+    if config.shortlist is not None and isinstance(target, Decoder):
+        target.limit_drafts(config.shortlist)
+    options = {"device": target.device, "dtype": ring_dtype(target.device.type)}
+    buffers = draft_buffers(
+        draft.spec, max_ctx=plan.max_ctx, context=config.context, slots=plan.sequences, **options
+    )
+    return DFlashModel(draft, target, buffers)
+
+
+def speculator(
+    model: DraftModel | None, config: SpecConfig, costs: StepCosts, device: torch.device
+) -> Speculator:
+    # A padded step costs what the next larger size does.
+    sizes = SIZES if device.type == "cuda" else EAGER_SIZES
+    return Speculator(model, config, costs, device=device, sizes=sizes)
+
+
+def compile_ahead(
+    file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device
+) -> AbstractContextManager[Ahead]:
+    """Begin to compile the kernels of a model in threads; on a CPU there is nothing to do."""
+    if device.type != "cuda":
+        return nullcontext(_Nothing())
+    from treeflash.kernels.runtime.ahead import CompileAhead
+
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return CompileAhead(
+        lambda: rehearse(file, config, plan, device), device, facts=_facts(file, config, plan)
+    )
+
+
+class _Nothing:
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """There is nothing to wait for."""
+
+
+def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device) -> None:
+    """Run the work of a model without weights once, within a dry run."""
+    spec = plan.estimate.spec
+    loader = MeasuringLoader(file, tiles=True, host_embedding=plan.host_embedding)
+    target, drafter = Decoder(spec, loader, device), NoDrafter()
+    if config.speculation is not None:
+        model: DraftModel | None = None
+        if config.draft is not None:
+            quant = draft_quant(config.draft, device.type)
+            with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as opened:
+                loader = MeasuringLoader(opened[1], tiles=True)
+                draft = DFlashDraft(opened[0], loader, device, spec.vocab_size)
+            model = draft_model(draft, config.draft, target, plan)
+        if uses_mtp(config, file, spec):
+            mtp = mtp_model(MTPBlock(spec, MeasuringLoader(file, tiles=True), device), target, plan)
+            model = mtp if model is None else MixedModel(model, mtp, width=spec.width)
+        drafter = speculator(model, config.speculation, StepCosts(), device)
+    build_engine(config, plan, target, drafter).rehearse()
+
+
+def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:
+    """Return what decides a model's kernels, in words."""
+    tensors = sorted({(info.type.name, info.shape) for info in file.tensors.values()})
+    files = [config.draft.path] if config.draft else []
+    drafts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    kv = [format.name for format in plan.kv]
+    shape = (plan.max_ctx, plan.sequences, plan.kv_pages, plan.prefill_chunk, plan.host_embedding)
+    settings = (config.draft, config.speculation, config.window)
+    return repr((plan.estimate.spec, tensors, drafts, settings, kv, shape))

@@ -1,0 +1,43 @@
+"""What runs before the first request, so that none does anything for the first time, leaves no trace."""
+
+import pytest
+
+from tests.engine.test_embedded_pair import SAMPLINGS, session
+from tests.engine.test_runner import events, tokens_of
+from treeflash.config import SpecConfig
+from treeflash.engine.engine import Engine
+from treeflash.session.requests import TextRequest
+from treeflash.spec.dflash import DFlashModel
+from treeflash.spec.policy import StepCosts
+from treeflash.spec.speculator import Speculator
+from treeflash.state.draft_ring import draft_buffers
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
+def test_a_request_after_a_rehearsal_is_as_without_one(sampling: str) -> None:
+    made = session(SpecConfig(adaptive=False))
+    target, draft = made.engine.target, made.engine.drafter._draft._draft  # ty: ignore[unresolved-attribute]
+    prompt = made.encode(TextRequest(messages=[{"role": "user", "content": "def fibonacci(n):"}]))
+    answers, accepted = [], []
+    for rehearsed in (False, True):
+        costs, rings = StepCosts(), draft_buffers(draft.spec, max_ctx=512)
+        drafter = Speculator(DFlashModel(draft, target, rings), SpecConfig(adaptive=False), costs)
+        engine = Engine(target, max_ctx=512, drafter=drafter, max_rows=23, runner="graph")
+        if rehearsed:
+            engine.rehearse()
+            assert costs == StepCosts() and engine.states.free_slots == 1
+            times = engine.measure_steps()
+            assert list(times) == [1, 8, 16, 23]
+            assert all(each.draft_s > 0 and each.verify_s > 0 for each in times.values())
+        found = events(engine, prompt, SAMPLINGS[sampling], max_tokens=40)
+        answers.append(tokens_of(found))
+        accepted.append(found[-1].stats.acceptance_length)
+    assert answers[0] == answers[1] and accepted[0] == accepted[1]
+
+
+def test_costs_that_are_known_are_kept() -> None:
+    costs = StepCosts({1: 0.005}, draft={0: 0.0})
+    costs.fill({1: 0.1, 8: 0.2}, 0.01)
+    assert costs.step == {1: 0.005, 8: 0.2} and costs.draft == {0: 0.01}
+    costs.fill({8: 0.3}, 0.02)
+    assert costs.step[8] == 0.2 and costs.draft == {0: 0.01}

@@ -1,0 +1,77 @@
+"""Every way to propose tokens for a tiny target with an MTP block: drafts of each kind, alone or together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.tiny_draft import SECOND, draft_config, save_draft
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.gguf.reader import GGUFFile
+from treeflash.models.spec import ModelSpec
+from treeflash.session.loading import load_session
+from treeflash.session.session import Session
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 16},
+    "dflash2": {**SECOND, "block_size": 8, "selector_rank": 32, "selector_top_k": 16},
+    "dspark": {"markov_rank": 24, "block_size": 6},
+    "dspark of 90 tokens": {"markov_rank": 24, "block_size": 6, "draft_vocab_size": 90},
+}
+
+
+@dataclass(frozen=True)
+class Proposers:
+    draft: str | None = None  # one of METHODS
+    mtp: Literal["auto", "on", "off"] = "off"
+    lookup: bool = True
+
+
+# Each alone, and all that can stand in one tree.
+PROPOSERS = {
+    "lookup": Proposers(),
+    "mtp": Proposers(mtp="auto", lookup=False),
+    **{kind: Proposers(kind, lookup=False) for kind in METHODS},
+    **{f"{kind}, mtp, lookup": Proposers(kind, "on") for kind in METHODS if "of" not in kind},
+}
+
+
+class EveryDraft:
+    """Sessions of a target, whose drafts lie in a folder."""
+
+    def __init__(self, target: Path, folder: Path, *, device: str = "cpu"):
+        self._target, self._folder, self._device = target, folder, device
+        with GGUFFile.open(target) as file:
+            spec = ModelSpec.from_gguf(file)
+        for seed, (kind, method) in enumerate(METHODS.items()):
+            config = draft_config(spec, nested=True, method=method)
+            if "markov_rank" in method:
+                config["architectures"] = ["Qwen3DSparkModel"]
+            save_draft(folder / kind, config, seed=seed)
+
+    def plain(self, **settings: Any) -> Session:
+        return load_session(self._target, self._config(None, None, **settings))
+
+    def session(
+        self,
+        proposers: str,
+        *,
+        graphs: bool = True,
+        parallel: int = 1,
+        cpu_backend: Literal["auto", "torch"] = "auto",
+        **settings: Any,
+    ) -> Session:
+        """`settings` of the speculation; not adaptive: every step has a whole tree of all proposers."""
+        chosen = PROPOSERS[proposers]
+        own: dict[str, Any] = {"adaptive": False, "mtp": chosen.mtp, "lookup": chosen.lookup}
+        draft = DraftConfig(self._folder / chosen.draft) if chosen.draft else None
+        config = self._config(
+            SpecConfig(**{**own, **settings}), draft, parallel=parallel, cpu_backend=cpu_backend
+        )
+        return load_session(self._target, config, graphs=graphs)
+
+    def _config(
+        self, speculation: SpecConfig | None, draft: DraftConfig | None, **settings: Any
+    ) -> EngineConfig:
+        return EngineConfig(
+            self._device, 2048, speculation=speculation, draft=draft, prefix_cache=0, **settings
+        )

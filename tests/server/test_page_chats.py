@@ -1,0 +1,114 @@
+"""The page in headless Chromium: files, names and export of chats, the context, several models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.server.page_server import PageServer, Script
+from treeflash.cli.chat import conversation
+
+pytest_plugins = ["tests.server.page_browser"]
+pytestmark = pytest.mark.browser
+Open = Callable[..., Page]
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("Done.")
+
+
+def test_a_file_becomes_part_of_the_message(page_server: PageServer, open_page: Open) -> None:
+    page = open_page()
+    page.fill("#prompt", "What is this?")
+    files = [
+        {"name": "a.md", "mimeType": "text/markdown", "buffer": b"```\nx\n```\n"},
+        {"name": "b.bin", "mimeType": "application/octet-stream", "buffer": b"\0\xff"},
+    ]
+    page.locator("#file").set_input_files(files)
+    expect(page.locator("#status")).to_have_text("b.bin is not a text file.")
+    expect(page.locator("#prompt")).to_have_value("a.md:\n````\n```\nx\n```\n````\n\nWhat is this?")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("Done.")
+    assert page_server.script.bodies[0]["messages"][0]["content"].endswith("What is this?")
+
+
+def test_a_chat_is_renamed_and_exported(open_page: Open, tmp_path: Path) -> None:
+    page = open_page()
+    ask(page, "Hello")
+    page.click("#open-chats")
+    expect(page.locator(".chat-open[aria-current=true]")).to_contain_text("Hello")
+    page.get_by_role("button", name="Rename chat: Hello").click()
+    page.keyboard.type("Another name")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Rename chat: Hello").click()
+    page.keyboard.type("Greeting")
+    page.keyboard.press("Enter")
+    expect(page.locator(".chat-open")).to_contain_text("Greeting")
+    with page.expect_download() as found:
+        page.get_by_role("button", name="Export chat: Greeting").click()
+    found.value.save_as(tmp_path / "chat.json")
+    loaded, _ = conversation.load(tmp_path / "chat.json")
+    assert [each.role for each in loaded.messages] == ["user", "assistant"]
+    assert json.loads((tmp_path / "chat.json").read_text())["messages"][0]["content"] == "Hello"
+    page.keyboard.press("Escape")
+    page.reload()
+    page.click("#open-chats")
+    expect(page.locator(".chat-open")).to_contain_text("Greeting")
+
+
+def test_how_much_of_the_context_is_used(open_page: Open) -> None:
+    page = open_page()
+    expect(page.locator("#context")).to_be_hidden()
+    ask(page, "Hello")
+    expect(page.locator("#context-text")).to_have_text("112 of 8,192 tokens")
+    page.reload()
+    expect(page.locator("#context-text")).to_have_text("112 of 8,192 tokens")
+    page.click("#new-chat")
+    expect(page.locator("#context")).to_be_hidden()
+
+
+def test_one_of_several_models(page_server: PageServer, open_page: Open) -> None:
+    page_server.script.models = ("treeflash-40m", "other")
+    page = open_page()
+    page.get_by_role("combobox", name="Model").select_option("other")
+    expect(page.locator("#about-model")).to_have_text("The model is other.")
+    ask(page, "Hello")
+    assert page_server.script.bodies[0]["model"] == "other"
+    page.reload()
+    expect(page.get_by_role("combobox", name="Model")).to_have_value("other")
+
+
+def test_empty_fields_show_what_they_mean_and_done_is_in_sight(open_page: Open) -> None:
+    page = open_page()
+    page.click("#open-settings")
+    expect(page.locator("[name=temperature]")).to_have_attribute("placeholder", "0.7")
+    expect(page.locator("[name=top_k]")).to_have_attribute("placeholder", "40")
+    expect(page.get_by_role("button", name="Done")).to_be_in_viewport()
+
+
+def test_every_sampling_setting_reaches_the_request(page_server: PageServer, open_page: Open) -> None:
+    page = open_page()
+    page.click("#open-settings")
+    given = {"top_k": "5", "min_p": "0.1", "repetition_penalty": "1.2", "presence_penalty": "-0.5"}
+    for name, value in given.items():
+        page.fill(f"[name={name}]", value)
+    page.keyboard.press("Escape")
+    ask(page, "Hello")
+    assert {name: page_server.script.bodies[0][name] for name in given} == {
+        name: float(value) for name, value in given.items()
+    }
+
+
+def test_a_stopped_answer_has_statistics(page_server: PageServer, open_page: Open) -> None:
+    page_server.script = Script(answer="word " * 400, step_s=0.05)
+    page = open_page()
+    page.fill("#prompt", "Hello")
+    page.keyboard.press("Enter")
+    expect(page.locator(".prose")).to_contain_text("word word")
+    page.click("#stop")
+    expect(page.locator(".stats")).to_contain_text("tokens a second")

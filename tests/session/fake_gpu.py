@@ -1,0 +1,67 @@
+"""A GPU that is not there: enough of one for dry runs, which launch nothing."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import MagicMock, patch
+
+import torch
+
+from treeflash.config import EngineConfig
+from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.runtime.device import Card
+from treeflash.kernels.runtime.dry_run import DryRun
+from treeflash.memory.device import MemoryBudget
+from treeflash.memory.planner import MemoryPlan, MemoryPlanner
+from treeflash.models.spec import ModelSpec
+from treeflash.session.building import rehearse
+
+GPU = torch.device("cuda", 0)
+H200 = Card("sm_90", 132, 233472, 232448)
+_KERNELS = ("attention", "causal_conv", "delta_rule", "norm_rope", "quant_matmul")
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Have torch and our kernels believe in an H200; restores all of it, caches included."""
+    with ExitStack() as stack:
+
+        def replace(owner: object, name: str, value: object) -> None:
+            stack.enter_context(patch.object(owner, name, value))
+
+        modules = [import_module(f"treeflash.kernels.{name}.cuda") for name in _KERNELS]
+        for module in [import_module("treeflash.kernels.runtime.device"), *modules]:
+            for name, value in (("card_of", H200), ("usable", True), ("kind_of", "H200")):
+                if hasattr(module, name):
+                    replace(module, name, lambda device, value=value: value)
+        for name in ("Event", "current_stream", "device", "synchronize"):
+            replace(torch.cuda, name, MagicMock())
+        replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        caches = [
+            each
+            for module in [*modules, import_module("treeflash.kernels.quant_matmul.packed")]
+            for each in vars(module).values()
+            if hasattr(each, "cache_clear")
+        ]
+        caches.append(import_module("treeflash.kernels.runtime.triton_pdl").launch_options)
+        for each in caches:
+            each.cache_clear()
+            stack.callback(each.cache_clear)
+        yield
+
+
+def gpu_plan(path: Path, config: EngineConfig) -> MemoryPlan:
+    """Plan a model for the GPU that is not there."""
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        budget = MemoryBudget(limit=140 << 30, in_use=1 << 30)
+        return MemoryPlanner.create(file, spec, config, GPU, budget).plan()
+
+
+def dry_run(path: Path, config: EngineConfig) -> DryRun:
+    """Return the launches of a model."""
+    plan = gpu_plan(path, config)
+    with fake_gpu(), GGUFFile.open(path) as file, DryRun(GPU) as found:
+        rehearse(file, config, plan, GPU)
+    return found

@@ -1,0 +1,192 @@
+"""The kernels of a model are found by a dry run, and compiled in threads before they are needed."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tests.gpu.texts import embedded_pair
+from tests.session.fake_gpu import GPU, dry_run, fake_gpu
+from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.kernels.kv_cache import rotation
+from treeflash.kernels.runtime import ahead
+from treeflash.kernels.runtime.ahead import CompileAhead
+from treeflash.kernels.runtime.dry_run import DryRun, Launch, current
+from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
+
+
+@pytest.fixture(scope="module")
+def found() -> DryRun:
+    target, draft = embedded_pair()
+    return dry_run(target, EngineConfig("cuda", draft=DraftConfig(draft)))
+
+
+def test_a_dry_run_finds_every_kernel_of_a_request(found: DryRun) -> None:
+    names = Counter(launch.name for launch in found.launches)
+    prompt = {"_chunk_conv_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_attention_kernel"}
+    step = {"_embed_kernel", "_order_kernel", "_cache_kernel", "_merge_kernel", "_pad_kernel"}
+    draft = {"rank_kernel", "best_tree_kernel", "_ring_kernel"}
+    after = {"adjust_kernel", "shortlist_kernel", "noise_kernel", "accept_path_kernel", "_commit_kernel"}
+    assert prompt | step | draft | after <= set(names)
+    # Matmuls for 8, 16 and 24 rows of four layouts, attention for each size, and the kernels of rows.
+    assert len(found.modules) == 22
+    # What has been found is neither compiled nor loaded.
+    assert all(module._handle is None for module in found.modules)
+
+
+def test_kernels_are_compiled_once_for_arguments_of_one_kind(found: DryRun) -> None:
+    """Arguments that differ in alignment alone would be compiled a second time."""
+    names = Counter(launch.name for launch in found.launches)
+    assert names["noise_kernel"] == 1 and names["shortlist_kernel"] == 2  # sampling, and a draft's ranking
+    assert names["_pad_kernel"] == names["_commit_kernel"] == names["accept_path_kernel"] == 1
+    assert sum(names.values()) <= 42
+
+
+def test_launches_are_what_triton_compiles(found: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    launch = next(each for each in found.launches if each.name == "_pad_kernel")
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
+    launch.touch(GPU)
+    try:
+        compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.options))
+        assert compiled.metadata.num_warps == 1 and "cubin" in compiled.asm
+        assert len(launch.kernel.device_caches[0][0]) == 1
+    finally:
+        launch.kernel.device_caches.clear()
+
+
+def test_a_dry_run_leaves_nothing_behind(found: DryRun) -> None:
+    assert current() is None
+    assert rotation.signs(rotation.FIRST_SIGNS, 16, torch.device("cpu")).device.type == "cpu"
+    with fake_gpu(), DryRun(GPU):
+        inside = torch.zeros(3, device="cuda")
+        assert inside.is_cuda and inside.device == GPU and torch.zeros(3).device.type == "cpu"
+        rotation.signs(rotation.FIRST_SIGNS, 16, GPU)
+        other = []
+        thread = threading.Thread(target=lambda: other.append((current(), torch.zeros(2).sum().item())))
+        thread.start()
+        thread.join()
+        assert other == [(None, 0.0)]
+    assert inside.is_meta and not inside.is_cuda
+    with pytest.raises((AssertionError, RuntimeError)):  # not a tensor without memory from the cache
+        rotation.signs(rotation.FIRST_SIGNS, 16, GPU)
+
+
+def test_the_same_kind_of_launch_is_recorded_once() -> None:
+    with fake_gpu(), DryRun(GPU) as found:
+        rows, one, two = (torch.zeros(n, dtype=torch.int64, device=GPU) for n in ((4, 64), 1, 2))
+        for size in (1, 8, 64):
+            slot_mapping.padded_tree(rows, one, one, one, size=size)
+        assert len(found.launches) == 1
+        slot_mapping.padded_tree(rows, two[1:], one, one, size=8)
+        assert len(found.launches) == 2  # another alignment
+
+
+@pytest.mark.parametrize("speculation", [None, SpecConfig(), SpecConfig(chain=True)])
+def test_other_settings(tiny_model: Callable[..., Path], speculation: SpecConfig | None) -> None:
+    launches = dry_run(tiny_model(), EngineConfig("cuda", max_ctx=256, speculation=speculation)).launches
+    assert "noise_kernel" in {launch.name for launch in launches}
+
+
+def test_steps_of_several_sequences(found: DryRun) -> None:
+    target, draft = embedded_pair()
+    many = dry_run(target, EngineConfig("cuda", draft=DraftConfig(draft), parallel=2))
+    assert Counter(launch.name for launch in many.launches)["_ragged_kernel"] == 1  # for all sizes
+    assert "_ragged_kernel" not in {launch.name for launch in found.launches}
+    assert {launch.name for launch in found.launches} < {launch.name for launch in many.launches}
+
+
+def test_the_models_mtp_block(tiny_model: Callable[..., Path]) -> None:
+    launches = dry_run(tiny_model(mtp=True), EngineConfig("cuda", max_ctx=256)).launches
+    assert "rank_kernel" in {launch.name for launch in launches}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ahead, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(ahead, "kind_of", lambda device: "H200")
+    return tmp_path
+
+
+class FakeLaunch(Launch):
+    """Compiles nothing, or fails."""
+
+    loaded: ClassVar[list[str]] = []
+
+    def touch(self, device: torch.device) -> None: ...
+
+    def load(self, device: torch.device) -> None:
+        if self.kernel == "broken":
+            raise RuntimeError("ptxas failed")
+        self.loaded.append(self.kernel)
+
+    @property
+    def name(self) -> str:
+        return self.kernel
+
+
+def recording(*names: str) -> Callable[[], None]:
+    def rehearse() -> None:
+        run = current()
+        assert run is not None
+        run.launches |= {FakeLaunch(name, (), ()): None for name in names}
+
+    return rehearse
+
+
+def waited(work: CompileAhead) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    with work:
+        work.wait(lambda done, total: seen.append((done, total)))
+    return seen
+
+
+def test_all_kernels_are_compiled_with_progress_and_only_once(folder: Path) -> None:
+    FakeLaunch.loaded.clear()
+    seen = waited(CompileAhead(recording("a", "b", "c"), GPU, facts="one model"))
+    assert sorted(FakeLaunch.loaded) == ["a", "b", "c"] and seen[-1] == (3, 3) and seen == sorted(seen)
+    assert waited(CompileAhead(recording("a", "b", "c"), GPU, facts="one model")) == []  # nothing to do
+    assert len(FakeLaunch.loaded) == 3
+    assert waited(CompileAhead(recording("d"), GPU, facts="another model"))[-1] == (1, 1)
+
+
+def test_what_cannot_be_compiled_ahead_does_not_fail_a_start(folder: Path) -> None:
+    def rehearse() -> None:
+        raise ValueError("a bug of ours")
+
+    assert waited(CompileAhead(recording("a", "broken"), GPU, facts="x"))[-1] == (2, 2)
+    assert waited(CompileAhead(rehearse, GPU, facts="x")) == []
+    assert not list(folder.iterdir())  # the next start tries again
+
+
+def test_leaving_early_cancels_what_has_not_begun(folder: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    later: list[str] = []
+
+    def rehearse() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        later.append("listed")
+
+    with pytest.raises(KeyboardInterrupt), CompileAhead(rehearse, GPU, facts="x") as work:
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+    FakeLaunch.loaded.clear()
+    go_on.set()
+    work._pool.shutdown(wait=True)
+    assert later == ["listed"] and FakeLaunch.loaded == []
