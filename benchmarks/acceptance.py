@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument("--suites", default="humaneval,gsm8k,math500", help="comma-separated")
+    parser.add_argument("--suites", default="humaneval,gsm8k,math500", help="a,b or a:164,b:50 (prompts)")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--budget", type=int, nargs="+", default=[22])
@@ -65,15 +65,21 @@ def main() -> None:
     for budget in budgets:
         short.generate(warm_up, warm_up.messages, budget=budget, temperature=0.0)
     endpoint = LocalEndpoint(session, settings, lambda: False)
-    file, found = ResultFile(options.lines), dict[Key, Result]()
+    file = ResultFile(options.lines)
+    found = file.resume(head["settings"])  # of a run that was stopped
     file.begin(head)
-    for suite in options.suites.split(","):
-        prompts = load(suite, options.prompts, data=options.data)
-        results: dict[Key, Result] = {}
-        for line in measure(endpoint, cases(prompts, budgets, options.temperature), found):
+    for line in found.values():
+        file.add(line)
+    for entry in options.suites.split(","):
+        suite, _, count = entry.partition(":")
+        prompts = load(suite, int(count or options.prompts), data=options.data)
+        planned = cases(prompts, budgets, options.temperature)
+        for line in measure(endpoint, planned, found):
             file.add(line)
-            results[key_of(line)] = line
-        found |= results
+            found[key_of(line)] = line
+        results: dict[Key, Result] = {
+            key: found[key] for case in planned for key in case.keys if key in found
+        }
         for line in [each for each in results.values() if each["budget"] != PLAIN][: options.show]:
             print("-" * 80, line.get("text"), sep="\n", flush=True)
         for row in report.rows(list(results.values())):

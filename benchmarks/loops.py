@@ -17,7 +17,7 @@ from treeflash.bench.suites import load
 from treeflash.engine.sampler import SamplingParams
 from treeflash.train.draft_data import encode_prompt
 from treeflash.train.draft_target import load_target
-from treeflash.train.generation import generate_batch
+from treeflash.train.generation import Asked, generate_batch, many_engine
 
 FENCE = "```python\n"
 
@@ -37,16 +37,11 @@ def main() -> None:
     prompts = load(options.suite, options.prompts, data=options.data)
     encoded = [encode_prompt({"messages": list(prompt.messages)}, target) for prompt in prompts]
     began = time.perf_counter()
-    outputs = dict(
-        generate_batch(
-            target.decoder,
-            encoded,
-            max_tokens=options.n_gen,
-            sampling=SamplingParams(temperature=0.0),
-            stop_ids=target.tokenizer.stop_ids,
-            slots=min(64 if target.device.type == "cpu" else 2048, len(encoded)),
-        )
-    )
+    engine = many_engine(target.decoder, max_ctx=max(map(len, encoded)) + options.n_gen)
+    asked = [Asked(ids, SamplingParams(seed=0)) for ids in encoded]
+    stops = target.tokenizer.stop_ids
+    found = generate_batch(engine, asked, max_tokens=options.n_gen, stop_ids=stops)
+    outputs = {each.index: each.tokens for each in found}
     looping = [loop_start(outputs[number]) is not None for number in range(len(prompts))]
     texts = [target.tokenizer.decode(outputs[number]) for number in range(len(prompts))]
     copied = [

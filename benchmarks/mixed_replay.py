@@ -88,7 +88,7 @@ def followed(report: DraftReport, following: list[int]) -> tuple[list[float], li
 
 
 def fixed(texts: list[list[Step]], source: int, rows: int) -> float:
-    """Return tokens a step with trees of so many rows."""
+    """Return tokens a step with trees of a number of rows."""
     tokens = steps = 0
     for text in texts:
         position = 0

@@ -25,7 +25,7 @@ from treeflash.memory.device import device_name, pick_device
 from treeflash.models.decoder import Decoder
 from treeflash.text.template import ChatTemplate
 from treeflash.text.tokenizer import Tokenizer
-from treeflash.train.generation import generate_batch
+from treeflash.train.generation import Asked, generate_batch, many_engine
 
 
 def is_right(prompt: Prompt, answer: str) -> bool:
@@ -57,14 +57,12 @@ def main() -> None:
             rendered = template.render(item.messages)
             prompts.append(tokenizer.encode(rendered.text, literals=rendered.literals))
         outputs = generate_batch(
-            target,
-            prompts,
+            many_engine(target, max_ctx=max(map(len, prompts)) + options.n_gen),
+            [Asked(ids, SamplingParams(seed=0)) for ids in prompts],
             max_tokens=options.n_gen,
-            sampling=SamplingParams(),
             stop_ids=tokenizer.stop_ids,
-            slots=1024 if device.type == "cuda" else 16,
         )
-        texts = {index: tokenizer.decode(tokens) for index, tokens in outputs}
+        texts = {each.index: tokenizer.decode(each.tokens) for each in outputs}
         with ThreadPoolExecutor(8) as pool:
             right = sum(pool.map(is_right, items, [texts[index] for index in range(len(items))]))
         line = {

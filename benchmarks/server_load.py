@@ -216,6 +216,13 @@ def main() -> None:
     parser.add_argument("--suites", nargs="+", default=["humaneval", "gsm8k", "mbpp", "math500"])
     parser.add_argument("--users", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="before; a GPU's steps are captured then",
+    )
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--short", action="store_true", help="first tokens of short prompts, too")
     parser.add_argument("--chat", type=int, nargs="*", default=[], metavar="USERS", help="with mtbench, too")
@@ -230,6 +237,7 @@ def main() -> None:
     url, server = f"http://127.0.0.1:{port}", subprocess.Popen(command)
     try:
         facts = {"label": options.label, "suites": options.suites, "ready_s": round(wait(server, url), 1)}
+        time.sleep(options.idle)
         asyncio.run(measure(url, options, facts))
     finally:
         server.terminate()

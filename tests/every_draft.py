@@ -1,5 +1,6 @@
 """Every way to propose tokens for a tiny target with an MTP block: drafts of each kind, alone or together."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,13 +62,16 @@ class EveryDraft:
         **settings: Any,
     ) -> Session:
         """`settings` of the speculation; not adaptive: every step has a whole tree of all proposers."""
+        engine: dict[str, Any] = {"parallel": parallel, "cpu_backend": cpu_backend}
+        return load_session(self._target, self.config(proposers, engine, **settings), graphs=graphs)
+
+    def config(
+        self, proposers: str, engine: Mapping[str, Any] | None = None, **settings: Any
+    ) -> EngineConfig:
         chosen = PROPOSERS[proposers]
         own: dict[str, Any] = {"adaptive": False, "mtp": chosen.mtp, "lookup": chosen.lookup}
         draft = DraftConfig(self._folder / chosen.draft) if chosen.draft else None
-        config = self._config(
-            SpecConfig(**{**own, **settings}), draft, parallel=parallel, cpu_backend=cpu_backend
-        )
-        return load_session(self._target, config, graphs=graphs)
+        return self._config(SpecConfig(**{**own, **settings}), draft, **(engine or {}))
 
     def _config(
         self, speculation: SpecConfig | None, draft: DraftConfig | None, **settings: Any

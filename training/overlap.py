@@ -15,22 +15,29 @@ BENCHMARKS = {
     "math500/test.jsonl.gz": ("problem", "solution"),
     "mbpp/all.jsonl.gz": ("text", "code"),
 }
+# Read where they are.
+MORE = {"mt_bench/question.jsonl": ("turns",)}
 MBPP_TRAINING = 601  # its first training task
 
 
 def benchmark_runs(folder: Path) -> frozenset[str]:
     """The n-grams of words in the benchmarks' items."""
     found: set[str] = set()
-    for name, fields in BENCHMARKS.items():
+    for name, fields in (BENCHMARKS | MORE).items():
         path = folder / name
+        if not path.exists() and name in MORE:
+            continue
         if not path.exists():
             raise SystemExit(f"{path} is missing: --benchmarks names a folder with {', '.join(BENCHMARKS)}")
-        for line in gzip.decompress(path.read_bytes()).decode("utf-8").split("\n"):
+        raw = path.read_bytes()
+        for line in (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8").split("\n"):
             item = json.loads(line) if line.strip() else {}
             if name.startswith("mbpp") and item.get("task_id", 0) >= MBPP_TRAINING:
                 continue
             for field in fields:
-                found.update(runs(item.get(field, "")))
+                texts = item.get(field, "")
+                for text in [texts] if isinstance(texts, str) else texts:
+                    found.update(runs(text))
     return frozenset(found)
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -91,7 +92,7 @@ def main() -> int:
     parser.add_argument("--only", default="checks,texts,steps")
     parser.add_argument("--data", type=Path, required=True, help="as for exact.py")
     parser.add_argument("--model", type=Path, help="folder of target.gguf and draft.gguf")
-    parser.add_argument("--pytest", nargs="*", default=[], help="more arguments of pytest")
+    parser.add_argument("--pytest", type=shlex.split, default=[], help="more arguments, as one")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

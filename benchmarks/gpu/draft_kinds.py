@@ -26,7 +26,6 @@ from treeflash.engine.engine import Engine
 from treeflash.gguf.quantise import quantise
 from treeflash.gguf.reader import GGUFFile, TensorInfo
 from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import Layout, prepare
 from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft
 from treeflash.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
@@ -105,18 +104,14 @@ def loaded(source: TensorSource, device: torch.device, dtype: torch.dtype, make)
     return make(WeightLoader(source, device=device, dtype=dtype, space=space), device)
 
 
-def proposer(
-    kind: str, target: Decoder, target_path: Path, draft_path: Path
-) -> tuple[DraftModel, set[Layout]]:
-    """Return a draft of a kind, and the layouts of its matrices."""
+def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) -> DraftModel:
     spec, device, ring = target.spec, target.device, torch.float16
     ring = ring if device.type == "cuda" else torch.float32
     if kind == "mtp":
         with GGUFFile.open(target_path) as file:
             source = WithRandom(file, mtp_shapes(spec))
             block = loaded(source, device, target.dtype, lambda loader, at: MTPBlock(spec, loader, at))
-        buffers = mtp_buffers(spec, max_ctx=MAX_CTX, device=device, dtype=ring)
-        return MTPModel(block, target, buffers), block.layouts
+        return MTPModel(block, target, mtp_buffers(spec, max_ctx=MAX_CTX, device=device, dtype=ring))
     with GGUFFile.open(draft_path) as file:
         found = DraftSpec.from_gguf(file).with_heads(file.tensors)
         extra: dict[str, tuple[int, ...]] = {}
@@ -130,13 +125,11 @@ def proposer(
         draft = loaded(
             source, device, target.dtype, lambda loader, at: DFlashDraft(found, loader, at, spec.vocab_size)
         )
-    rings = draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring)
-    return DFlashModel(draft, target, rings), draft.layouts
+    return DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
 
 
 def measure(report: Report, kind: str, target: Decoder, options: argparse.Namespace) -> None:
-    model, layouts = proposer(kind, target, options.target, options.draft)
-    prepare(layouts, target.device)
+    model = proposer(kind, target, options.target, options.draft)
     sizes = (8, ROWS) if target.device.type == "cuda" else (ROWS,)
     speculator = Speculator(
         model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
@@ -171,7 +164,6 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with GGUFFile.open(options.target) as file:
         target = Decoder.load(file, device=device, dtype=dtype)
-    prepare(target.layouts, device)
     for kind in ("dflash", "dflash2", "dspark", "mtp"):
         measure(report, kind, target, options)
         if device.type == "cuda":

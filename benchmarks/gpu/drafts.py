@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.stages import Stages
 from benchmarks.gpu.step import scratch_folder
 from tests.gpu.texts import embedded_pair
 from treeflash.convert.grow import grow
@@ -33,10 +33,10 @@ from treeflash.models.spec import ModelSpec
 from treeflash.train.draft_model import DraftModel, new_spec
 from treeflash.train.draft_settings import TrainConfig
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("dflash2", "dflash", "mtp")
 RANK, WIDER = 58, 512  # of DFlash2's selector; feed-forward of the DFlash draft beyond the usual
 GROWING_CORES = 6
+ANSWER_MINUTES = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,48 +59,13 @@ FULL = Sizes(6144, 192, 384, 600, 48, 96, 12, 128, (8, 22, 63), 25)
 TOY = Sizes(8, 16, 96, 2, 2, 4, 1, 8, (8, 22), 1)
 
 
-class Run:
+class Run(Stages):
     def __init__(self, options: argparse.Namespace):
+        super().__init__(options.out / "results.jsonl", options.out, options.seconds)
         self.sizes = TOY if options.toy else FULL
         self.device = "cpu" if options.toy else options.device
         self.toy, self.data, self.out = options.toy, options.data, options.out
         self.prompts, self.target = options.prompts, embedded_pair()[0]
-        self._begin, self._seconds = time.perf_counter(), options.seconds
-        self._results = (self.out / "results.jsonl").open("a")
-        self.failed = False
-
-    @property
-    def left(self) -> float:
-        return self._seconds - (time.perf_counter() - self._begin)
-
-    def log(self, what: str, **facts: Any) -> None:
-        line = {"what": what, "at_s": round(time.perf_counter() - self._begin, 1), **facts}
-        print(json.dumps(line), flush=True)
-        print(json.dumps(line), file=self._results, flush=True)
-
-    def start(self, name: str, *command: object) -> subprocess.Popen[bytes]:
-        """Start a script of this repository; its output goes to a log."""
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONUNBUFFERED": "1"}
-        with (self.out / f"{name}.log").open("wb") as log:
-            arguments = [sys.executable, *map(str, command)]
-            return subprocess.Popen(
-                arguments, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def wait(self, processes: dict[str, subprocess.Popen[bytes]], *, reserve: float = 0.0) -> bool:
-        """Wait for all; end those that leave less than `reserve` seconds; return whether all succeeded."""
-        good = True
-        for name, process in processes.items():
-            try:
-                process.wait(max(1.0, self.left - reserve))
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait()
-            tail = (self.out / f"{name}.log").read_bytes()[-600:].decode(errors="replace")
-            self.log(name, code=process.returncode, tail=tail if process.returncode else tail[-200:])
-            good &= process.returncode == 0
-        self.failed |= not good
-        return good
 
     def together(self, commands: dict[str, list[Any]], *, reserve: float) -> bool:
         """Run scripts at the same time, in a trial run one after the other."""
@@ -110,7 +75,7 @@ class Run:
 
 
 def answers(run: Run) -> bool:
-    """Have the target answer the prompts once at each temperature; all answers are one shard."""
+    """Have the target answer the prompts once at each temperature, as many as there is time for."""
     sizes, some = run.sizes, run.out / "prompts.jsonl"
     if run.prompts is None:
         asked = ["Count to ten.", "What is 3 + 4?", "def add(a, b):", "Name a colour."] * 2
@@ -120,6 +85,7 @@ def answers(run: Run) -> bool:
     some.write_text("\n".join(lines[: sizes.prompts]) + "\n")
     command = ["training/draft.py", run.target, "--prompts", some, "-o", run.out / "answers", "--data-only"]
     command += ["--n-gen", sizes.n_gen, "--seq", sizes.length, "--device", run.device]
+    command += ["--answer-minutes", ANSWER_MINUTES]
     return run.wait({"answers": run.start("answers", *command)})
 
 

@@ -227,14 +227,26 @@ def timed(report: Report, name: str) -> Iterator[None]:
     report.log(name, seconds=round(time.perf_counter() - begin, 1))
 
 
-def compare_format(report: Report, options: argparse.Namespace, kv: str, count: int, at_random: int) -> bool:
-    """Compare `count` prompts, every `at_random`-th of them also with random trees, and the long ones."""
+def formats(options: argparse.Namespace) -> dict[str, range]:
+    """Return which of all prompts each cache format gets: no format the prompts of another."""
+    found, first = {}, 0
+    for part in options.kv.split(","):
+        kv, _, count = part.partition(":")
+        found[kv] = range(first, first + int(count))
+        first = found[kv].stop
+    return found
+
+
+def compare_format(report: Report, options: argparse.Namespace, kv: str) -> bool:
+    """Compare a format's prompts, every --at-random-th of them also with random trees, and the long ones."""
     longest = max(options.long, default=0)
     with timed(report, f"{kv} loaded"):
         max_ctx = max(4096, longest + 1024)
         engines = Engines.load(options.target, options.draft, kv, max_ctx, options.device)
     session, drafted, mixed = engines.session, Tally(), Tally()
-    prompts = [(ids, options.n_gen) for ids in suite_prompts(session, options.data, count)]
+    own, every = formats(options)[kv], max(each.stop for each in formats(options).values())
+    chosen = suite_prompts(session, options.data, every)[own.start : own.stop]
+    prompts = [(ids, options.n_gen) for ids in chosen]
     prompts += [(ids, min(128, options.n_gen)) for ids in book_prompts(session, options.data, options.long)]
     for index, (ids, n_gen) in enumerate(prompts):
         if report.left < 10:
@@ -242,7 +254,7 @@ def compare_format(report: Report, options: argparse.Namespace, kv: str, count: 
             break
         text = Text(ids, SAMPLED if index % 2 else GREEDY, n_gen)
         engines.read_plain(text)
-        random_too = index % at_random == 0 or index >= count
+        random_too = index % options.at_random == 0 or index >= len(chosen)
         engines.compare(text, BUDGETS[index % len(BUDGETS)], drafted, mixed, at_random=random_too)
     passed = True
     for name, tally in (("drafted trees", drafted), ("random trees", mixed)):
@@ -267,9 +279,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     report = Report(options.out, options.seconds, options.device)
-    for part in options.kv.split(","):
-        kv, _, count = part.partition(":")
-        compare_format(report, options, kv, int(count), options.at_random)
+    for kv in formats(options):
+        compare_format(report, options, kv)
         if options.device != "cpu":
             torch.cuda.empty_cache()
     print("FAIL" if report.failed else "PASS", json.dumps({"kv": options.kv}), flush=True)

@@ -1,9 +1,14 @@
-"""Times prefill on a GPU: its kernels, then whole prompts of a random 27B model.
+"""Times prefill on a GPU: its kernels, the cost of int8 in text, then whole prompts of a random 27B model.
 
-    PYTHONPATH=src:. python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 200] [--only kernels]
+    PYTHONPATH=src:. python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 375] [--only kernels]
+        [--small qwen2.5-coder-0.5b.gguf]
 
-The model is grown meanwhile. tests/gpu/test_delta_rule.py and test_attention.py check the kernels,
-test_memory.py the logits and the memory of long prompts.
+Parts: kernels (matmuls, attention and its tiles), delta (the delta rule; only if named), int8 (its kernels
+checked, timed and tuned), hopper (the CUDA C++ kernel of int8, checked and timed), text (exact against int8
+on real text, with the embedded target and the model of --small), model (8K, 32K and 128K tokens as today,
+with each candidate, and in int8, by groups of kernels). The model is grown meanwhile.
+tests/gpu/test_delta_rule.py and test_attention.py check the kernels, test_memory.py the logits and the memory
+of long prompts.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import prefill_int8
 from benchmarks.gpu.report import Report, eager_ms
 from benchmarks.gpu.step import GROWING_CORES, guarded, load, scratch_folder, wait_for_model, write_models
 from tests.gpu.inputs import (
@@ -37,20 +44,29 @@ from treeflash.config import SpecConfig
 from treeflash.engine.engine import Done, Engine, Request
 from treeflash.kernels.attention import prefill as attention
 from treeflash.kernels.delta_rule import chunk as delta
+from treeflash.kernels.quant_matmul import PackedWeight, int8_kernels, packed
 from treeflash.memory.estimate import prefill_bytes
+from treeflash.models.measure import _parts as parts_of
 from treeflash.models.spec import ModelSpec
+from treeflash.models.step import Step
 
 DELTA_SHAPE = (KEY_HEADS, VALUE_HEADS, DELTA_DIM)
 # Columns, stages, warps of the scan over blocks; rows, keys, stages, warps of attention.
 SCAN_TILES = ((64, 3, 8), (64, 3, 4), (32, 3, 4), (32, 3, 8))
-TILES = ((128, 32, 3, 8), (128, 32, 2, 8), (64, 64, 2, 8), (128, 64, 2, 8), (64, 32, 3, 4))
+TILES = ((128, 32, 3, 8), (128, 64, 2, 8))
+# The same through tensor descriptors.
+DESCRIPTOR_TILES = (
+    (128, 64, 2, 8), (128, 32, 4, 8), (128, 32, 3, 8), (64, 64, 2, 4), (64, 64, 3, 4), (64, 32, 4, 4),
+)  # fmt: skip
 GROUPS = {
+    "int8: rounded": ("quantise",),
     "delta: inverse": ("_prepare_kernel",),
     "delta: scan": ("_scan_kernel", "_fold_kernel"),
     "convolution": ("_chunk_conv_kernel",),
     "attention": ("_chunk_attention_kernel", "_expand_kernel"),
     "weights expanded": ("expand",),
-    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "_matmul_kernel", "int8_matmul"),
+    "scaled": ("_scale_rows_kernel",),
     "norms and gates": ("norm", "silu", "gated", "rows_", "head_", "cache"),
     "scaled and copied": ("elementwise", "copy", "index", "Memcpy", "Memset"),
 }
@@ -128,21 +144,51 @@ def time_attention(report: Report) -> None:
             ms = median_ms(chunk.attention, 3)
             facts = {"rows": rows, "behind": length, "format": format, "ms": round(ms, 2)}
             report.log("attention, a layer", tflops=round(flops / ms / 1e9), **facts)
-            if format == "f16" and length == 24576:
-                guarded(report, "attention tiles", partial(tune_attention, report, chunk, flops))
+
+    # One slice of the context, so that each tile is compiled once.
+    chunk = AttentionChunk(ATTENTION_HEADS, 8192, 8192, ("f16", "f16"))
+    flops = 4 * 24 * 256 * 1.5 * 8192**2
+    guarded(report, "attention tiles", partial(tune_attention, report, chunk, flops))
+    guarded(report, "attention slices", partial(tune_slices, report))
+
+
+def tune_slices(report: Report) -> None:
+    """Time the bytes of K and V at a time, after a long context: larger ones carry sums less often."""
+    chunk, plain = AttentionChunk(ATTENTION_HEADS, 8192, 122880, ("f16", "f16")), attention.SLICE_BYTES
+    flops = 4 * 24 * 256 * (8192 * 122880 + 8192**2 / 2)
+    for descriptors in (False, True):
+        for size in (32, 64, 128, 512):
+            if report.left < 6:
+                return
+            attention.SLICE_BYTES, attention.DESCRIPTORS = size << 20, descriptors
+            try:
+                rate = round(flops / median_ms(chunk.attention, 2) / 1e9)
+                report.log("attention slices", mib=size, descriptors=descriptors, tflops=rate)
+            finally:
+                attention.SLICE_BYTES, attention.DESCRIPTORS = plain, False
 
 
 def tune_attention(report: Report, chunk: AttentionChunk, flops: float) -> None:
-    plain = attention.tiles
-    for tile in TILES if report.left > 8 else ():
+    """Time tiles, read by pointers and through descriptors; each is compared with today's."""
+    plain, expected = (attention.tiles, attention.descriptor_tiles), chunk.attention()
+    candidates = [(tile, False) for tile in TILES] + [(tile, True) for tile in DESCRIPTOR_TILES]
+    for tile, descriptors in candidates:
+        if report.left < 8:
+            return
         chosen = dict(zip(("BLOCK_M", "BLOCK_N", "num_stages", "num_warps"), tile, strict=True))
         attention.tiles = lambda *_, chosen=chosen: dict(chosen)
+        attention.descriptor_tiles = lambda chosen=chosen: dict(chosen)
+        attention.DESCRIPTORS = descriptors
+        facts: dict[str, Any] = {"descriptors": descriptors, **chosen}
         try:
-            report.log("attention tiles", tflops=round(flops / median_ms(chunk.attention, 3) / 1e9), **chosen)
+            rate = round(flops / median_ms(chunk.attention, 3) / 1e9)
+            error = float((chunk.attention() - expected).norm() / expected.norm())
+            report.log("attention tiles", tflops=rate, error=float(f"{error:.1e}"), **facts)
         except Exception as failure:
-            report.log("attention tiles", failed=str(failure)[:80], **chosen)
+            report.log("attention tiles", failed=str(failure)[:80], **facts)
         finally:
-            attention.tiles = plain
+            attention.DESCRIPTORS = False
+            attention.tiles, attention.descriptor_tiles = plain
 
 
 def time_matmuls(report: Report) -> None:
@@ -181,14 +227,20 @@ def in_pieces(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
 
 def kernels(report: Report) -> None:
     torch.manual_seed(1)
-    for timing in (arithmetic, time_delta, time_attention, time_matmuls):
+    for timing in (arithmetic, time_matmuls, time_attention):
         if report.left > 10:
             guarded(report, timing.__name__, lambda timing=timing: timing(report))
+
+
+def delta_rule(report: Report) -> None:
+    torch.manual_seed(1)
+    time_delta(report)
 
 
 def command_of(options: argparse.Namespace, part: str, seconds: float) -> list[str]:
     command = [sys.executable, __file__, "--part", part, "--seconds", str(seconds)]
     command += ["--device", options.device, "--folder", str(options.folder)]
+    command += ["--small", str(options.small)] if options.small else []
     return command + (["--out", str(options.out)] if options.out else [])
 
 
@@ -214,55 +266,156 @@ def prefill_flops(spec: ModelSpec, tokens: int) -> float:
     return 2.0 * weights * tokens + 2.0 * spec.attention_layers * inner * tokens**2
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to read prompts: what of the candidates is on."""
+
+    name: str
+    fused_scales: bool = False
+    descriptors: bool = False
+    int8: bool = False
+    hopper: bool = False
+
+
+EXACT = Way("exact")
+BOTH = Way("exact, row scales fused, descriptors", fused_scales=True, descriptors=True)
+INT8 = Way("int8", int8=True)
+ALL = Way("int8, row scales fused, descriptors", fused_scales=True, descriptors=True, int8=True)
+HOPPER = replace(ALL, name=f"{ALL.name}, Hopper kernel", hopper=True)
+WAYS = (
+    EXACT,
+    Way("exact, row scales fused", fused_scales=True),
+    Way("exact, descriptors", descriptors=True),
+    BOTH,
+    INT8,
+    ALL,
+)
+
+
+class Switches:
+    """Turns candidates on and off in a model that was loaded for int8."""
+
+    def __init__(self, engine: Engine):
+        found, queue, seen = [], [engine.target], set()
+        while queue:
+            thing = queue.pop()
+            if isinstance(thing, PackedWeight):
+                found.append(thing)
+            elif id(thing) not in seen and not isinstance(thing, Tensor):
+                seen.add(id(thing))
+                queue += parts_of(thing)
+        self._weights = [(weight, weight.int8_rows) for weight in found if weight.int8_rows]
+        assert self._weights, "no matrix is marked for int8"
+
+    def set(self, way: Way) -> None:
+        packed.FUSE_ROW_SCALES, attention.DESCRIPTORS = way.fused_scales, way.descriptors
+        int8_kernels.HOPPER_KERNEL = way.hopper
+        for weight, rows in self._weights:
+            object.__setattr__(weight, "int8_rows", rows if way.int8 else 0)
+
+
 def model(report: Report) -> None:
     folder = wait_for_model(report, "random")
     longest = 131072
     options = {
         "max_ctx": longest + 256,
+        "prefill_chunk": 8192,
+        "prefill": "int8",
+        "prefix_cache": 0,
         "speculation": SpecConfig(budget=22, adaptive=False),
         "graphs": False,
     }
     session = load(report, "random 27b", folder / "target.gguf", folder / "draft.gguf", **options)
     shutil.rmtree(folder, ignore_errors=True)
-    engine, spec = session.engine, session.engine.target.spec
-    rate = arithmetic(report)
-    for tokens in (512, 2048, 8192, 32768, longest):
-        if report.left < 6 + tokens / 4000:
-            report.log("left out", tokens=tokens)
-            continue
-        first_token_s(engine, tokens, 0) if tokens <= 8192 else None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        repeats = 3 if tokens <= 8192 else 1
-        seconds = statistics.median(first_token_s(engine, tokens, seed + 1) for seed in range(repeats))
-        peak = torch.cuda.max_memory_allocated() - before
-        planned = prefill_bytes(spec, min(engine.prefill_chunk, tokens), len(engine.drafter.taps))
-        report.log(
-            "prefill",
-            tokens=tokens,
-            tok_s=round(tokens / seconds),
-            share=round(prefill_flops(spec, tokens) / seconds / rate, 3),
-            seconds=round(seconds, 3),
-            peak_mib=round(peak / 2**20),
-            planned_mib=round(planned / 2**20),
-        )
-    guarded(report, "chunks", lambda: chunks(report, engine))
-    guarded(report, "groups", lambda: groups(report, engine))
+    engine, rate = session.engine, arithmetic(report)
+    switches = Switches(engine)
+    best = HOPPER if (report.folder / "hopper").exists() else ALL
+    every, few = list(dict.fromkeys((*WAYS, best))), (EXACT, BOTH, best)
+    guarded(report, "logits", lambda: logits(report, engine, switches, every))
+    for tokens, ways in ((8192, every), (32768, few), (longest, few)):
+        for way in ways:
+            if report.left < 8 + tokens / 4000:
+                report.log("left out", tokens=tokens, way=way.name)
+                continue
+            switches.set(way)
+            guarded(report, way.name, partial(prompt, report, engine, tokens, way, rate))
+    for way in few:
+        switches.set(way)
+        guarded(report, "chunks", partial(chunks, report, engine, way))
 
 
-def chunks(report: Report, engine: Engine) -> None:
+def prompt(report: Report, engine: Engine, tokens: int, way: Way, rate: float) -> None:
+    """Time a prompt: a short one three times, and any one by groups of kernels."""
+    spec = engine.target.spec
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if tokens <= 8192:
+        first_token_s(engine, tokens, 0)
+    found = [first_token_s(engine, tokens, seed + 1) for seed in range(3 if tokens <= 8192 else 0)]
+    profiled, by_group = groups(engine, tokens)
+    peak = torch.cuda.max_memory_allocated() - before
+    seconds = statistics.median(found or [profiled])
+    chunk = min(engine.prefill_chunk, tokens)
+    planned = prefill_bytes(spec, chunk, len(engine.drafter.taps), int8=way.int8)
+    report.log(
+        "prefill",
+        way=way.name,
+        tokens=tokens,
+        chunk=chunk,
+        tok_s=round(tokens / seconds),
+        share=round(prefill_flops(spec, tokens) / seconds / rate, 3),
+        seconds=round(seconds, 3),
+        profiled=not found,
+        peak_mib=round(peak / 2**20),
+        planned_mib=round(planned / 2**20),
+    )
+    report.log("time by group", way=way.name, tokens=tokens, **by_group)
+
+
+def last_logits(engine: Engine, prompt: list[int]) -> Tensor:
+    """Return the logits [vocabulary] after a prompt of one chunk."""
+    target, states = engine.target, engine.states
+    slot = states.open()
+    slots, tokens = torch.tensor([slot], device=target.device), torch.tensor([prompt], device=target.device)
+    try:
+        states.reserve(slot, len(prompt))
+        step = Step.chunk(slots, tokens, states.buffers.lengths[slots])
+        return target.logits(target.forward(step, states.buffers).hidden[:, -1])[0]
+    finally:
+        states.close(slot)
+
+
+@torch.inference_mode()
+def logits(report: Report, engine: Engine, switches: Switches, ways: list[Way]) -> None:
+    """Compare each way's logits after 700 tokens with today's; fused row scales must not change a bit."""
+    found = {}
+    for way in ways:
+        switches.set(way)
+        found[way] = last_logits(engine, prompt_of(700))
+    exact = found[EXACT]
+    for way, each in found.items():
+        error = float((each - exact).norm() / exact.norm())
+        same = torch.equal(each, exact)
+        limit = 0.0 if not (way.descriptors or way.int8) else 3e-2 if not way.int8 else 0.3
+        report.check(f"logits, {way.name}", error <= limit, error=float(f"{error:.1e}"), same_bits=same)
+
+
+def chunks(report: Report, engine: Engine, way: Way) -> None:
     plain = engine.prefill_chunk
-    for chunk in (512, 1024, 2048, 4096, 8192):
+    for chunk in (1024, 2048, 4096, 8192):
+        if report.left < 6:
+            break
         engine.prefill_chunk = chunk
         first_token_s(engine, 8192, 0)
-        report.log("chunk size", chunk=chunk, tok_s_at_8192=round(8192 / first_token_s(engine, 8192, 1)))
+        speed = round(8192 / first_token_s(engine, 8192, 1))
+        report.log("chunk size", way=way.name, chunk=chunk, tok_s_at_8192=speed)
     engine.prefill_chunk = plain
 
 
-def groups(report: Report, engine: Engine) -> None:
-    """Profile a prefill of 8192 tokens: milliseconds by group, and the kernels that take most."""
+def groups(engine: Engine, tokens: int) -> tuple[float, dict[str, float]]:
+    """Return a profiled prompt's seconds, and the milliseconds of groups of kernels; print the largest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        first_token_s(engine, 8192, 2)
+        seconds = first_token_s(engine, tokens, 9)
         torch.cuda.synchronize()
     found, names = defaultdict(float), defaultdict(float)
     for event in profile.key_averages():
@@ -272,14 +425,21 @@ def groups(report: Report, engine: Engine) -> None:
         )
         found[group] += ms
         names[event.key[:80]] += ms
-    report.log(
-        "time by group", **{name: round(ms, 1) for name, ms in sorted(found.items(), key=lambda x: -x[1])}
-    )
-    for name, ms in sorted(names.items(), key=lambda x: -x[1])[:25]:
+    for name, ms in sorted(names.items(), key=lambda x: -x[1])[: 25 if tokens <= 8192 else 8]:
         print(f"    {ms:9.2f} ms {name}", flush=True)
+    return seconds, {name: round(ms, 1) for name, ms in sorted(found.items(), key=lambda x: -x[1])}
 
 
-PARTS = {"kernels": kernels, "model": model}
+PARTS = {
+    "kernels": kernels,
+    "delta": delta_rule,
+    "int8": prefill_int8.kernels,
+    "hopper": prefill_int8.hopper,
+    "text": prefill_int8.text,
+    "model": model,
+}
+# Seconds of the parts before the model, which gets the rest of the time.
+SHARES = {"kernels": 75.0, "delta": 60.0, "int8": 55.0, "hopper": 25.0, "text": 30.0}
 
 
 def orchestrate(options: argparse.Namespace) -> int:
@@ -300,8 +460,7 @@ def orchestrate(options: argparse.Namespace) -> int:
     try:
         for name in chosen:
             left = options.seconds - (time.perf_counter() - begin)
-            # The model gets the rest of the time.
-            share = min(left, 60.0) if name == "kernels" and "model" in chosen else left
+            share = min(left, SHARES.get(name, left)) if "model" in chosen else left
             while name == "model" and writer and writer.is_alive() and not (folder / "random").exists():
                 time.sleep(0.2)
             if name == "model" and writer and writer.is_alive():
@@ -323,9 +482,10 @@ def orchestrate(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--seconds", type=float, default=375)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="kernels,model", help="parts, in their order")
+    parser.add_argument("--only", default="kernels,int8,hopper,text,model", help="parts, in their order")
+    parser.add_argument("--small", type=Path, help="a real small model, for the cost of int8 in its text")
     parser.add_argument("--shape", default="27b", help="of the model: 27b, or double for a trial")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -333,6 +493,7 @@ def main() -> int:
     if options.part is None:
         return orchestrate(options)
     report = Report(options.out, options.seconds, options.device, options.folder)
+    prefill_int8.small_model = options.small
     facts = {"torch": torch.__version__}
     if options.device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()

@@ -239,7 +239,9 @@ def main() -> int:
     parser.add_argument("--disk", type=Path)
     for name in ("--target", "--draft"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--shortlist", type=int, help="another start of the 27B, drafts of so many tokens")
+    parser.add_argument(
+        "--shortlist", type=int, help="another start of the 27B, drafts that rank this many tokens"
+    )
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.target is None:

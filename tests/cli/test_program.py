@@ -76,6 +76,7 @@ def test_piped_in_and_out(environment, tiny_model):
 # Prints a line when Python itself has started, which takes a time that depends on the machine.
 STARTING = """
 import contextlib, importlib, signal, threading, typing
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 print("started", flush=True)
 from treeflash.cli.main import main
 main()

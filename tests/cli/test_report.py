@@ -41,6 +41,12 @@ def test_no_line_is_wider_than_eighty_columns():
     assert not any(part.startswith("·") or part.endswith("·") for part in longest.splitlines())
 
 
+def test_one_line_for_programs_that_read_it():
+    finished = Finished(reason="length", tokens=[], stats=stats(seed=2**64 - 1))
+    text = report.line(finished, plain=False, sampled=True, interrupted=True, width=None)
+    assert text.endswith(" · length limit · interrupted") and "\n" not in text and len(text) > 80
+
+
 def test_what_does_not_apply_is_left_out():
     assert line(plain=True, sampled=False) == "312 tok · 118 tok/s · TTFT 0.21 s · prompt 4,096"
     assert line(sampled=False).endswith(" · accept 5.90/step")

@@ -362,6 +362,14 @@ def test_activations_of_8_bits_are_said_to_be_approximate(treeflash, model):
     assert exact.exit_code == 0 and "pproximate" not in exact.stderr
 
 
+def test_int8_prefill_is_refused_on_a_cpu(treeflash, model):
+    refused = treeflash("run", model, "-p", "hello", "--device", "cpu", "--prefill", "int8")
+    assert refused.exit_code == 2
+    assert "--prefill is int8, which a GPU computes, but the model runs on a CPU" in refused.stderr
+    exact = treeflash("run", model, "-p", "hello", "-n", 2, "--prefill", "exact")
+    assert exact.exit_code == 0 and "pproximate" not in exact.stderr
+
+
 @needs_native
 def test_native_code_and_threads(treeflash, model):
     ask = ("run", model, "hello", "-n", 8, "-t", 0, "--json")

@@ -35,6 +35,17 @@ def test_a_request_after_a_rehearsal_is_as_without_one(sampling: str) -> None:
     assert answers[0] == answers[1] and accepted[0] == accepted[1]
 
 
+def test_steps_are_measured_on_a_slot_of_their_own() -> None:
+    """The pages that another slot had before may hold a cached prefix."""
+    target = session(None).engine.target
+    engine = Engine(target, max_ctx=256, slots=3, runner="graph")
+    for slot in (0, 1, 2):
+        before = engine.states.buffers.lengths.clone()
+        assert engine.measure_steps()
+        changed = (engine.states.buffers.lengths != before).nonzero().flatten().tolist()
+        assert changed == [slot]
+
+
 def test_costs_that_are_known_are_kept() -> None:
     costs = StepCosts({1: 0.005}, draft={0: 0.0})
     costs.fill({1: 0.1, 8: 0.2}, 0.01)

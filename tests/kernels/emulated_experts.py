@@ -4,6 +4,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ _SCALED = (
     "return fma_halves(codes, x << 16 | x, y << 16 | y);"
 )
 # Functions whose bodies are assembly.
-_BODIES = {
+BODIES = {
     "u32 shared_address": "return (u32)((const u8*)p - shared_memory);",
     "uint4 load128": "uint4 v; memcpy(&v, shared_memory + a, 16); return v;",
     "uint2 load64": "uint2 v; memcpy(&v, shared_memory + a, 8); return v;",
@@ -52,9 +53,11 @@ extern "C" void run(int ctas, const u8* w, const float* row_scale, const u8* x, 
 """
 
 
-def emulated_source() -> str:
-    text = cuda.source()
-    for name, body in _BODIES.items():
+def with_bodies(text: str, bodies: Mapping[str, str]) -> str:
+    """Return CUDA code with other bodies of the functions that it has of these."""
+    for name, body in bodies.items():
+        if f"DEVICE {name}(" not in text:
+            continue
         begin = text.index("{", text.index(f"DEVICE {name}(")) + 1
         end, depth = begin, 1
         while depth:
@@ -62,7 +65,11 @@ def emulated_source() -> str:
             end += 1
         text = f"{text[:begin]}{body}}}{text[end:]}"
     text = text.replace('asm volatile("mov.b32 %0,0x5464;" : "=r"(c.magic));', "c.magic = 0x5464;")
-    text = re.sub(r'asm volatile\("mov.b32 %0,%1;" : "=r"\((\S+)\) : "n"\((\w+)\)\);', r"\1 = \2;", text)
+    return re.sub(r'asm volatile\("mov.b32 %0,%1;" : "=r"\((\S+)\) : "n"\((\w+)\)\);', r"\1 = \2;", text)
+
+
+def emulated_source() -> str:
+    text = with_bodies(cuda.source(), BODIES)
     text = re.sub(r'asm volatile\("cp.async[^;]*;"[^;]*;', ";", text)
     text = text.replace("extern __shared__ __align__(128) u8 ring[];", "u8* ring = shared_memory;")
     assert "asm" not in text, [line for line in text.splitlines() if "asm" in line]

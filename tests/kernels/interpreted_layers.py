@@ -16,8 +16,9 @@ from treeflash.kernels.delta_rule import triton_kernels as delta_kernel
 from treeflash.kernels.norm_rope import reference as norm
 from treeflash.kernels.norm_rope import ring
 from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
+from treeflash.kernels.quant_matmul.partial_sums import RowScaled
 from treeflash.kernels.quant_matmul.rows import PackedRows
-from treeflash.kernels.quant_matmul.triton_kernels import pack_rows
+from treeflash.kernels.quant_matmul.triton_kernels import pack_rows, scale_rows
 from treeflash.models.step import Step
 
 torch.set_num_threads(1)
@@ -102,6 +103,24 @@ def test_packed_rows(rows: int, width: int) -> None:
         assert torch.equal(packed.scale, alike.scale)
         for found, row in zip(floats(packed), wanted, strict=True):
             close(found, row, 5e-4)
+
+
+def test_row_scales() -> None:
+    """Applied by the kernel that reads a matmul, they give the bits of an output that was scaled before."""
+    rows, width = 66, 300
+    scale = torch.exp2(torch.randint(-12, 12, (rows,)).float())
+    x, whole, weight = torch.randn(rows, width), torch.randn(rows, 2 * width), torch.randn(width)
+    parts = RowScaled(whole, scale).split((width, width))
+    scaled = [part.scaled() for part in parts]
+    found, expected = (norm_kernel.silu_mul(*each, pack=True) for each in (parts, scaled))
+    assert torch.equal(found.data, expected.data) and torch.equal(found.scale, expected.scale)
+    (total, found), (sums, expected) = (
+        norm_kernel.add_rms_norm(x, each[0], weight, 1e-6, pack=True) for each in (parts, scaled)
+    )
+    assert torch.equal(total, sums) and torch.equal(found.data, expected.data)
+    scale_rows(whole[:, 10:310], scale)
+    assert torch.equal(whole[:, 10:300], scaled[0][:, 10:])
+    assert torch.equal(whole[:, 300:310], scaled[1][:, :10])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -169,3 +169,24 @@ def test_chunk_attention(
         alone = (keys, values, table[lone], torch.tensor(lengths[lone]))
         opened = None if gate is None else gate[lone]
         close(found[lone], attention.paged_attention(q[lone], *alone, None, gate=opened), tolerance)
+
+
+@pytest.mark.parametrize(("rows", "lengths"), [(75, (64, 130)), (33, (100, 0)), (1, (0, 70))])
+def test_chunk_attention_through_descriptors(
+    rows: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the same blocks read by pointers: queries are rounded as in the kernel."""
+    kv_heads, dim, blocks = 2, 32, {"BLOCK_M": 32, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
+    table = torch.randperm(2 * PAGES).view(2, PAGES)
+    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
+    keys, values = (pool_of("f16", kv_heads, dim, used) for _ in range(2))
+    q, gate = (torch.randn(2, rows, 3 * kv_heads, dim) for _ in range(2))
+    cache = (keys, values, table, torch.tensor(lengths))
+    monkeypatch.setattr(prefill, "tiles", lambda *_: blocks)
+    monkeypatch.setattr(prefill, "descriptor_tiles", lambda: blocks)
+    found = []
+    for tiled in (False, True):
+        monkeypatch.setattr(prefill, "reads_tiles", lambda *_, tiled=tiled: tiled)
+        found.append(prefill.chunk_attention(q, *cache, span=max(lengths) + rows, gate=gate))
+    assert torch.equal(*found)

@@ -85,15 +85,18 @@ NUMBERS = {
 }
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}
-NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": True}
+NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": 1}
+SILU = {"WIDTH": 17408, "PADDED": 17408, "FIRST": 16384, "REST": 1024}
 SIMPLE = {
     "norm": (norm._norm_kernel, {**NORM, "PACK": False}),
     "packed norm": (norm._norm_kernel, {**NORM, "PACK": True}),
+    "packed norm with row scales": (norm._norm_kernel, {**NORM, "PACK": True, "ADD": 2}),
     "packed gated norm": (
         norm._gated_norm_rows_kernel,
         {"HEADS": 48, "D": 128, "PADDED": 6144, "BLOCK_HEADS": 64, "BLOCK": 128},
     ),
-    "packed silu": (norm._silu_rows_kernel, {"WIDTH": 17408, "PADDED": 17408, "FIRST": 16384, "REST": 1024}),
+    "packed silu": (norm._silu_rows_kernel, {**SILU, "SCALED": False}),
+    "packed silu with row scales": (norm._silu_rows_kernel, {**SILU, "SCALED": True}),
     "gated norm": (norm._gated_norm_kernel, {"HEADS": 48, "D": 128, "BLOCK": 128, "UNITS": 4}),
     "silu": (norm._silu_mul_kernel, {"BLOCK": 1024}),
     "heads": (norm._head_kernel, {"HEADS": 24, **HEAD}),

@@ -69,7 +69,23 @@ def test_attention_compiles(card: str) -> None:
     target, limit = TARGETS[card]
     for dim, whole in ((256, True), (256, False), (128, True))[: 3 if card == "sm_90" else 1]:
         parts = {"BEGIN": True, "END": whole, "GATE": whole}
-        constants = {"KV": 4, "GROUP": 6, "D": dim, "PRECISION": "ieee", **parts}
+        constants = {"KV": 4, "GROUP": 6, "D": dim, "PRECISION": "ieee", "DESCRIPTORS": False, **parts}
         chosen = attention.tiles(dim, capability(target))
         scalars = {"first": "i32", "last": "i32"}
         assert compiled(attention._chunk_attention_kernel, card, constants, chosen, scalars=scalars) <= limit
+
+
+def test_attention_through_descriptors_compiles(tmp_path: Path) -> None:
+    """With 64 keys at a time, copied by the bulk tensor engine, and mma that need not wait for each other."""
+    parts = {"BEGIN": True, "END": True, "GATE": True, "PRECISION": "ieee", "DESCRIPTORS": True}
+    chosen = attention.descriptor_tiles()
+    boxes = {"q": chosen["BLOCK_M"], "keys": chosen["BLOCK_N"], "values": chosen["BLOCK_N"]}
+    scalars = {name: f"tensordesc<fp16[{rows},256]>" for name, rows in boxes.items()}
+    scalars |= {"first": "i32", "last": "i32"}
+    kernel = attention._chunk_attention_kernel
+    made = tiled(kernel, "sm_90", {"KV": 4, "GROUP": 6, "D": 256, **parts}, chosen, scalars=scalars)
+    assert made.metadata.shared <= TARGETS["sm_90"][1]
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(made.asm["cubin"])
+    code = tool_output("nvdisasm", "-c", str(path))
+    assert "UTMALDG" in code and code.count("WARPGROUP") < code.count("HGMMA")

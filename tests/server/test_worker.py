@@ -210,17 +210,27 @@ def test_closing_cancels_running_and_waiting_jobs():
     run(main(), worker)
 
 
-def test_a_lost_device_fails_all_jobs():
-    class AcceleratorError(RuntimeError):
-        """Has the name of torch's exception."""
+class AcceleratorError(RuntimeError):
+    """Has the name of torch's exception."""
 
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA driver error 700: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+    ids=["torch", "driver", "triton"],
+)
+def test_a_lost_device_fails_all_jobs(error: RuntimeError):
     begun = threading.Event()
     go_on = threading.Event()
 
     def script(request):
         begun.set()
         go_on.wait(5)
-        raise AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise error
 
     worker = started(ScriptedSession(script))
 
@@ -229,7 +239,7 @@ def test_a_lost_device_fails_all_jobs():
         await asyncio.to_thread(begun.wait, 5)
         waiting = worker.submit(ask("b"))
         go_on.set()
-        with pytest.raises(AcceleratorError):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
             await text_of(broken)
         with pytest.raises(Unavailable, match="the GPU failed; start the server again"):
             await text_of(waiting)
@@ -253,6 +263,24 @@ def test_a_request_error_leaves_the_worker_ready():
         with pytest.raises(RuntimeError, match="a shape is wrong"):
             await text_of(worker.submit(ask("a")))
         assert await text_of(worker.submit(ask("b"))) == "b"
+
+    run(main(), worker)
+
+
+def test_an_error_between_requests_leaves_the_worker_ready():
+    tried = threading.Event()
+
+    class Failing(ScriptedSession):
+        def use_idle_time(self) -> bool:
+            tried.set()
+            raise ValueError("a kernel does not compile")
+
+    worker = started(Failing(lambda request: iter([Text("b")])))
+
+    async def main():
+        assert tried.wait(10)
+        assert await text_of(worker.submit(ask("b"))) == "b"
+        assert worker.state is State.ready
 
     run(main(), worker)
 

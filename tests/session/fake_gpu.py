@@ -19,7 +19,7 @@ from treeflash.session.building import rehearse
 
 GPU = torch.device("cuda", 0)
 H200 = Card("sm_90", 132, 233472, 232448)
-_KERNELS = ("attention", "causal_conv", "delta_rule", "norm_rope", "quant_matmul")
+_KERNELS = ("attention", "causal_conv", "delta_rule", "experts", "norm_rope", "quant_matmul")
 
 
 @contextmanager

@@ -11,10 +11,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tests.every_draft import EveryDraft
 from tests.gpu.texts import embedded_pair
 from tests.session.fake_gpu import GPU, dry_run, fake_gpu
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.kernels.kv_cache import rotation
+from treeflash.kernels.quant_matmul import packed
 from treeflash.kernels.runtime import ahead
 from treeflash.kernels.runtime.ahead import CompileAhead
 from treeflash.kernels.runtime.dry_run import DryRun, Launch, current
@@ -46,6 +48,16 @@ def test_kernels_are_compiled_once_for_arguments_of_one_kind(found: DryRun) -> N
     assert names["noise_kernel"] == 1 and names["shortlist_kernel"] == 2  # sampling, and a draft's ranking
     assert names["_pad_kernel"] == names["_commit_kernel"] == names["accept_path_kernel"] == 1
     assert sum(names.values()) <= 42
+
+
+def test_row_scales_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the norm and the activation of a chunk; the other matmuls are scaled by a kernel of ours."""
+    monkeypatch.setattr(packed, "FUSE_ROW_SCALES", True)
+    launches = dry_run(embedded_pair()[0], EngineConfig("cuda", speculation=SpecConfig(mtp="off"))).launches
+    options = [(launch.name, dict(launch.options)) for launch in launches]
+    assert ("_norm_kernel", 2) in [(name, given.get("ADD")) for name, given in options]
+    assert ("_silu_rows_kernel", True) in [(name, given.get("SCALED")) for name, given in options]
+    assert "_scale_rows_kernel" in [name for name, _ in options]
 
 
 def test_launches_are_what_triton_compiles(found: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +126,52 @@ def test_steps_of_several_sequences(found: DryRun) -> None:
 def test_the_models_mtp_block(tiny_model: Callable[..., Path]) -> None:
     launches = dry_run(tiny_model(mtp=True), EngineConfig("cuda", max_ctx=256)).launches
     assert "rank_kernel" in {launch.name for launch in launches}
+
+
+def test_every_mix_of_drafts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The first answer may call any of them."""
+    target = tiny_model(mtp=True)
+    drafts = EveryDraft(target, tmp_path)
+    both, alone = (dry_run(target, drafts.config(name)) for name in ("dflash2, mtp, lookup", "mtp"))
+    # Trees are as deep as the shallowest draft.
+    assert {each for each in alone.launches if each.name != "best_tree_kernel"} <= set(both.launches)
+
+
+def test_routed_experts(tiny_model: Callable[..., Path]) -> None:
+    """Kernels for few rows, for more, and for those of a prompt."""
+    path = tiny_model("qwen35moe", mtp=True, width=256, mix="q4_k_m")
+    found = dry_run(path, EngineConfig("cuda", max_ctx=256, experts_host=2))
+    routed = [module for module in found.modules if "experts" in module._most_shared]
+    assert {each.name for each in found.launches} >= {"_router_kernel", "_route_kernel", "_combine_kernel"}
+    assert len(routed) % 3 == 0 and routed
+
+
+def test_operations_with_a_destination_are_not_run() -> None:
+    """Some have no form for tensors without memory: a matmul into float32 in older versions of torch."""
+    with fake_gpu(), DryRun(GPU):
+        out = torch.empty(3, 5, device=GPU)
+        assert torch.mm(torch.empty(3, 4, device=GPU), torch.empty(2, 5, device=GPU), out=out) is out
+
+
+def test_a_kernel_gets_all_its_handles_at_once() -> None:
+    """The thread that loads weights may launch it meanwhile."""
+
+    class Compiled:
+        module = function = _run = None
+
+        def _init_handles(self) -> None:
+            self._run = "launcher"
+            assert compiled._run is None
+            self.module, self.function = "module", "function"
+
+    class Kernel:
+        def warmup(self, *arguments: object, **options: object) -> Compiled:
+            return compiled
+
+    compiled = Compiled()
+    with fake_gpu():
+        Launch(Kernel(), (), ()).load(GPU)
+    assert (compiled._run, compiled.module, compiled.function) == ("launcher", "module", "function")
 
 
 @pytest.fixture

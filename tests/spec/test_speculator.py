@@ -36,7 +36,8 @@ class ScriptedDraft:
 
     def begin(self, slot: int) -> None: ...
 
-    def flush(self, slot: int) -> None: ...
+    def flush(self, slot: int) -> int:
+        return 0
 
     def append(self, slot: int, features: torch.Tensor, *, skipped: int = 0) -> None:
         self._length += len(features)

@@ -1,6 +1,7 @@
 """A saved sequence: going on from it is going on from the original, bit for bit, however often."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
+from treeflash.models.step import DeltaBuffers, Step
 from treeflash.state import snapshots
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 from treeflash.state.snapshots import SnapshotStore
@@ -51,6 +52,31 @@ class Sequence:
             self.tree([1, 2], [-1, 0], 1),
         ]
         return torch.cat([row.flatten() for row in rows])
+
+
+@pytest.mark.parametrize("group", [snapshots._GROUP_BYTES, 1])
+def test_layers_are_saved_in_groups(target: Decoder, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would be some launches of its own on a GPU; `group`: bytes of recurrent states in one."""
+    monkeypatch.setattr(snapshots, "_GROUP_BYTES", group)
+    states = SequenceStates(target.spec, max_ctx=256, slots=2, max_rows=5)
+    first, second = (Sequence(target, states) for _ in range(2))
+    first.chunk(9, seed=1)
+    store = SnapshotStore(states)
+    saved, expected = store.save(first.slot), first.go_on()
+    deltas = sum(kind != "attention" for kind in target.spec.layers)
+    assert len(saved.layers) == (min(1, deltas) if group > 1 else deltas)
+    store.restore(second.slot, saved)
+    assert torch.equal(second.go_on(), expected)
+
+
+def test_every_layer_is_aligned(target: Decoder) -> None:
+    """Kernels are compiled for addresses that are; with 5 rows and odd sizes the next layer might not be."""
+    states = SequenceStates(target.spec, max_ctx=256, slots=3, max_rows=5)
+    deltas = [layer for layer in states.buffers.layers if isinstance(layer, DeltaBuffers)]
+    for name in ("state", "window", "tree_inputs", "tree_gates"):
+        tensors = [getattr(layer, name) for layer in deltas]
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        assert all((b.data_ptr() - a.data_ptr()) % 16 == 0 for a, b in pairwise(tensors))
 
 
 @pytest.mark.parametrize("length", [1, 20, PAGE - 1, PAGE, 3 * PAGE + 5])

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.convert.hf_models import build_hf, save_hf
 from treeflash.cli.program import app
+from treeflash.gguf.reader import GGUFFile
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--layers", 1, "--block", 4, "--batch", 2, "--anchors", 4, "--seq", 48, "--n-gen", 8, "-t", 0]
@@ -53,6 +54,7 @@ def test_one_command_makes_a_draft(model, prompts, tmp_path):
         "model.safetensors",
         "tokens",
         "training.json",
+        "training.png",
     }
     for draft in (folder, folder / "draft-q8_0.gguf"):
         result = treeflash("run", model, "hello", "--draft", draft, "-n", 5, "--device", "cpu", "--json")
@@ -60,10 +62,20 @@ def test_one_command_makes_a_draft(model, prompts, tmp_path):
     again = treeflash("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, *QUICK)
     assert again.exit_code == 2 and "exists from an earlier run" in again.stderr
     other = ["-o", tmp_path / "other", "--steps", 1, "--json", "--float32", *QUICK]
+    other += ["--kv-heads", 2, "--feed-forward", 64, "--head-tokens", 260, "--portable", tmp_path / "carried"]
+    other += ["--gguf", "--no-vocabulary"]
     result = treeflash("train", model, "--tokens", folder / "tokens", *other)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["steps"] == 1 and found["acceptance_length"] >= 1 and found["parity"] < 1e-3
+    shape = json.loads((tmp_path / "other/config.json").read_text())
+    assert (shape["num_attention_heads"], shape["intermediate_size"]) == (8, 64)
+    assert list((tmp_path / "carried").iterdir())
+    small, whole = (each / "draft-q8_0.gguf" for each in (tmp_path / "other", folder))
+    with GGUFFile.open(small) as one, GGUFFile.open(whole) as two:
+        assert "tokenizer.ggml.tokens" in two.metadata and "tokenizer.ggml.tokens" not in one.metadata
+    result = treeflash("run", model, "hello", "--draft", small, "-n", 5, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
 
 
 def test_a_hugging_face_folder_is_converted_first(prompts, tmp_path):

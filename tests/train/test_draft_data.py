@@ -1,6 +1,7 @@
 """Prompts to tokens to batches: stored shards, resuming, and the labels of a block."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash.errors import ModelFileError, UsageError
-from treeflash.train import draft_data
+from treeflash.train import draft_data, shards
 from treeflash.train.draft_data import (
     Regeneration,
     TokenData,
@@ -20,6 +21,7 @@ from treeflash.train.draft_data import (
     regenerate,
 )
 from treeflash.train.draft_target import mask_token
+from treeflash.train.shards import pack_shards, read_shard, shard_files
 
 QUICK = Regeneration(length=48, max_tokens=12, temperatures=(0.0, 1.0), top_p=1.0, seed=5)
 
@@ -37,14 +39,6 @@ def prompts(tmp_path) -> Path:
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr(draft_data, "_SHARD", {"cpu": 3})
-
-
-def contents(folder: Path) -> dict[str, dict[str, list[int]]]:
-    found = {}
-    for path in sorted(folder.glob("*.npz")):
-        with np.load(path) as file:
-            found[path.name] = {name: file[name].tolist() for name in file.files}
-    return found
 
 
 @pytest.mark.parametrize(
@@ -107,42 +101,74 @@ def test_every_prompt_has_an_output_at_every_temperature(tiny_target, prompts, t
     assert greedy != sampled
 
 
+def outputs(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """The tokens of each prompt and temperature."""
+    found = {}
+    for path in shard_files(folder):
+        shard = read_shard(path)
+        for job, (tokens, _, _) in zip(shard.jobs, shard.texts(), strict=False):
+            assert job not in found
+            found[job] = tokens.tolist()
+    return found
+
+
 def test_existing_shards_are_kept(tiny_target, prompts, tmp_path, small_shards):
     folder = tmp_path / "tokens"
     regenerate(tiny_target, prompts, folder, QUICK)
-    made = contents(folder)
-    assert len(made) == 6
-    times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npz")}
+    made, files = outputs(folder), shard_files(folder)
+    assert len(made) == 14 and len(files) == 5
+    times = {path.name: path.stat().st_mtime_ns for path in files}
     (folder / "tokens-00002.npz").unlink()
     regenerate(tiny_target, prompts, folder, QUICK)
-    assert contents(folder) == made
-    again = {path.name for path in folder.glob("*.npz") if path.stat().st_mtime_ns != times[path.name]}
+    assert outputs(folder) == made
+    again = {path.name for path in shard_files(folder) if path.stat().st_mtime_ns != times[path.name]}
     assert again == {"tokens-00002.npz"}
 
 
-def test_an_interruption_loses_one_shard(tiny_target, prompts, tmp_path, small_shards):
-    folder, outputs = tmp_path / "tokens", []
+def test_an_interruption_loses_nothing_that_is_finished(tiny_target, prompts, tmp_path, small_shards):
+    folder, seen = tmp_path / "tokens", []
     done = regenerate(
         tiny_target,
         prompts,
         folder,
         QUICK,
-        progress=lambda *each: outputs.append(each),
-        cancelled=lambda: len(outputs) >= 5,
+        progress=lambda *each: seen.append(each),
+        cancelled=lambda: len(seen) >= 5,
     )
     assert not done
-    assert sorted(path.name for path in folder.iterdir()) == ["index.json", "tokens-00000.npz"]
-    kept = contents(folder)
+    kept = outputs(folder)
+    assert len(kept) == 5
     assert regenerate(tiny_target, prompts, folder, QUICK)
-    assert contents(folder).items() >= kept.items() and len(contents(folder)) == 6
+    whole = outputs(folder)
+    assert whole.items() >= kept.items() and len(whole) == 14
+    regenerate(tiny_target, prompts, tmp_path / "other", QUICK)
+    assert outputs(tmp_path / "other") == whole
 
 
-def test_ranks_share_the_shards(tiny_target, prompts, tmp_path, small_shards):
+def test_a_limit_of_time_keeps_what_there_is(tiny_target, prompts, tmp_path):
+    folder = tmp_path / "tokens"
+    assert regenerate(tiny_target, prompts, folder, replace(QUICK, minutes=0.0))
+    assert len(outputs(folder)) == 1
+    assert regenerate(tiny_target, prompts, folder, QUICK) and len(outputs(folder)) == 14
+
+
+def test_ranks_share_the_prompts(tiny_target, prompts, tmp_path, small_shards):
     regenerate(tiny_target, prompts, tmp_path / "whole", QUICK)
-    for rank in range(2):
+    for rank, count in enumerate((8, 14)):
         regenerate(tiny_target, prompts, tmp_path / "shared", QUICK, rank=rank, ranks=2)
-        assert len(contents(tmp_path / "shared")) == 3 * (rank + 1)
-    assert contents(tmp_path / "shared") == contents(tmp_path / "whole")
+        assert len(outputs(tmp_path / "shared")) == count
+    assert outputs(tmp_path / "shared") == outputs(tmp_path / "whole")
+
+
+def test_packed_shards_are_the_shards(tiny_target, prompts, tmp_path, small_shards, monkeypatch):
+    folder, packed = tmp_path / "tokens", tmp_path / "packed"
+    regenerate(tiny_target, prompts, folder, QUICK)
+    monkeypatch.setattr(shards, "_PACKED_TOKENS", 200)
+    files = pack_shards(folder, packed)
+    assert len(files) == 2 and all(path.name.endswith(".npz.xz") for path in files)
+    assert outputs(packed) == outputs(folder)
+    write(packed / "index.json", (folder / "index.json").read_text())
+    assert regenerate(tiny_target, prompts, packed, QUICK) and shard_files(packed) == files
 
 
 def test_a_folder_made_with_other_settings_is_refused(tiny_target, prompts, tmp_path):
@@ -164,10 +190,9 @@ def test_prompts_that_leave_no_room_are_refused(tiny_target, prompts, tmp_path):
 
 def test_outputs_are_cut_where_they_loop():
     loop = list(range(15))
-    assert draft_data._finished([99, *loop * 5], 1000, 7) == [99, *loop, *loop, *loop[:12]]
-    assert draft_data._finished([*loop, *loop], 1000, 7) == [*loop, *loop, 7]
-    assert draft_data._finished(loop, 15, 7) == loop
-    assert draft_data._finished(loop, 20, None) == loop
+    assert draft_data._finished([99, *loop * 5], 7) == [99, *loop, *loop, *loop[:12]]
+    assert draft_data._finished([*loop, *loop], 7) == [*loop, *loop, 7]
+    assert draft_data._finished(loop, None) == loop
 
 
 def damaged(path: Path, **changes: object) -> None:

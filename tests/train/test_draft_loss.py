@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from treeflash.models.draft_spec import SecondSpec
 from treeflash.train import draft_loss
-from treeflash.train.draft_loss import Tally, block_loss, block_weights, selection
+from treeflash.train.draft_loss import Head, Tally, block_loss, block_weights, selection
 from treeflash.train.draft_model import CandidateSelector
 
 
@@ -55,7 +55,7 @@ def test_groups_of_blocks_give_the_gradient_of_the_whole(monkeypatch, kind):
     for size in (1 << 28, 30 * 5 * 3):
         monkeypatch.setattr(draft_loss, "_LOGITS", size)
         weight.grad = None
-        tally = block_loss(inputs @ weight, labels, valid, head, kind=kind, scale=0.5)
+        tally = block_loss(inputs @ weight, labels, valid, Head(head), kind=kind, scale=0.5)
         assert torch.allclose(weight.grad, expected, rtol=1e-4, atol=1e-6)
         assert tally.mean_loss == pytest.approx(mean, rel=1e-5)
 
@@ -91,7 +91,7 @@ def test_the_selector_learns_which_candidate_follows_the_token_before():
     # In the first block the third label is the least likely token: it is no candidate.
     logits[0, 2, 2] = -50
     with torch.no_grad():
-        found = selection(selector, hidden, logits, labels, anchors)
+        found = selection(selector, hidden, logits, labels, anchors, Head(logits))
     for block in range(2):
         before = [int(anchors[block]), *labels[block].tolist()]
         for depth in range(3):
@@ -127,7 +127,7 @@ def test_groups_of_blocks_give_the_selector_the_gradient_of_the_whole(monkeypatc
     for size in (1 << 28, 1):
         monkeypatch.setattr(draft_loss, "_LOGITS", size)
         selector, rows = selector_of(vocabulary, width), hidden.clone().requires_grad_()
-        block_loss(rows, labels, valid, head, kind="dpace", selector=selector, anchors=anchors)
+        block_loss(rows, labels, valid, Head(head), kind="dpace", selector=selector, anchors=anchors)
         gradients.append([rows.grad, *(each.grad for each in selector.parameters())])
     for whole, parts in zip(*gradients, strict=True):
         assert whole is not None and whole.any() and torch.allclose(whole, parts, atol=1e-6)
@@ -136,6 +136,34 @@ def test_groups_of_blocks_give_the_selector_the_gradient_of_the_whole(monkeypatc
 def test_blocks_without_labels_count_nothing():
     hidden = rows(1, 2, 4, 8).requires_grad_()
     none = torch.zeros(1, 2, 3, dtype=torch.bool)
-    tally = block_loss(hidden, torch.zeros(1, 2, 3, dtype=torch.int64), none, rows(5, 8), kind="dpace")
+    tally = block_loss(hidden, torch.zeros(1, 2, 3, dtype=torch.int64), none, Head(rows(5, 8)), kind="dpace")
     assert tally.mean_loss == 0 and tally.acceptance == 1
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+@pytest.mark.parametrize("selects", [False, True])
+def test_a_part_of_the_head_compares_its_tokens_alone(selects):
+    """As if there were no others, for the selector too; labels that count for nothing may be others."""
+    vocabulary, width, generator = 40, 8, torch.Generator().manual_seed(4)
+    head = torch.randn(vocabulary, width, generator=generator)
+    tokens = torch.tensor([1, 2, 3, 5, 8, 13, 21, 34])
+    hidden = torch.randn(2, 3, 5, width, generator=generator)
+    labels = tokens[torch.randint(len(tokens), (2, 3, 4), generator=generator)]
+    anchors = torch.randint(vocabulary, (2, 3), generator=generator)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    valid[1, 2], labels[1, 2] = False, 0
+    masked = torch.full((vocabulary,), -1e4).index_fill(0, tokens, 0.0)
+    found = []
+    for part in (Head.of(head, tokens), Head(torch.cat([head, masked[:, None]], 1))):
+        selector, rows = selector_of(vocabulary, width), hidden.clone().requires_grad_()
+        own = rows if part.tokens is not None else torch.cat([rows, torch.ones(2, 3, 5, 1)], -1)
+        if part.tokens is None:
+            project = selector.hidden_projection
+            project.weight = torch.nn.Parameter(pad(project.weight.detach(), (0, 1)))
+        tally = block_loss(
+            own, labels, valid, part, kind="dpace", selector=selector if selects else None, anchors=anchors
+        )
+        found.append((rows.grad, tally.mean_loss, tally.acceptance))
+    (gradient, *facts), (expected, *others) = found
+    assert facts == pytest.approx(others, rel=1e-5)
+    assert torch.allclose(gradient, expected, atol=1e-6) and gradient.any()

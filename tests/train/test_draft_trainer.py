@@ -22,7 +22,8 @@ from treeflash.models.dflash import DFlashDraft
 from treeflash.models.spec import ModelSpec, has_mtp
 from treeflash.session.loading import load_session
 from treeflash.session.requests import Finished, TextRequest
-from treeflash.train import draft_eval
+from treeflash.train import draft_eval, portable
+from treeflash.train.curves import CURVES
 from treeflash.train.draft_data import Regeneration, TokenData
 from treeflash.train.draft_eval import Evaluation, check_parity, measure
 from treeflash.train.draft_run import Job, train_draft
@@ -243,6 +244,62 @@ def files_up_to(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_portable_checkpoint_goes_on_elsewhere(tiny_target, data, tmp_path, monkeypatch):
+    """The weights and the place travel in small files; the optimiser's state does not."""
+    monkeypatch.setattr(portable, "PIECE", 20_000)
+    carried, events = tmp_path / "carried", []
+    config = replace(QUICK, checkpoint_minutes=0.0, portable=carried)
+
+    def stop() -> bool:
+        return any(isinstance(event, Saved) and event.step == 3 for event in events)
+
+    first = Trainer(tiny_target, data, tmp_path / "one", config, notify=events.append, cancelled=stop)
+    assert not first.run().finished
+    files = sorted(carried.iterdir())
+    assert len(files) > 2 and max(path.stat().st_size for path in files) <= 20_000
+    assert all(path.name.startswith("portable-0000004.") for path in files)
+
+    second = Trainer(tiny_target, data, tmp_path / "two", config, resume=True)
+    assert second._state.step == 4 and second._state.history == first._state.history
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, weights(first)[name].bfloat16().float())
+    before = weights(second)
+    share = second._share()
+    second._step(second._batch(second._epoch(0)[0]), share)
+    moved = max(float((tensor - before[name]).abs().max()) for name, tensor in weights(second).items())
+    third = Trainer(tiny_target, data, tmp_path / "three", config, resume=True)
+    third._restarted = None
+    third._step(third._batch(third._epoch(0)[0]), share)
+    at_once = max(float((tensor - before[name]).abs().max()) for name, tensor in weights(third).items())
+    assert moved < 0.1 * at_once  # the first of forty steps of warm-up
+
+    fourth = Trainer(tiny_target, data, tmp_path / "four", config, resume=True)
+    assert fourth.run().finished and fourth._state.step == 6
+    files = sorted(carried.iterdir())
+    assert all(path.name.startswith("portable-0000006.") for path in files)
+    files[0].write_bytes(b"x" + files[0].read_bytes()[1:])
+    with pytest.raises(ModelFileError, match="do not belong together"):
+        Trainer(tiny_target, data, tmp_path / "five", config, resume=True)
+    files[0].unlink()  # incomplete: as if there were none
+    assert Trainer(tiny_target, data, tmp_path / "six", config, resume=True)._state.step == 0
+
+
+def test_a_part_of_the_vocabulary_suffices_for_the_loss(tiny_target, data, tmp_path):
+    config = replace(QUICK, head_tokens=250)
+    trainer = Trainer(tiny_target, data, tmp_path, config)
+    used = np.unique(data.tokens)
+    assert trainer._head.tokens is not None and set(used.tolist()) <= set(trainer._head.tokens.tolist())
+    assert len(trainer._head.weights) == max(250, len(used)) < tiny_target.spec.vocab_size
+    assert trainer.run().finished
+    report = json.loads((tmp_path / "training.json").read_text())
+    assert report["config"]["head_tokens"] == 250
+    assert [point["answers"] for point in report["history"]] == sorted(
+        point["answers"] for point in report["history"]
+    )
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / CURVES).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(tiny_target, data, tmp_path):

@@ -26,7 +26,9 @@ MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`treeflash li
 DEFAULTS = EngineConfig()
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
-HARDWARE = ("vram_limit", "experts_host", "device", "threads", "cpu_backend", "cpu_activations", "offline")
+HARDWARE = (
+    "vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "cpu_activations", "offline",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,11 @@ class CPUActivations(StrEnum):
     int8 = "int8"
 
 
+class Prefill(StrEnum):
+    exact = "exact"
+    int8 = "int8"
+
+
 class CPUBackend(StrEnum):
     auto = "auto"
     native = "native"
@@ -330,6 +337,14 @@ class EngineOptions:
             "more slowly.",
         ),
     ] = 0
+    prefill: Annotated[
+        Prefill,
+        _engine(
+            "--prefill",
+            help="Matmuls of prompts. int8: with 8 bits, on a GPU; faster and approximate, "
+            "docs/long-context.md has the cost.",
+        ),
+    ] = Prefill.exact
     device: Annotated[
         str,
         _engine("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
@@ -411,6 +426,7 @@ class EngineOptions:
             max_ctx=self.max_ctx,
             vram_limit=self.vram_limit,
             experts_host=self.experts_host,
+            prefill=self.prefill.value,
             threads=self.threads,
             cpu_backend=self.cpu_backend.value,
             cpu_activations=self.cpu_activations.value,

@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 WIDTH = 80  # columns
 
 
-def line(finished: "Finished | None", *, plain: bool, sampled: bool, interrupted: bool) -> str:
-    """Return what is shown below an answer, rarely more than a line. plain: no tokens were proposed."""
+def line(
+    finished: "Finished | None", *, plain: bool, sampled: bool, interrupted: bool, width: int | None = WIDTH
+) -> str:
+    """Return what is shown below an answer, rarely more than a line.
+
+    plain: no tokens were proposed. width: of a line; None: however long it is, for programs that read it.
+    """
     parts = []
     if finished is not None:
         stats = finished.stats
@@ -32,19 +37,20 @@ def line(finished: "Finished | None", *, plain: bool, sampled: bool, interrupted
             "length limit" if finished.reason == "length" else "",
         ]
     parts.append("interrupted" if interrupted else "")
-    return _wrapped(list(filter(None, parts)))
+    parts = list(filter(None, parts))
+    return " · ".join(parts) if width is None else _wrapped(parts, width)
 
 
 def _speed(tok_s: float) -> str:
     return f"{tok_s:,.0f} tok/s" if tok_s >= 100 else f"{tok_s:.1f} tok/s"
 
 
-def _wrapped(parts: list[str]) -> str:
-    """Return the parts with dots between them, in lines of at most WIDTH columns."""
+def _wrapped(parts: list[str], width: int) -> str:
+    """Return the parts with dots between them, in lines of at most `width` columns."""
     lines = [""]
     for part in parts:
         longer = f"{lines[-1]} · {part}" if lines[-1] else part
-        if len(longer) <= WIDTH or not lines[-1]:
+        if len(longer) <= width or not lines[-1]:
             lines[-1] = longer
         else:
             lines.append(part)

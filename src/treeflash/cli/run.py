@@ -196,6 +196,7 @@ def run(
             plain=proposing.config is None,
             sampled=request.sampling.temperature > 0,
             interrupted=interrupt.requested,
+            width=report.WIDTH if sys.stderr.isatty() else None,
         )
         spent = report.spent_on_reasoning(
             finished,

@@ -78,6 +78,10 @@ class TextOptions:
     top_p: Annotated[
         float, _text("--top-p", min=0.01, max=1, metavar="X", help="For temperatures above 0.")
     ] = 0.95
+    answer_minutes: Annotated[
+        float | None,
+        _text("--answer-minutes", min=0, metavar="X", help="Train on what was answered in this time."),
+    ] = None
 
 
 class Kind(StrEnum):
@@ -98,6 +102,14 @@ class DraftOptions:
     ] = Kind.dflash
     rank: Annotated[int, _draft("--rank", min=1, max=4096, metavar="N", help="Of that choice's tables.")] = 64
     layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3
+    kv_heads: Annotated[
+        int | None,
+        _draft("--kv-heads", min=1, max=64, metavar="N", help="Each of 4 query heads. Default: by width."),
+    ] = None
+    feed_forward: Annotated[
+        int | None,
+        _draft("--feed-forward", min=32, metavar="N", help="Default: 3 times the target's width."),
+    ] = None
     block: Annotated[
         int, _draft("--block", min=2, max=64, metavar="N", help="Tokens of a block, the anchor included.")
     ] = 16
@@ -115,6 +127,10 @@ class DraftOptions:
         _draft("--mask-token", metavar="ID", help="Default: <|mask|>, else the first unused token."),
     ] = None
     gguf: Annotated[bool, _draft("--gguf", help="Write a Q8_0 GGUF file too.")] = False
+    vocabulary: Annotated[
+        bool,
+        _draft("--vocabulary/--no-vocabulary", help="Have it in that file, which llama.cpp needs."),
+    ] = True
     float32: Annotated[bool, _draft("--float32", help="Keep weights in float32, not bfloat16.")] = False
 
 
@@ -136,6 +152,15 @@ class TrainingOptions:
     loss: Annotated[
         Loss, _training("--loss", help="Weight of a token: what depends on it, or less the deeper it is.")
     ] = Loss.dpace
+    head_tokens: Annotated[
+        int | None,
+        _training(
+            "--head-tokens",
+            min=1,
+            metavar="N",
+            help="Tokens that the loss compares: those of the text, then random ones. Default: all.",
+        ),
+    ] = None
     save_every: Annotated[
         float, _training("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
     ] = 5.0
@@ -144,6 +169,14 @@ class TrainingOptions:
         Path | None,
         _training(
             "--continue-from", metavar="PATH", help="Start with the weights of this draft, not with none."
+        ),
+    ] = None
+    portable: Annotated[
+        Path | None,
+        _training(
+            "--portable",
+            metavar="FOLDER",
+            help="Checkpoints of bfloat16 weights, in files of 16 MiB; --resume goes on from them elsewhere.",
         ),
     ] = None
     resume: Annotated[bool, _training("--resume", help="Go on from the checkpoint in FOLDER.")] = False
@@ -216,11 +249,14 @@ def _job(
             temperatures=tuple(text.temperature or (0.0, 0.8)),
             top_p=text.top_p,
             seed=training.seed,
+            minutes=text.answer_minutes,
         ),
         config=TrainConfig(
             kind=draft.kind.value,
             rank=draft.rank,
             layers=draft.layers,
+            kv_heads=draft.kv_heads,
+            feed_forward=draft.feed_forward,
             block=draft.block,
             window=draft.window,
             mask_token=draft.mask_token,
@@ -231,9 +267,12 @@ def _job(
             lr=training.lr,
             optimiser=training.optimiser.value,
             loss=training.loss.value,
+            head_tokens=training.head_tokens,
             checkpoint_minutes=training.save_every,
             seed=training.seed,
+            portable=training.portable,
             gguf=draft.gguf,
+            vocabulary=draft.vocabulary,
             float32=draft.float32,
         ),
         continue_from=training.continue_from,

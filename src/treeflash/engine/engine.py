@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -43,7 +44,9 @@ from treeflash.state.snapshots import SavedSequence, SnapshotStore
 
 SHORT = 256  # tokens of a chunk that decode steps process, on a GPU: a chunk's launches take longer
 _READS = 16  # steps that read one chunk, at most
-_PROMPT_ROWS = MAX_ROWS // 2  # of a step that also verifies trees, at most
+# Of a step that also verifies trees, at most. Many users with short answers wait for their prompts to be
+# read, and rows beside those of others cost less than steps of their own.
+_PROMPT_ROWS = 3 * MAX_ROWS // 4
 _PARKED_PAGES = 4  # free for each that runs before a parked sequence comes back, so that it stays
 
 __all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens", "VerifiedTree"]
@@ -105,16 +108,16 @@ class Engine:
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
         """Capture the steps as CUDA graphs, between requests; return whether that was possible."""
         with self._fresh_slot() as slot:
-            captured = self.runner.capture(progress)
+            captured = self.runner.capture(progress, slot=slot)
             self._rehearse(slot, [min(2 * MAX_ROWS, self.max_ctx)])
-            self.runner.rehearse()
+            self.runner.rehearse(slot)
             return captured
 
     @torch.inference_mode()
     def measure_steps(self) -> dict[int, StepTimes]:
         """Return the times of steps of one sequence by rows, between requests: as padded, once captured."""
-        with self._fresh_slot():
-            found = self.runner.measure()
+        with self._fresh_slot() as slot:
+            found = self.runner.measure(slot)
             return {min(rows, self.max_rows): times for rows, times in found.items()}
 
     @torch.inference_mode()
@@ -123,7 +126,7 @@ class Engine:
         chunks = sorted({min(rows, self.max_ctx) for rows in (2 * MAX_ROWS, self.prefill_chunk)})
         with self._fresh_slot() as slot:
             self._rehearse(slot, chunks)
-            self.runner.rehearse(batched=self.slots > 1)
+            self.runner.rehearse(slot, batched=self.slots > 1)
 
     @contextmanager
     def _fresh_slot(self) -> Generator[int]:
@@ -474,7 +477,7 @@ class Engine:
             self.runner.sampler.set_masks(0, sequence.constraint.masks([request.prompt[-1]], [-1]))
         sampler = self.runner.sampler
         sampled = sampler.sample_first(logits, sequence.slot, len(request.prompt)).tolist()
-        return self._token_events(sequence, sequence.deliver(sampled).tokens, logits, [0])
+        return self._token_events(sequence, sequence.deliver(sampled).tokens, lambda: logits, [0])
 
     def _begin_decoding(self, sequence: Sequence) -> None:
         """Set how the sequence's tokens are sampled and where they end."""
@@ -529,7 +532,7 @@ class Engine:
         outcome = self._outcome(sequence, tree, accepted, times)
         self.drafter.observe(sequence.slot, outcome)
         delivered = self._deliver(sequence, outcome)
-        events = self._step_events(sequence, tree, outcome, delivered, forward.logits_of(0))
+        events = self._step_events(sequence, tree, outcome, delivered, partial(forward.logits_of, 0))
         if not sequence.finished and ahead != "nothing":
             sequence.launched = self._launch(sequence, next_forward, ahead)
         return events
@@ -564,17 +567,18 @@ class Engine:
         delivered = [self._deliver(each, outcomes[each.slot]) for each in sequences]
         self._ask_ahead([each for each in sequences if not each.finished])
         # While the draft runs.
-        logits = [forward.logits_of(index) for index in range(len(self.working))]
         return [
             *(
                 (each, event)
-                for (each, tree), found, own in zip(pairs, delivered, logits, strict=False)
-                for event in self._step_events(each, tree, outcomes[each.slot], found, own)
+                for index, ((each, tree), found) in enumerate(zip(pairs, delivered, strict=True))
+                for event in self._step_events(
+                    each, tree, outcomes[each.slot], found, partial(forward.logits_of, index)
+                )
             ),
             *(
                 (piece.sequence, event)
-                for piece, own in zip(pieces, logits[len(pairs) :], strict=True)
-                for event in self._piece_read(piece, own)
+                for index, piece in enumerate(pieces, len(pairs))
+                for event in self._piece_read(piece, forward.logits_of(index))
             ),
         ]
 
@@ -620,7 +624,7 @@ class Engine:
 
     def _outcome(self, sequence: Sequence, tree: Tree, accepted: Accepted, times: StepTimes) -> StepOutcome:
         self.states.lengths[sequence.slot] += len(accepted.path)
-        seconds = (times.draft_s, times.verify_s, times.cpu_share)
+        seconds = (times.draft_s, times.verify_s, *times.cpu_shares)
         return StepOutcome(tree.size, accepted.path, accepted.tokens, *seconds)
 
     def _draft(self, sequence: Sequence, max_rows: int) -> Tree:
@@ -672,7 +676,12 @@ class Engine:
         return delivered.tokens
 
     def _step_events(
-        self, sequence: Sequence, tree: Tree, outcome: StepOutcome, tokens: list[int], logits: Tensor
+        self,
+        sequence: Sequence,
+        tree: Tree,
+        outcome: StepOutcome,
+        tokens: list[int],
+        logits: Callable[[], Tensor],
     ) -> list[Event]:
         """Return a step's events with the delivered tokens, and count the step."""
         stats, step_s = sequence.stats, outcome.draft_s + outcome.verify_s
@@ -699,14 +708,17 @@ class Engine:
     # -- Both
 
     def _token_events(
-        self, sequence: Sequence, tokens: list[int], logits: Tensor, path: list[int]
+        self, sequence: Sequence, tokens: list[int], logits: Callable[[], Tensor], path: list[int]
     ) -> list[Event]:
-        """Return events of the delivered tokens, sampled after the rows `path` of the logits [T, V]."""
+        """Return events of the delivered tokens, sampled after the rows `path` of the logits [T, V].
+
+        logits: a view takes a microsecond, and few requests need it.
+        """
         events: list[Event] = []
         if tokens:
             logprobs, alternatives = None, sequence.sampling.logprobs
             if alternatives is not None:
-                logprobs = token_logprobs(logits[path[: len(tokens)]], tokens, alternatives)
+                logprobs = token_logprobs(logits()[path[: len(tokens)]], tokens, alternatives)
             events.append(Tokens(tokens, logprobs))
         if sequence.finished:
             events.append(self._end(sequence))
@@ -758,6 +770,8 @@ class Engine:
         """
         if sequence.parked is not None:
             return False
+        if self.states.has_pages(sequence.slot, rows):
+            return True
         self.prefixes.reserve(sequence.slot, rows)
         while self.states.shortage(sequence.slot, rows) and len(self._scheduler.running) > 1:
             youngest = self._scheduler.youngest()

@@ -82,7 +82,8 @@ class StepTimes:
     forward_s: float
     accept_s: float  # sampling, acceptance and commit
     whole_s: float  # from the start of the draft to the end of the commit; needs a step not launched ahead
-    cpu_share: float = 1.0  # of it that a CPU worked for this thread: less where others took it away
+    # Of the draft and of `verify_s` that CPUs worked for this step: less where others took them away.
+    cpu_shares: tuple[float, float] = (1.0, 1.0)
 
     @property
     def verify_s(self) -> float:
@@ -101,9 +102,11 @@ class Mark(IntEnum):
 class StepClock:
     """Timestamps of one step: CUDA events on a GPU, else the host's clock."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, threads: int = 1):
+        """`threads` of a CPU that compute."""
         self._times = [0.0] * len(Mark)
-        self._cpu_times = [0.0] * len(Mark)
+        self._cpu_times = [(0.0, 0.0)] * len(Mark)  # of this thread, and a thread's part of the process
+        self._threads = threads
         self._drafted = False  # whether the step has a draft
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
@@ -114,7 +117,8 @@ class StepClock:
         if self._events:
             self._events[mark].record()
         else:
-            self._times[mark], self._cpu_times[mark] = time.perf_counter(), time.thread_time()
+            self._times[mark], own = time.perf_counter(), time.thread_time()
+            self._cpu_times[mark] = (own, time.process_time() / self._threads if self._threads > 1 else own)
 
     def synchronize(self) -> None:
         """Wait until the device has passed the last mark; work enqueued after it may still run."""
@@ -126,18 +130,33 @@ class StepClock:
             return self._events[first].elapsed_time(self._events[last]) / 1000
         return self._times[last] - self._times[first]
 
+    def _cpu_share(self, *stretches: tuple[Mark, Mark]) -> float:
+        """Return which part of some stretches' time they would have taken had nobody else had the CPUs.
+
+        While this thread has none, the others go on with its work.
+        """
+        whole = sum(self.seconds(*stretch) for stretch in stretches)
+        if self._events or whole <= 0:
+            return 1.0
+        spent = 0.0
+        for first, last in stretches:
+            (own, part), (own_after, part_after) = self._cpu_times[first], self._cpu_times[last]
+            spent += max(own_after - own, part_after - part)
+        return min(spent / whole, 1.0)
+
     def times(self) -> StepTimes:
         """Return the times of the step, once."""
         drafted, self._drafted = self._drafted, False
         first = Mark.DRAFT if drafted else Mark.FORWARD
-        whole = self.seconds(first, Mark.ACCEPTED)
-        cpu = whole if self._events else self._cpu_times[Mark.ACCEPTED] - self._cpu_times[first]
         return StepTimes(
             draft_s=self.seconds(Mark.DRAFT, Mark.DRAFTED) if drafted else 0.0,
             forward_s=self.seconds(Mark.FORWARD, Mark.FORWARDED),
             accept_s=self.seconds(Mark.ACCEPT, Mark.ACCEPTED),
-            whole_s=whole,
-            cpu_share=min(cpu / whole, 1.0) if whole > 0 else 1.0,
+            whole_s=self.seconds(first, Mark.ACCEPTED),
+            cpu_shares=(
+                self._cpu_share((Mark.DRAFT, Mark.DRAFTED)) if drafted else 1.0,
+                self._cpu_share((Mark.FORWARD, Mark.FORWARDED), (Mark.ACCEPT, Mark.ACCEPTED)),
+            ),
         )
 
 
@@ -179,20 +198,32 @@ class StepInputs:
 
     def load(self, parts: Sequence[Verify]) -> list[int]:
         """Load the trees of several sequences; return the bounds of their rows."""
-        numbers, bounds = self._numbers, [0]
+        numbers = self._numbers
         rows = numbers[: 4 * MAX_ROWS].reshape(4, MAX_ROWS)
         first, slots, limits, given = np.split(numbers[4 * MAX_ROWS :], np.cumsum(self._sizes[1:4]))
         slots[:], limits[:], given[:] = parts[0].slot if parts else 0, 1, -1
-        for index, part in enumerate(parts):
-            begin, end = bounds[-1], bounds[-1] + part.tree.size
-            rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
-            slots[index], limits[index] = part.slot, part.max_accepted
-            if part.given:
-                given[begin : end - 1] = rows[0, begin + 1 : end]
-            bounds.append(end)
+        slots[: len(parts)] = [part.slot for part in parts]
+        limits[: len(parts)] = [part.max_accepted for part in parts]
+        if parts and max(part.tree.size for part in parts) == 1:
+            # At once: one by one they take longer than all else that the host does for a plain step.
+            bounds = list(range(len(parts) + 1))
+            rows[:, : len(parts)] = torch.stack([part.tree.packed for part in parts])[:, :, 0].T.cpu()
+        else:
+            bounds = self._load_trees(rows, given, parts)
         first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
         if self._flat is not self._staged:
             self._flat.copy_(self._staged, non_blocking=True)
+        return bounds
+
+    @staticmethod
+    def _load_trees(rows: np.ndarray, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
+        bounds = [0]
+        for part in parts:
+            begin, end = bounds[-1], bounds[-1] + part.tree.size
+            rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
+            if part.given:
+                given[begin : end - 1] = rows[0, begin + 1 : end]
+            bounds.append(end)
         return bounds
 
 
@@ -214,8 +245,9 @@ class StepRunner:
         self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
         self._host_acceptance = torch.zeros(0, dtype=torch.int64)
-        self._clock = StepClock(device)  # of the step that is being enqueued
-        self._next_clock = StepClock(device)  # of the next one, which may start before this one is read back
+        self._clock = StepClock(device, threads=target.threads)  # of the step that is being enqueued
+        # Of the next one, which may start before this one is read back.
+        self._next_clock = StepClock(device, threads=target.threads)
         self._accepted_clock = self._clock
         self._acceptance = Acceptance(self._host_acceptance)
         self._verified = 0  # sequences of the step that was accepted last
@@ -268,8 +300,9 @@ class StepRunner:
 
         A chunk's many launches take longer than its work. The caller passes the features on to the drafter.
         """
-        forward = self.verify([Verify(slot, Tree.chain(tokens), len(tokens))])
+        # Before the forward: this copy waits for all that is enqueued.
         last = torch.tensor([len(tokens) - 1], device=self._device)
+        forward = self.verify([Verify(slot, Tree.chain(tokens), len(tokens))])
         self._states.commit_on_device(forward.step, last)
         self._states.lengths[slot] += len(tokens)
         return forward
@@ -309,10 +342,10 @@ class StepRunner:
         paths = Acceptance(self._host_acceptance).paths()[: self._verified]
         return [Accepted(*path) for path in paths], self._accepted_clock.times()
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
+    def capture(self, progress: Callable[[int, int], None] | None = None, *, slot: int = 0) -> bool:
         """Capture the steps of one sequence as CUDA graphs; return whether that was possible.
 
-        Overwrites the state of slot 0.
+        Overwrites the state of the slot.
         """
         return False
 
@@ -320,14 +353,14 @@ class StepRunner:
         """Capture one more size of steps, while nothing runs; return whether there was one."""
         return False
 
-    def rehearse(self, *, batched: bool = False) -> None:
-        """Run the draft and a step of each size of one sequence once, on slot 0: their first run is slow.
+    def rehearse(self, slot: int = 0, *, batched: bool = False) -> None:
+        """Run the draft and a step of each size of one sequence once, on a slot: their first run is slow.
 
         `batched`: and the steps of several sequences, without rows.
         """
 
-    def measure(self) -> dict[int, StepTimes]:
-        """Return the times of a step of one sequence by its rows, on slot 0; none if they are not padded."""
+    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
+        """Return the times of a step of one sequence by its rows, on a slot; none if they are not padded."""
         return {}
 
     def _read(self, flat: Tensor) -> None:
@@ -478,7 +511,9 @@ class GraphRunner(StepRunner):
         device, slots = target.device, len(states.lengths)
         self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
         self._draft_functions = drafter.bind(self.sampler.rank)
-        self._later_drafts = self._draft_functions[1:]  # to capture while nothing runs
+        self._first_drafts = [each for each in self._draft_functions if each.sequences == 1]
+        # To capture while nothing runs.
+        self._later_drafts = [each for each in self._draft_functions if each.sequences > 1]
         width = len(drafter.taps) * target.spec.width
         self._into = VerifyBuffers(
             torch.zeros(MAX_ROWS, width, device=device),
@@ -511,15 +546,15 @@ class GraphRunner(StepRunner):
     def captured(self) -> bool:
         return all(function.captured for function in self._functions())
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
+    def capture(self, progress: Callable[[int, int], None] | None = None, *, slot: int = 0) -> bool:
         """Capture all functions of one sequence, the largest size first.
 
         If that fails, warn and run them eagerly.
         """
-        drafts = self._draft_functions[:1]
+        drafts = self._first_drafts
         pool, total = torch.cuda.graph_pool_handle(), len(self.sizes) + len(drafts)
         report = progress or (lambda done, total: None)
-        self._inputs[1].load_one(Verify(0, Tree.root(0), 1))
+        self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
         try:
             for done, function in enumerate(drafts, 1):
                 function.capture(pool)
@@ -536,12 +571,13 @@ class GraphRunner(StepRunner):
             return False
         self._pool = pool
         for function in self._later_drafts:
-            function.capture_on_call(pool)
+            # The time of the capture is not that of the draft.
+            function.capture_on_call(pool, lambda: self._clock.mark(Mark.DRAFT))
         return True
 
-    def rehearse(self, *, batched: bool = False) -> None:
-        self._inputs[1].load_one(Verify(0, Tree.root(0), 1))
-        for function in self._draft_functions if batched else self._draft_functions[:1]:
+    def rehearse(self, slot: int = 0, *, batched: bool = False) -> None:
+        self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
+        for function in self._draft_functions if batched else self._first_drafts:
             function()
         for size in self.sizes:
             self._run_accept(self._run_forward(1, size))
@@ -549,10 +585,11 @@ class GraphRunner(StepRunner):
             self._inputs_of(capacity).load([])
             self._run_accept(self._run_forward(capacity, size))
 
-    def measure(self) -> dict[int, StepTimes]:
+    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
         found = {}
+        self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
         for size in self.sizes:
-            self.draft(lambda: [function() for function in self._draft_functions[:1]])
+            self.draft(lambda: [function() for function in self._first_drafts[:1]])
             self.accept(self._timed_forward(1, size, [0, 1]))
             _, found[size] = self.read_back()
         return found
@@ -609,7 +646,7 @@ class GraphRunner(StepRunner):
     def _functions(self) -> list[CapturedFunction]:
         keys = [(1, size) for size in self.sizes]
         steps = [functions[key] for key in keys for functions in (self._forwards, self._accepts)]
-        return [*self._draft_functions[:1], *steps]
+        return [*self._first_drafts, *steps]
 
     def _read(self, flat: Tensor) -> None:
         self._host_acceptance = self._pinned[: len(flat)]

@@ -26,7 +26,7 @@ from treeflash.models.mtp import MTPBlock
 from treeflash.models.native import packed_model_bytes, packed_tensors_bytes
 from treeflash.models.native_draft import draft_gap, packed_draft_bytes
 from treeflash.models.spec import ModelSpec, has_mtp
-from treeflash.models.step import SIZES, DeltaBuffers, padded_rows
+from treeflash.models.step import SIZES, padded_rows
 from treeflash.spec.mtp import BEAMS, STEPS
 from treeflash.state.draft_ring import draft_buffers, mtp_buffers
 from treeflash.state.sequences import PAGE, SequenceStates
@@ -171,7 +171,7 @@ def estimate_memory(
         }
     widened = {type.name: size for type, size in loader.widened.items()}
     prefill = {
-        chunk: prefill_bytes(spec, chunk, draft.taps) if on_gpu else 0
+        chunk: prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8") if on_gpu else 0
         for chunk in _chunk_sizes(config, device_type)
     }
     expanded = on_gpu or native or expand
@@ -295,12 +295,12 @@ def _state_bytes(spec: ModelSpec, rows: int, sequences: int, input_dtype: torch.
     states = SequenceStates(
         spec, max_ctx=1, slots=sequences, max_rows=rows, device=META, input_dtype=input_dtype
     )
-    buffers = states.buffers
-    deltas = [layer for layer in buffers.layers if isinstance(layer, DeltaBuffers)]
-    tree_rows = [(layer.tree_inputs, layer.tree_gates) for layer in deltas]
+    buffers, whole = states.buffers, states.recurrent
     return {
-        "recurrent states": held_bytes([(layer.state, layer.window) for layer in deltas]),
-        "tree rows": held_bytes(tree_rows, buffers.pending, buffers.lengths),
+        "recurrent states": held_bytes(whole.state, whole.window) if whole else 0,
+        "tree rows": held_bytes(
+            (whole.tree_inputs, whole.tree_gates) if whole else (), buffers.pending, buffers.lengths
+        ),
     }
 
 
@@ -337,7 +337,7 @@ def chunk_size(device_type: str) -> int:
     return GPU_CHUNK if device_type == "cuda" else CPU_CHUNK
 
 
-def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0) -> int:
+def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0, *, int8: bool = False) -> int:
     """Return the peak workspace of a chunk on a GPU; `taps`: layers whose outputs the draft reads."""
     width = spec.width
 
@@ -359,4 +359,10 @@ def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0) -> int:
         stages += [4 * joined + run, 4 * joined + 6 * delta.inner + 4 * width]
     features = 4 * taps * width
     constant = 2 * EXPANDED_WEIGHTS + EXPANDED_PAGES + min(chunk, PIECE) * (2 * taps + 12) * width
+    if int8:
+        # The rows of a matmul in int8; the slice of its matrix takes what one in float16 does, and scales.
+        deltas = spec.delta.inner if spec.delta else 0
+        columns = max(width, inner, spec.heads * spec.head_dim, deltas) + 255
+        stream += columns * 33 // 32
+        constant += EXPANDED_WEIGHTS // 16 + 2 * 256 * columns * 33 // 32
     return chunk * (stream + max(stages) + features) + constant

@@ -12,9 +12,8 @@ from treeflash.gguf.quants import check_decodable
 from treeflash.gguf.reader import GGUFFile
 from treeflash.kernels.causal_conv import conv_index
 from treeflash.kernels.delta_rule import tree_order
-from treeflash.kernels.experts import ExpertStack, prepare
 from treeflash.kernels.norm_rope import add_rms_norm, rope_angles
-from treeflash.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, PartialSums
+from treeflash.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, Unfinished
 from treeflash.kernels.slot_mapping import SlotMapping, slot_mapping
 from treeflash.models.layers import (
     Attention,
@@ -110,12 +109,12 @@ class Block:
     def __call__(
         self,
         x: Tensor,
-        add: Tensor | PartialSums | None,
+        add: Tensor | Unfinished | None,
         context: ForwardContext,
         buffers: AttentionBuffers | DeltaBuffers,
         *,
         partial_sums: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | PartialSums]:
+    ) -> tuple[Tensor, Tensor, Tensor | Unfinished]:
         """Return the residual stream before and within the block, and the block's output, to be added to it.
 
         x [B, T, width] and `add`, the previous block's output, are the residual stream before this block.
@@ -130,7 +129,7 @@ class Block:
             out = self._ffn.partial_sums(h)
         else:
             out = self._ffn(h)
-        return residual, x, out if isinstance(out, PartialSums) else out.view_as(x)
+        return residual, x, out if isinstance(out, Unfinished) else out.view_as(x)
 
 
 class Decoder:
@@ -141,6 +140,7 @@ class Decoder:
         self.device = device
         self.dtype = loader.dtype  # of matmuls
         self.layouts = loader.layouts  # of matrices in tiles, whose kernels can be compiled ahead
+        self._int8_prefill = loader.int8_prefill
         self.embed: Embedding = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
         self._blocks = [Block(spec, loader, i) for i in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
@@ -160,12 +160,13 @@ class Decoder:
         expand: bool = True,
         host_embedding: bool = False,
         host_experts: int = 0,
+        int8_prefill: bool = False,
         progress: Progress | None = None,
     ) -> "Decoder":
         """Read all weights and hold them as `dtype`; without `expand` they stay quantised.
 
         `host_embedding`: the embedding table stays in the host's pinned memory; `host_experts`: the routed
-        experts of that many first layers do.
+        experts of that many first layers do. `int8_prefill`: prompts are multiplied in int8, on a GPU.
         """
         device = torch.device(device)
         spec = ModelSpec.from_gguf(file)
@@ -173,11 +174,9 @@ class Decoder:
         # Before weights are read, which may take minutes.
         plan = check_tensors(file, spec, host_experts=host_experts)
         hosted = {"host_embedding": host_embedding, "host_experts": host_experts}
-        options = {"dtype": dtype, "expand": expand, "progress": progress}
+        options = {"dtype": dtype, "expand": expand, "int8_prefill": int8_prefill, "progress": progress}
         with weight_loader(file, plan, device, **options, **hosted) as loader:
-            model = cls(spec, loader, device)
-        prepare({stack.layout for stack in model.routed if isinstance(stack, ExpertStack)}, device)
-        return model
+            return cls(spec, loader, device)
 
     @property
     def routed(self) -> Sequence[Any]:
@@ -190,7 +189,7 @@ class Decoder:
 
     @property
     def approximate(self) -> tuple[str, ...]:
-        return ()
+        return ("prefill in int8",) if self._int8_prefill else ()
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None

@@ -14,7 +14,7 @@ from treeflash.kernels.delta_rule import fold_path, slot_delta, tree_delta
 from treeflash.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
 from treeflash.kernels.experts import reference as plain_experts
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
-from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, PartialSums, max_rows, pack_rows
+from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, Unfinished, max_rows, pack_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
 from treeflash.models.weights import Matrix, Projections, WeightLoader
@@ -69,7 +69,7 @@ class Mixer(Protocol):
 
     def __call__(
         self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any, *, partial_sums: bool = False
-    ) -> Tensor | PartialSums: ...
+    ) -> Tensor | Unfinished: ...
 
 
 class Attention:
@@ -94,7 +94,7 @@ class Attention:
         buffers: AttentionBuffers,
         *,
         partial_sums: bool = False,
-    ) -> Tensor | PartialSums:
+    ) -> Tensor | Unfinished:
         """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
         spec = self._spec
         q, k, v = by_sequence(self._qkv(x), context.batch)
@@ -119,7 +119,7 @@ class Attention:
         if not (partial_sums and self._out_takes_packed(out.shape[0] * out.shape[1])):
             return self._out(out)[0]
         sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
-        return sums if isinstance(sums, PartialSums) else by_sequence((sums,), context.batch)[0]
+        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), context.batch)[0]
 
 
 class GatedDelta:
@@ -146,7 +146,7 @@ class GatedDelta:
         buffers: DeltaBuffers,
         *,
         partial_sums: bool = False,
-    ) -> Tensor | PartialSums:
+    ) -> Tensor | Unfinished:
         """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
         batch = context.batch
         inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
@@ -156,7 +156,7 @@ class GatedDelta:
         pack = self._out_takes_packed(batch * gate.shape[1])
         h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
         sums = self._out.partial_sums(h) if partial_sums else self._out(h)
-        return sums if isinstance(sums, PartialSums) else by_sequence((sums,), batch)[0]
+        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), batch)[0]
 
     def _tree(
         self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
@@ -218,7 +218,7 @@ class FeedForward:
         shape = (x.rows,) if isinstance(x, PackedRows) else x.shape[:-1]
         return self._out(self._activated(x, prod(shape))).view(*shape, -1)
 
-    def partial_sums(self, x: PackedRows) -> Tensor | PartialSums:
+    def partial_sums(self, x: PackedRows) -> Tensor | Unfinished:
         """Return the same, as partial sums where the kernels can leave them."""
         return self._out.partial_sums(self._activated(x, x.rows))
 

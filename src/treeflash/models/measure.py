@@ -31,6 +31,7 @@ class MeasuringLoader(WeightLoader):
         expand: bool = True,
         host_embedding: bool = False,
         host_experts: int = 0,
+        int8_prefill: bool = False,
     ):
         super().__init__(
             file,
@@ -40,6 +41,7 @@ class MeasuringLoader(WeightLoader):
             tiles=tiles,
             host_embedding=host_embedding,
             host_experts=host_experts,
+            int8_prefill=int8_prefill,
         )
         self.tile_bytes = self.host_bytes = 0
 

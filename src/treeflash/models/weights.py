@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from treeflash.kernels.quant_matmul import (
     Layout,
     PackedRows,
     PackedWeight,
-    PartialSums,
+    Unfinished,
     dense_matmul,
     first_rows,
     has_layout,
@@ -29,11 +29,17 @@ from treeflash.kernels.quant_matmul import (
     packed_matmuls,
     partial_matmul,
     quant_matmul,
+    row_scaled_matmul,
     supports_partial_sums,
+    supports_row_scales,
+    with_int8,
 )
 from treeflash.models.staging import StagedReader
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+# Smaller matrices stay in 16 bits for int8 prefill: they cost little time, and two of them, a delta layer's
+# alpha and beta, decide how long its state lasts.
+INT8_MIN_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +73,14 @@ class Matrix:
             return Matrix(first_rows(self.data, rows), None)
         return Matrix(self.data[:rows], self.type)
 
-    def partial_sums(self, x: Tensor | PackedRows) -> Tensor | PartialSums:
-        """Return the same for a kernel with a fused reduction: as partial sums where possible."""
+    def partial_sums(self, x: Tensor | PackedRows) -> Tensor | Unfinished:
+        """Return the same for a kernel with a fused reduction or scaling: unfinished where possible."""
         data = self.data
-        if isinstance(x, PackedRows) and isinstance(data, PackedWeight) and supports_partial_sums(x, data):
-            return partial_matmul(x, data)
+        if isinstance(x, PackedRows) and isinstance(data, PackedWeight):
+            if supports_partial_sums(x, data):
+                return partial_matmul(x, data)
+            if supports_row_scales(x, data):
+                return row_scaled_matmul(x, data)
         return self(x)
 
 
@@ -95,12 +104,12 @@ class Projections:
             out = out + self.bias
         return out.split(self.sizes, -1)
 
-    def partial_sums(self, x: Tensor | PackedRows) -> Sequence[Tensor | PartialSums]:
+    def partial_sums(self, x: Tensor | PackedRows) -> Sequence[Tensor | Unfinished]:
         """Return the same as `Matrix.partial_sums`, if all of them are one matrix."""
         if len(self.matrices) > 1 or self.bias is not None or any(size % 4 for size in self.sizes):
             return self(x)
         out = self.matrices[0].partial_sums(x)
-        return out.split(self.sizes) if isinstance(out, PartialSums) else out.split(self.sizes, -1)
+        return out.split(self.sizes) if isinstance(out, Unfinished) else out.split(self.sizes, -1)
 
 
 def project_all(x: Tensor | PackedRows, projections: Sequence[Projections]) -> list[tuple[Tensor, ...]]:
@@ -169,12 +178,14 @@ class WeightLoader:
         space: int | None = None,
         host_embedding: bool = False,
         host_experts: int = 0,
+        int8_prefill: bool = False,
         staged: StagedReader | None = None,
         progress: Progress | None = None,
     ):
         """`tiles`: as on a GPU; None: if it is one. `space`: bytes of all tiles, in one allocation then,
         since an allocator rounds each piece up. `host_embedding`: its rows stay in pinned memory.
-        `host_experts`: the routed experts of that many first layers do, in tiles. `staged`: reads the
+        `host_experts`: the routed experts of that many first layers do, in tiles. `int8_prefill`: the large
+        matrices of layers, without routed experts, are multiplied in int8 for prompts. `staged`: reads the
         tensors ahead.
         """
         self._file = file
@@ -182,6 +193,7 @@ class WeightLoader:
         self._tiles = device.type == "cuda" if tiles is None else tiles
         self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
         self._host_embedding, self._host_experts = host_embedding, host_experts
+        self.int8_prefill = int8_prefill
         self._staged = staged
         self._expand = expand and not self._tiles
         # Quantised weights are multiplied with float32 inputs.
@@ -331,7 +343,17 @@ class WeightLoader:
     def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
         """Yield neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
-            yield self._tile(self._joined([self._packed(name) for name, _ in run]), type)
+            joined = [name for name, _ in run]
+            matrix = self._tile(self._joined([self._packed(name) for name in joined]), type)
+            assert isinstance(matrix.data, PackedWeight)
+            yield Matrix(with_int8(matrix.data, self._int8_rows(joined)), None)
+
+    def _int8_rows(self, names: Sequence[str]) -> int:
+        """Return how many of the first rows of joined matrices are multiplied in int8 for prompts."""
+        if not self.int8_prefill or not names[0].startswith("blk."):
+            return 0  # the head reads a prompt's last row
+        sizes = (self._file.tensors[name].shape[0] for name in names)
+        return sum(takewhile(lambda rows: rows >= INT8_MIN_ROWS, sizes))
 
     def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
         weight = pack(packed, type, self._space)

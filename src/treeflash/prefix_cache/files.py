@@ -32,7 +32,7 @@ from treeflash.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 
 log = logging.getLogger(__name__)
 
-_MAGIC = b"TreeFlash snapshot 1\n"
+_MAGIC = b"TreeFlash snapshot 2\n"
 _SUFFIX = ".snapshot"
 _START, _END = struct.Struct("<I"), struct.Struct("<I")  # the header's length; the checksum
 _MAX_HEADER = 1 << 20

@@ -14,7 +14,7 @@ from treeflash.kernels.kv_cache.format import FORMATS
 from treeflash.kernels.quant_matmul import prepare
 from treeflash.memory.estimate import compute_dtype
 from treeflash.models.scoring import Scoring, attention_mass, load_scoring
-from treeflash.models.step import DeltaBuffers, Step
+from treeflash.models.step import Step
 from treeflash.models.weights import Progress
 from treeflash.state.sequences import CacheConfig, SequenceStates
 from treeflash.text.template import ChatTemplate
@@ -54,7 +54,7 @@ class AttentionScorer:
         self._last: tuple[Sequence[str], list[list[int]]] | None = None
         self._tokens: list[int] = []  # read so far
         self._keys: list[Tensor] = []  # [N, KV, D] of each scoring layer
-        self._saved: list[tuple[Tensor, Tensor]] = []  # of recurrent layers, after these tokens
+        self._saved: list[Tensor] = []  # of `_recurrent`, after these tokens
 
     @classmethod
     def load(
@@ -167,7 +167,7 @@ class AttentionScorer:
                 for before, parts in zip(old, fresh, strict=True)
             ]
         self._tokens = list(tokens)
-        self._saved = [(layer.state.clone(), layer.window.clone()) for layer in self._recurrent()]
+        self._saved = [part.clone() for part in self._recurrent()]
 
     def _ask(self, question: list[int]) -> Tensor:
         """Return the attention [N] that the tokens read so far get from a question."""
@@ -177,9 +177,8 @@ class AttentionScorer:
             for heads, keys in zip(found, self._keys, strict=True)
         ]
         self._set_length(len(self._tokens))
-        for layer, (state, window) in zip(self._recurrent(), self._saved, strict=True):
-            layer.state.copy_(state)
-            layer.window.copy_(window)
+        for part, saved in zip(self._recurrent(), self._saved, strict=True):
+            part.copy_(saved)
         return torch.stack(masses).mean(0)
 
     def _run(self, tokens: Sequence[int]):
@@ -203,8 +202,10 @@ class AttentionScorer:
         self._states.lengths[0] = length
         self._states.buffers.lengths[0] = length
 
-    def _recurrent(self) -> list[DeltaBuffers]:
-        return [layer for layer in self._states.buffers.layers if isinstance(layer, DeltaBuffers)]
+    def _recurrent(self) -> list[Tensor]:
+        """Return the states and windows of all delta layers."""
+        whole = self._states.recurrent
+        return [] if whole is None else [whole.state, whole.window]
 
 
 def _opening(template: ChatTemplate) -> str:

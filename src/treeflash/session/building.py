@@ -101,7 +101,8 @@ class _Nothing:
 def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device) -> None:
     """Run the work of a model without weights once, within a dry run."""
     spec = plan.estimate.spec
-    loader = MeasuringLoader(file, tiles=True, host_embedding=plan.host_embedding)
+    int8 = config.prefill == "int8"
+    loader = MeasuringLoader(file, tiles=True, host_embedding=plan.host_embedding, int8_prefill=int8)
     target, drafter = Decoder(spec, loader, device), NoDrafter()
     if config.speculation is not None:
         model: DraftModel | None = None
@@ -125,5 +126,5 @@ def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:
     drafts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     kv = [format.name for format in plan.kv]
     shape = (plan.max_ctx, plan.sequences, plan.kv_pages, plan.prefill_chunk, plan.host_embedding)
-    settings = (config.draft, config.speculation, config.window)
+    settings = (config.draft, config.speculation, config.window, config.prefill)
     return repr((plan.estimate.spec, tensors, drafts, settings, kv, shape))

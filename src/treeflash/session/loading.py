@@ -17,6 +17,7 @@ from treeflash.errors import BadGGUF, UsageError
 from treeflash.gguf.reader import GGUFFile
 from treeflash.hub.catalog import Card, recognise
 from treeflash.kernels.native import INT8, INT16, Library
+from treeflash.kernels.runtime.device import capability_of
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import (
     available_memory,
@@ -79,6 +80,7 @@ def load_session(
     config, phases = config or EngineConfig(), Phases()
     device = pick_device(config.device)
     _check_speculation(config)
+    _check_prefill(config, device)
     # Before memory is planned: the target gets what the scorer leaves.
     scorer = _scorer(config, device)
     with GGUFFile.open(path) as file:
@@ -139,6 +141,25 @@ def _check_speculation(config: EngineConfig) -> None:
         )
 
 
+def _check_prefill(config: EngineConfig, device: torch.device) -> None:
+    if config.prefill == "exact":
+        return
+    if device.type == "cpu":
+        raise UsageError(
+            "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
+            "leave it exact; `cpu_activations` has an int8 of its own",
+            param="prefill",
+        )
+    capability = capability_of(device) or (8, 0)
+    if capability < (8, 0):
+        raise UsageError(
+            f"`prefill` is int8, needed a card of compute capability 8.0, this one has {capability[0]}."
+            f"{capability[1]}",
+            "leave it exact",
+            param="prefill",
+        )
+
+
 def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestReader:
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
@@ -191,6 +212,7 @@ def _target(
         expand=plan.expanded,
         host_embedding=plan.host_embedding,
         host_experts=config.experts_host,
+        int8_prefill=config.prefill == "int8",
         progress=progress,
     )
 
@@ -301,7 +323,7 @@ def _prefix_cache(
         facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
-        computing=_computing(plan, device),
+        computing=_computing(plan, device) + (", prefill in int8" if config.prefill == "int8" else ""),
         kv=[format.name for format in plan.kv],
         window=config.window,
         chunk=plan.prefill_chunk,

@@ -395,8 +395,14 @@ class EngineWorker:
 
     def _use_idle_time(self) -> bool:
         assert self._session is not None
-        with self._turn:
-            return self._session.use_idle_time()
+        try:
+            with self._turn:
+                return self._session.use_idle_time()
+        except Exception as error:  # of any kind: requests can do without it
+            log.error("work between requests failed", exc_info=error)
+            if _device_lost(error):
+                self._give_up(error)
+            return False
 
     def _begin_requests(self) -> None:
         """Hand requests to the session, in order, while it has room."""
@@ -498,7 +504,9 @@ def _stopping() -> Unavailable:
 
 def _device_lost(error: Exception) -> bool:
     """Return whether every further CUDA call will fail: all errors are sticky except out of memory."""
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    text = str(error)  # torch's, that of our own launches, Triton's
+    lost = any(part in text for part in ("CUDA error", "CUDA driver error 7", "illegal memory access"))
+    return type(error).__name__ == "AcceleratorError" or lost
 
 
 def _translated(error: Exception) -> Exception:

@@ -1,6 +1,7 @@
 """The DFlash draft as a proposer: its KV ring, the target's embedding and head, and the draft call."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from treeflash.state.draft_ring import SavedRings, restore_rings, save_rings
 from treeflash.state.graphs import CapturedFunction
 
 _GROUPS = (1, 2, 4)  # sequences of a call at a time
+_USUAL_BACKLOG = 32  # positions before a call whose K and V count as a part of its cost
 
 
 class DraftModel(Protocol):
@@ -40,7 +42,10 @@ class DraftModel(Protocol):
     def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None: ...
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
     def rollback(self, slot: int, count: int) -> None: ...
-    def flush(self, slot: int) -> None: ...
+    def flush(self, slot: int) -> int:
+        """Add the features that wait to the state; return of how many positions there were any."""
+        ...
+
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
@@ -55,7 +60,7 @@ class DFlashModel(WaitingFeatures):
     """The DFlash draft with its KV ring and the target's embedding and head."""
 
     def __init__(self, draft: DFlashDraft, target: Target, buffers: DraftBuffers):
-        super().__init__()
+        super().__init__(draft.device)
         self._spec = draft.spec
         self._draft, self._target, self._buffers = draft, target, buffers
         masks = torch.full((1, draft.spec.block_size - 1), draft.spec.mask_id, device=draft.device)
@@ -135,9 +140,6 @@ class DFlashModel(WaitingFeatures):
             return replace(Proposal.of(ids, scores), edges=edges)
         return Proposal.stack([Proposal.best_path(*each) for each in zip(ids, edges, strict=True)])
 
-    def _slots(self, slot: int) -> Tensor:
-        return torch.tensor([slot], device=self._draft.device)
-
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)
         return save_rings(self._buffers, slot)
@@ -162,7 +164,8 @@ class NoDraftModel:
 
     def rollback(self, slot: int, count: int) -> None: ...
 
-    def flush(self, slot: int) -> None: ...
+    def flush(self, slot: int) -> int:
+        return 0
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
@@ -260,11 +263,13 @@ class DraftCall:
         sizes = [size for size in _GROUPS if size == 1 or size * (depth + 1) <= MAX_ROWS]
         # By sequences: slot, anchor, score of the lookup, the lookup.
         self._inputs = {size: self._new(size, 3 + depth) for size in sizes}
-        self._functions = {size: CapturedFunction(partial(self._run, size)) for size in sizes}
+        self._functions = {size: CapturedFunction(partial(self._run, size), sequences=size) for size in sizes}
         self._packed = torch.zeros(1, 4, MAX_ROWS, dtype=torch.int64, device=device)  # of one sequence
         self._staged = torch.zeros(MAX_ROWS, 3 + depth, dtype=torch.int64, pin_memory=on_device)
         self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
         self._asked = 1  # sequences of the last call
+        # Seconds of the last call for positions that had waited; a draft that is called often has few.
+        self.backlog_s = 0.0
 
     @property
     def functions(self) -> list[CapturedFunction]:
@@ -375,10 +380,9 @@ class DraftCall:
         parts = [part for packed, weights in built for part in (packed, _bits(weights))]
         return torch.cat([part.flatten(1) for part in (*parts, *learnt)], 1)
 
-    def _flush(self, asks: Sequence[Ask]) -> None:
-        for draft in self._drafts:
-            for ask in asks:
-                draft.flush(ask.slot)
+    def _flush(self, asks: Sequence[Ask]) -> int:
+        """Bring the drafts' states up to date; return the most positions that were missing."""
+        return max(draft.flush(ask.slot) for draft in self._drafts for ask in asks)
 
     def _build(
         self, anchors: Tensor, slots: Tensor, chains: Tensor, scores: Tensor, nodes: int | None
@@ -447,7 +451,8 @@ class HostDraftCall(DraftCall):
     _made: list[DraftReport]  # by the last call
 
     def __call__(self, asks: Sequence[Ask], *, nodes: int | None = None, short: bool = False) -> None:
-        self._flush(asks)
+        start, waited = time.perf_counter(), self._flush(asks)
+        self.backlog_s = (time.perf_counter() - start) * max(0.0, 1 - _USUAL_BACKLOG / max(1, waited))
         for draft in self._drafts:
             if isinstance(draft, DFlashModel):
                 draft.positions = min(draft.depth, FEW_ROWS - 1) if short else draft.depth

@@ -64,7 +64,13 @@ class StepOutcome:
     tokens: list[int]  # sampled: those of the accepted rows below the root, and the next one
     draft_s: float
     verify_s: float  # forward, sampling, acceptance and commit
-    cpu_share: float = 1.0  # of these seconds that are its cost: the rest other processes had the CPU
+    # Of these seconds that are its cost: the rest other processes had the CPU.
+    draft_share: float = 1.0
+    verify_share: float = 1.0
+
+    @property
+    def verify_cost(self) -> float:
+        return self.verify_share * self.verify_s
 
 
 class Drafter(Protocol):
@@ -198,7 +204,7 @@ class NoDrafter:
     def ask(self, turns: Sequence[Turn]) -> None: ...
 
     def share(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
-        return [Tree.root(turn.anchor) for turn in turns]
+        return Tree.roots([turn.anchor for turn in turns])
 
     def observe_all(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None: ...
 

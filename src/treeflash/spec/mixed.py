@@ -48,9 +48,8 @@ class MixedModel:
         for draft in self.drafts:
             draft.rollback(slot, count)
 
-    def flush(self, slot: int) -> None:
-        for draft in self.drafts:
-            draft.flush(slot)
+    def flush(self, slot: int) -> int:
+        return max(draft.flush(slot) for draft in self.drafts)
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None

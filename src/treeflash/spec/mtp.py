@@ -28,7 +28,7 @@ class MTPModel(WaitingFeatures):
     depth = _DEPTH
 
     def __init__(self, block: MTPBlock, target: Target, buffers: MTPBuffers):
-        super().__init__()
+        super().__init__(block.device)
         self._block, self._target, self._buffers = block, target, buffers
 
     @property
@@ -97,9 +97,6 @@ class MTPModel(WaitingFeatures):
             tokens, gains = tokens[:, :beams], gains[:, :beams]
             hidden, paths = _selected(hidden, paths, first * beams + parents[:, :beams])
         return found.proposal()
-
-    def _slots(self, slot: int) -> Tensor:
-        return torch.tensor([slot], device=self._block.device)
 
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)

@@ -27,14 +27,15 @@ from treeflash.spec.tree import Proposal
 
 # -- Row policy
 EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
-# There: steps from one decision to the next where nothing is new, and from one plain step to the next.
-EAGER_INTERVAL, PLAIN_INTERVAL = 4, 32
-# Rows are dear where so many cost this many plain steps: trees are then hardly larger, and a draft that looks
+# There: plain steps from one decision about the draft to the next, the same after the last of WAITS, and
+# steps from one plain one to the next.
+EAGER_INTERVAL, RESTING_INTERVAL, PLAIN_INTERVAL = 4, 16, 32
+# Rows are dear where FEW_ROWS cost DEAR plain steps: trees are then hardly larger, and a draft that looks
 # no further costs half (embedded pair, 8 rows: 2.8 tokens a step instead of 3.0 on HumanEval, 4.2 on GSM8K).
 FEW_ROWS, DEAR = 8, 2.0
-PROBE_SHARE = 0.01  # of the time that calls of a draft which does not pay may lose
+PROBE_SHARE = 0.005  # of the time that calls of a draft which does not pay may lose
 PROBE_INTERVAL = 6  # steps between two such calls, at least
-MARGIN = 1.02  # factor by which a tree must promise to beat plain decoding
+MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
 PATIENCE = 1.2
@@ -89,7 +90,7 @@ UNLISTED = 0.005  # least probability of a token, as of one that is not among th
 LONGEST_MATCH = 32  # tokens of agreement that are counted
 # Length of the match up to which a class reaches, and how often a copied token is right before any outcome.
 MATCH_CLASSES = ((3, 0.45), (5, 0.6), (8, 0.75), (16, 0.88), (LONGEST_MATCH, 0.94))
-LOOKUP_PRIOR = 6.0
+LOOKUP_PRIOR = 12.0
 LEAST_ACCURACY = 0.05
 LOOKUP_DECAY = 0.98
 
@@ -607,18 +608,6 @@ class RowPolicy:
             return replace(plan, mix=self.mixes.last, compares=True)
         return replace(plan, mix=self._mix)
 
-    def rest(self) -> bool:
-        """Return whether the next step is plain without a decision; if so that is planned.
-
-        On a CPU decisions take a few per cent of a plain step: after many such steps most are left out.
-        """
-        if self._unchanged <= WAITS[-1] or not self._unchanged % self._interval or not self._adaptive:
-            return False
-        self._count_step(new_text=False)
-        self.mixes.step()
-        self._take(PLAIN)
-        return True
-
     def plan_root(self, *, copied: int = 0, probability: float = 0.0) -> bool:
         """Return whether the step after the current one is the root alone; if so that is planned.
 
@@ -714,22 +703,29 @@ class RowPolicy:
         if not self._adaptive:
             self._mix = self.mixes.last
             return Plan(largest, self._drafts > 0, lookup=not self._drafts and copied > 0)
-        if self._plain_is_due():
+        drafts = self._drafts > 0 and self._draft_is_due()
+        if self._plain_is_due() or not (drafts or copied):
             return PLAIN
         self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        if self._drafts and not self._estimator.started:
+        if drafts and not self._estimator.started:
             return Plan(largest, True, waited=self._waited)
         best, speed = PLAIN, MARGIN / self.costs.of(1)
-        seconds = self._draft_seconds() if self._drafts else []
-        if self._drafts:
+        seconds = self._draft_seconds() if drafts else []
+        if drafts:
             best, speed = self._best_draft(best, speed, seconds)
         if copied:
             best, speed = self._best_lookup(best, speed, copied, probability)
-        if self._drafts and best.rows == 1:
+        if drafts and best.rows == 1:
             probe, loss = self._cheapest_probe(seconds)
             if self.since_draft + 1 >= max(loss / PROBE_SHARE, PROBE_INTERVAL):
                 return probe
         return best
+
+    def _draft_is_due(self) -> bool:
+        """Return whether to decide about the draft, which takes a few per cent of a plain step on a CPU."""
+        if self._interval > 1 and self._unchanged > WAITS[-1]:
+            return not self._unchanged % RESTING_INTERVAL
+        return not self._unchanged % self._interval
 
     def _plain_is_due(self) -> bool:
         """Return whether plain decoding has to be measured: first of all, and on a CPU again and again.

@@ -1,11 +1,9 @@
 """Prompt lookup: proposes what followed the last tokens earlier in the text (n-gram match)."""
 
-from collections import deque
-
 from treeflash.spec.policy import LONGEST_MATCH, LookupAccuracy
 
 _NGRAM = 3
-_OCCURRENCES = 4  # of an n-gram that are indexed, the newest
+_OCCURRENCES = 3  # of an n-gram that are compared, the newest
 
 
 class PromptLookup:
@@ -14,7 +12,9 @@ class PromptLookup:
     def __init__(self, usual: LookupAccuracy | None = None):
         """`usual`: how often copies are right in all texts."""
         self._text: list[int] = []
-        self._index: dict[tuple[int, ...], deque[int]] = {}  # n-gram: positions after it
+        self._ngram: tuple[int, ...] = ()  # the last one
+        self._newest: dict[tuple[int, ...], int] = {}  # n-gram: the last position after it
+        self._earlier: list[int] = []  # for each position after an n-gram the one before it; 0: none
         self._accuracy = LookupAccuracy(usual or LookupAccuracy())
         self._match = 0  # length of the match of the last proposal
         self._open: list[int] = []  # its tokens that have not been compared with the text yet
@@ -27,18 +27,21 @@ class PromptLookup:
         self._observe(tokens)
         for token in tokens:
             self._text.append(token)
-            if len(self._text) >= _NGRAM:
-                key = tuple(self._text[-_NGRAM:])
-                self._index.setdefault(key, deque(maxlen=_OCCURRENCES)).append(len(self._text))
+            ngram = self._ngram = (*self._ngram[1 - _NGRAM :], token)
+            self._earlier.append(self._newest.get(ngram, 0))
+            self._newest[ngram] = len(self._text)
 
     def propose(self, depth: int) -> tuple[list[int], float]:
         """Return `depth` tokens and the log probability of each given those before it; [] without a match."""
-        end, best, length = len(self._text), None, 0
-        for position in reversed(self._index.get(tuple(self._text[-_NGRAM:]), ())):
-            match = self._match_length(position) if position < end else 0
-            if match > length:
+        end, best, length = len(self._text), 0, 0
+        position = self._earlier[-1] if self._text else 0
+        for _ in range(_OCCURRENCES):
+            if not position:
+                break
+            if (match := self._match_length(position)) > length:
                 best, length = position, match
-        if best is None:
+            position = self._earlier[position - 1]
+        if not best:
             self._open = []
             return [], 0.0
         # A copy that reaches the end of the text continues with what it has copied: repetition repeats.

@@ -205,7 +205,7 @@ class Speculator:
         if len(text.lookup) == position:
             text.lookup.append([anchor])
         text.plan, text.pruned = PLAIN, None
-        if max_rows == 1 or (constraint is None and text.policy.rest()):
+        if max_rows == 1:
             return Tree.root(anchor)
         copied, score = self._copied(text, anchor, constraint)
         if constraint is not None:
@@ -234,9 +234,9 @@ class Speculator:
         self._learn_unread(text)
         text.lookup.append(outcome.tokens)
         costs, plan = text.policy.costs, text.plan
-        costs.observe_step(outcome.rows, outcome.cpu_share * outcome.verify_s)
+        costs.observe_step(outcome.rows, outcome.verify_cost)
         if plan.draft:
-            costs.observe_draft(outcome.cpu_share * outcome.draft_s, plan.mix)
+            costs.observe_draft(outcome.draft_share * (outcome.draft_s - self._call.backlog_s), plan.mix)
         if text.pruned is not None:
             self._learn(text, _Called(text.pruned, plan, []), outcome)
         elif plan.draft:
@@ -274,8 +274,8 @@ class Speculator:
         rows = sum(outcome.rows for outcome in outcomes.values()) + sum(prompts)
         if self._padded_sizes is not None:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
-        self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.cpu_share * step.verify_s)
-        self._sharing.costs.observe_draft(self._asked, step.cpu_share * step.draft_s, self._planned.mix)
+        self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.verify_cost)
+        self._sharing.costs.observe_draft(self._asked, step.draft_share * step.draft_s, self._planned.mix)
         self._asked = 0
         for slot, outcome in outcomes.items():
             text = self._texts[slot]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -31,6 +32,13 @@ class Tree:
         packed = _ROOT.copy()
         packed[0] = token
         return cls(torch.from_numpy(packed), 1)
+
+    @classmethod
+    def roots(cls, tokens: Sequence[int]) -> list[Self]:
+        """Return a root for each of some sequences."""
+        packed = np.tile(_ROOT, (len(tokens), 1, 1))
+        packed[:, 0] = np.array(tokens)[:, None]
+        return [cls(each, 1) for each in torch.from_numpy(packed).unbind()]
 
     @classmethod
     def chain(cls, tokens: list[int]) -> Self:

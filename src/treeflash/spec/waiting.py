@@ -5,14 +5,16 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-_MOST = 64  # rows that wait, or pieces of a few rows
+_MOST = 512  # rows that wait, or pieces of a few rows
 
 
 class WaitingFeatures(ABC):
     """The part of a `DraftModel` that adds features to its state, by slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._waiting: dict[int, list[Tensor]] = {}
+        self._slot_tensors: dict[int, Tensor] = {}
 
     @abstractmethod
     def _add(self, slot: int, features: Tensor, *, skipped: int) -> None:
@@ -40,7 +42,17 @@ class WaitingFeatures(ABC):
         else:
             self._remove(slot, count)
 
-    def flush(self, slot: int) -> None:
-        if waiting := self._waiting[slot]:
-            self._add(slot, torch.cat(waiting)[None], skipped=0)
-            self._waiting[slot] = []
+    def _slots(self, slot: int) -> Tensor:
+        """Return a slot as [1] int64; a copy to the device would wait for all that is enqueued there."""
+        if slot not in self._slot_tensors:
+            self._slot_tensors[slot] = torch.tensor([slot], device=self._device)
+        return self._slot_tensors[slot]
+
+    def flush(self, slot: int) -> int:
+        """Add them to the state; return how many there were."""
+        if not (waiting := self._waiting[slot]):
+            return 0
+        rows = torch.cat(waiting)
+        self._add(slot, rows[None], skipped=0)
+        self._waiting[slot] = []
+        return len(rows)

@@ -14,19 +14,24 @@ Result = TypeVar("Result")
 class CapturedFunction(Generic[Result]):
     """Runs `function` eagerly until it is captured; then its result is always the same tensors."""
 
-    def __init__(self, function: Callable[[], Result]):
+    def __init__(self, function: Callable[[], Result], *, sequences: int = 1):
+        """`sequences`: how many the function is for."""
+        self.sequences = sequences
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Result | None = None
-        self._pool: Any = None  # of a function that is captured when it is first called
+        # Of a function that is captured when it is first called: the pool, and what is called then.
+        self._on_call: tuple[Any, Callable[[], None]] | None = None
 
     @property
     def captured(self) -> bool:
         return self._graph is not None
 
     def __call__(self) -> Result:
-        if self._graph is None and self._pool is not None:
-            self.try_capture(self._pool)
+        if self._graph is None and self._on_call is not None:
+            pool, captured = self._on_call
+            self.try_capture(pool)
+            captured()
         if self._graph is None:
             return self._function()
         self._graph.replay()
@@ -47,13 +52,13 @@ class CapturedFunction(Generic[Result]):
             result = self._function()
         self._graph, self._result = graph, result
 
-    def capture_on_call(self, pool: Any) -> None:
-        """Have the function captured when it is first called."""
-        self._pool = pool
+    def capture_on_call(self, pool: Any, captured: Callable[[], None]) -> None:
+        """Have the function captured when it is first called; `captured` is called before it runs then."""
+        self._on_call = pool, captured
 
     def try_capture(self, pool: Any) -> bool:
         """Capture the function; if that fails, warn and run it eagerly from now on."""
-        self._pool = None
+        self._on_call = None
         try:
             self.capture(pool)
         except (RuntimeError, AssertionError) as error:
@@ -63,11 +68,13 @@ class CapturedFunction(Generic[Result]):
 
     def release(self) -> None:
         """Drop the graph and run eagerly again."""
-        self._graph = self._result = self._pool = None
+        self._graph = self._result = self._on_call = None
 
 
-def warn_eager(error: Exception) -> None:
+def warn_eager(error: BaseException) -> None:
     """Log that steps run without CUDA graphs, and why."""
+    details = error if log.isEnabledFor(logging.DEBUG) else None
+    while error.__context__ is not None:  # what failed first; ending the capture then failed, too
+        error = error.__context__
     reason = str(error).partition("\n")[0]
-    details = log.isEnabledFor(logging.DEBUG)
     log.warning("steps run without CUDA graphs, more slowly: %s", reason, exc_info=details)

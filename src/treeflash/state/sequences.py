@@ -21,6 +21,7 @@ from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pendi
 from treeflash.state.pages import PageAllocator
 
 PAGE = 64  # tokens
+_ALIGNMENT = 16  # bytes, of addresses that kernels are compiled for
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,11 @@ class SequenceStates:
         self._free_slots = list(range(slots))
         self.pages = PageAllocator(slots)
         self._keys, self._values = (self._pool(format, 0) for format in (cache.k, cache.v))
+        # Of all delta layers, one after the other [layers, slots, ...]: a slot is cleared and saved at once.
+        self.recurrent = self._recurrent(slots)
+        deltas = iter(_layers(self.recurrent))
         self.buffers = Buffers(
-            layers=tuple(
-                self._attention(0) if kind == "attention" else self._delta(slots) for kind in spec.layers
-            ),
+            layers=tuple(self._attention(0) if kind == "attention" else next(deltas) for kind in spec.layers),
             page_table=self._zeros(slots, -(-(max_ctx + max_rows) // PAGE), dtype=torch.int64),
             lengths=self._zeros(slots, dtype=torch.int64),
             pending=Pending(
@@ -94,10 +96,9 @@ class SequenceStates:
         self.lengths[slot] = 0
         self.buffers.lengths[slot] = 0
         self.buffers.pending.count[slot] = 0
-        for layer in self.buffers.layers:
-            if isinstance(layer, DeltaBuffers):
-                layer.state[slot] = 0
-                layer.window[slot] = 0
+        if self.recurrent is not None:
+            self.recurrent.state[:, slot] = 0
+            self.recurrent.window[:, slot] = 0
         return slot
 
     def close(self, slot: int) -> None:
@@ -118,6 +119,10 @@ class SequenceStates:
         """Return how many pages saved states must release before `reserve` can succeed."""
         missing = self.pages.missing(slot, -(-(self.lengths[slot] + rows) // PAGE))
         return max(0, self.pages.capacity + missing - self._most_pages)
+
+    def has_pages(self, slot: int, rows: int) -> bool:
+        """Return whether `reserve` has nothing to do."""
+        return self.lengths[slot] + rows <= PAGE * len(self.pages.owned[slot])
 
     def reserve(self, slot: int, rows: int) -> None:
         """Allocate pages for `rows` rows after the slot's committed tokens."""
@@ -217,15 +222,22 @@ class SequenceStates:
     def _attention(self, index: int) -> AttentionBuffers:
         return AttentionBuffers(self._keys[index], self._values[index])
 
-    def _delta(self, slots: int) -> DeltaBuffers:
-        delta, rows = self._spec.delta, self._max_rows
-        assert delta is not None
+    def _recurrent(self, slots: int) -> DeltaBuffers | None:
+        delta, rows, dtype = self._spec.delta, self._max_rows, self._input_dtype
+        if delta is None:
+            return None
         return DeltaBuffers(
-            state=self._zeros(slots, delta.value_heads, delta.head_dim, delta.head_dim),
-            window=self._zeros(slots, delta.conv_width - 1, delta.channels, dtype=self._input_dtype),
-            tree_inputs=self._zeros(slots, rows, delta.channels, dtype=self._input_dtype),
-            tree_gates=self._zeros(slots, rows, 2, delta.value_heads),
+            state=self._stacked(slots, delta.value_heads, delta.head_dim, delta.head_dim),
+            window=self._stacked(slots, delta.conv_width - 1, delta.channels, dtype=dtype),
+            tree_inputs=self._stacked(slots, rows, delta.channels, dtype=dtype),
+            tree_gates=self._stacked(slots, rows, 2, delta.value_heads),
         )
+
+    def _stacked(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return zeros [delta layers, *shape]; each layer is aligned."""
+        layers = sum(kind != "attention" for kind in self._spec.layers)
+        size, unit = torch.Size(shape).numel(), _ALIGNMENT // dtype.itemsize
+        return self._zeros(layers, -(-size // unit) * unit, dtype=dtype)[:, :size].unflatten(1, shape)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         with self._allocating(dtype.itemsize * torch.Size(shape).numel()):
@@ -240,3 +252,11 @@ class SequenceStates:
                 f"no memory for {size / 2**30:.2f} GiB of sequence state on {self._device}",
                 "lower `max_ctx` or close other programs",
             ) from error
+
+
+def _layers(stacked: DeltaBuffers | None) -> list[DeltaBuffers]:
+    """Return the buffers of each delta layer."""
+    if stacked is None:
+        return []
+    fields = (stacked.state, stacked.window, stacked.tree_inputs, stacked.tree_gates)
+    return [DeltaBuffers(*parts) for parts in zip(*fields, strict=True)]

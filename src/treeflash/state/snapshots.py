@@ -14,7 +14,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treeflash.models.step import DeltaBuffers
 from treeflash.state.sequences import PAGE, SequenceStates
 
 _SLAB_BYTES = 64 << 20  # allocated at a time: pinning memory is slow
@@ -140,7 +139,8 @@ class SavedSequence:
     length: int
     pages: list[SavedPage]  # full ones
     tail: Tensor | None  # bytes of the partly filled page after them; None: there is none
-    layers: list[tuple[Tensor, ...]]  # of each delta layer: state, window, inputs and gates of pending rows
+    # Of some delta layers each [layers, ...]: state, window, inputs and gates of pending rows.
+    layers: list[tuple[Tensor, ...]]
     pending: int  # accepted rows that the recurrent states do not include yet
 
     @property
@@ -161,9 +161,9 @@ class SnapshotStore:
         self._used = 0  # host pages
         self.page_bytes = sum(_page_bytes(plane) for plane in states.planes)
         self.reserve = HostReserve(self._device)
-        deltas = [layer for layer in states.buffers.layers if isinstance(layer, DeltaBuffers)]
         # Of a saved sequence, at least: its recurrent states.
-        self.state_bytes = sum(layer.state[0].nbytes + layer.window[0].nbytes for layer in deltas)
+        whole = states.recurrent
+        self.state_bytes = 0 if whole is None else whole.state[:, 0].nbytes + whole.window[:, 0].nbytes
 
     @property
     def device_bytes(self) -> int:
@@ -182,18 +182,7 @@ class SnapshotStore:
         full, rest = divmod(states.lengths[slot], PAGE)
         owned = states.pages.owned[slot]
         rows = buffers.pending.path[slot, : int(buffers.pending.count[slot])]
-        tensors = [
-            tensor
-            for layer in buffers.layers
-            if isinstance(layer, DeltaBuffers)
-            for tensor in (
-                layer.state[slot],
-                layer.window[slot],
-                layer.tree_inputs[slot, rows],
-                layer.tree_gates[slot, rows],
-            )
-        ]
-        copies = host_copies(tensors)
+        copies = host_copies(self._recurrent_of(slot, rows))
         layers = [tuple(copies[start : start + 4]) for start in range(0, len(copies), 4)]
         tail = self._read_page(owned[full]) if rest else None
         # After everything that can fail: from here on pages are referenced.
@@ -201,6 +190,22 @@ class SnapshotStore:
         for page in pages:
             page.references += 1
         return SavedSequence(states.lengths[slot], pages, tail, layers, len(rows))
+
+    def _recurrent_of(self, slot: int, rows: Tensor) -> list[Tensor]:
+        """Return the four tensors of `SavedSequence.layers` for groups of layers, copied at a time."""
+        whole = self.states.recurrent
+        if whole is None:
+            return []
+        count = max(1, _GROUP_BYTES // whole.state[0, 0].nbytes)
+        parts = (
+            whole.state[:, slot],
+            whole.window[:, slot],
+            whole.tree_inputs[:, slot, rows],
+            whole.tree_gates[:, slot, rows],
+        )
+        return [
+            tensor for group in zip(*(part.split(count) for part in parts), strict=True) for tensor in group
+        ]
 
     def shortage(self, slot: int, saved: SavedSequence) -> int:
         """Return how many pages must be evicted before the state can be restored to an empty slot."""
@@ -227,12 +232,15 @@ class SnapshotStore:
         pending, count = states.buffers.pending, saved.pending
         pending.count[slot] = count
         pending.path[slot, :count] = torch.arange(count, device=pending.path.device)
-        deltas = (layer for layer in states.buffers.layers if isinstance(layer, DeltaBuffers))
-        for layer, (state, window, inputs, gates) in zip(deltas, saved.layers, strict=True):
-            layer.state[slot].copy_(state, non_blocking=True)
-            layer.window[slot].copy_(window, non_blocking=True)
-            layer.tree_inputs[slot, :count].copy_(inputs, non_blocking=True)
-            layer.tree_gates[slot, :count].copy_(gates, non_blocking=True)
+        whole, first = states.recurrent, 0
+        for state, window, inputs, gates in saved.layers:
+            assert whole is not None
+            some = slice(first, first + len(state))
+            whole.state[some, slot].copy_(state, non_blocking=True)
+            whole.window[some, slot].copy_(window, non_blocking=True)
+            whole.tree_inputs[some, slot, :count].copy_(inputs, non_blocking=True)
+            whole.tree_gates[some, slot, :count].copy_(gates, non_blocking=True)
+            first = some.stop
 
     def park(self, slot: int) -> SavedSequence:
         """Save a slot, close it and free its pages: those that no other slot uses go to host memory."""

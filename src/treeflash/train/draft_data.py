@@ -1,38 +1,35 @@
 """Training data: the target's own outputs for a set of prompts, stored as token ids, batched into blocks.
 
-A token folder holds index.json and shards tokens-NNNNN.npz. A shard is written once all its outputs are
-complete; a killed run loses only the shard in progress. Features are not stored: they are recomputed when
-needed.
+Shards are written as outputs finish; a killed run loses only what was not written yet. Features are not
+stored: they are recomputed when needed.
 """
 
 import hashlib
+import itertools
 import json
-import zlib
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import ModelFileError, TreeFlashError, UsageError
+from treeflash.errors import TreeFlashError, UsageError
 from treeflash.train.draft_target import Target
-from treeflash.train.files import read_json, write_json, write_whole
-from treeflash.train.generation import generate_batch
+from treeflash.train.files import read_json, write_json
+from treeflash.train.generation import Asked, generate_batch, many_engine
+from treeflash.train.shards import Job, Text, read_shard, shard_files, write_shard
 
 INDEX = "index.json"
-_FORMAT = 1
-# Prompts per shard, about a minute's work. In a larger shard more prompts share a length and are prefilled
-# together, and less time passes with only the last few outputs running.
-_SHARD = {"cuda": 16384, "cpu": 64}
-# Concurrent sequences: a GPU idles with fewer, a CPU gains nothing from more. Their states may take a quarter
-# of the free memory.
-_SLOTS = {"cuda": 2048, "cpu": 64}
-_STATE_SHARE = 0.25
+_FORMAT = 2
+# Outputs of a shard; after a minute it is written with fewer.
+_SHARD = {"cuda": 2048, "cpu": 64}
+_SHARD_SECONDS = 60.0
 _MIN_OUTPUT = 2  # tokens: an anchor and a label
 _PADDING = 64  # batch lengths are rounded up to multiples of it, so that few shapes occur
 # An output is cut where an n-gram of this many tokens occurs for the third time: it is looping.
@@ -49,6 +46,7 @@ class Regeneration:
     top_p: float = 0.95
     top_k: int = 64  # 0: all; a full sort of the vocabulary costs as much as the target's forward pass
     seed: int = 0
+    minutes: float | None = None  # stop after this time; None: when all prompts have their outputs
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -104,11 +102,42 @@ def regenerate(
     rank: int = 0,
     ranks: int = 1,
 ) -> bool:
-    """Generate an output for every prompt of a file and store the tokens; existing shards are kept.
+    """Generate an output for every prompt of a file at every temperature; those in the folder are kept.
 
-    `progress` and `cancelled` are called after each output. Returns False if cancelled. Each rank generates
-    its share of the shards.
+    An output depends on its prompt and the seed alone, so that it does not matter which of them a stopped run
+    had finished. `progress` and `cancelled` are called after each. Returns False if cancelled. Each rank
+    generates its share.
     """
+    fitting = _fitting(target, prompts, settings)
+    _open_folder(folder, _index(target, prompts, settings))
+    existing = shard_files(folder)
+    have = {job for path in existing for job in read_shard(path).jobs}
+    total, kept = len(settings.temperatures) * len(fitting), len(have)
+    own = {
+        (number, index): ids
+        for number, ids in fitting[rank::ranks]
+        for index in range(len(settings.temperatures))
+        if (number, index) not in have
+    }
+    shards = _ShardWriter(folder, _SHARD[target.device.type], rank, ranks)
+    deadline = time.monotonic() + 60 * (settings.minutes if settings.minutes is not None else math.inf)
+    for done, text in enumerate(_generated(target, own, settings) if own else (), 1):
+        shards.add(*text)
+        if progress is not None:
+            progress(kept + done, total)
+        if cancelled():
+            shards.flush()
+            return False
+        if time.monotonic() > deadline:
+            break
+    shards.flush()
+    if progress is not None and settings.minutes is None:
+        progress(total, total)
+    return True
+
+
+def _fitting(target: Target, prompts: Path, settings: Regeneration) -> list[tuple[int, list[int]]]:
+    """Return the numbers and tokens of the prompts that leave room for an output."""
     lines = read_prompts(prompts)
     encoded = []
     for number, line in enumerate(lines, 1):
@@ -125,87 +154,79 @@ def regenerate(
             f"needed at most {room}",
             "raise `seq`",
         )
-    size = _open_folder(folder, _index(target, prompts, settings))
-    shards = [
-        (temperature, fitting[start : start + size])
-        for start in range(0, len(fitting), size)
-        for temperature in settings.temperatures
-    ]
-    total = len(settings.temperatures) * len(fitting)
-    done = 0
-    for number, (temperature, shard) in enumerate(shards):
-        path = folder / f"tokens-{number:05}.npz"
-        if number % ranks == rank and not path.exists():
-            sampling = SamplingParams(
-                temperature=temperature,
-                top_p=settings.top_p if temperature else 1.0,
-                top_k=settings.top_k if temperature else 0,
-                seed=settings.seed + number,
-            )
-            texts = []
-            for text in _generated(target, shard, settings, sampling):
-                if cancelled():
-                    return False
-                texts.append(text)
-                if progress is not None:
-                    progress(done + len(texts), total)
-            _write_shard(path, sorted(text for text in texts if text is not None))
-        done += len(shard)
-        if progress is not None:
-            progress(done, total)
-    return True
+    return fitting
 
 
 def _generated(
-    target: Target, prompts: list[tuple[int, list[int]]], settings: Regeneration, sampling: SamplingParams
-) -> Iterator[tuple[int, list[int], int] | None]:
-    """Yield (prompt number, prompt and output tokens, prompt length); None if the output is too short."""
+    target: Target, jobs: dict[Job, list[int]], settings: Regeneration
+) -> Iterator[tuple[Job, Text | None]]:
+    """Yield each job and its text; None if the output is too short."""
+    ways = list(jobs)
     outputs = generate_batch(
-        target.decoder,
-        [ids for _, ids in prompts],
+        many_engine(target.decoder, max_ctx=settings.length),
+        [Asked(jobs[job], _sampling(settings, job)) for job in ways],
         max_tokens=settings.max_tokens,
-        sampling=sampling,
         stop_ids=target.tokenizer.stop_ids,
-        slots=min(_slots(target, settings), len(prompts)),
     )
-    for index, output in outputs:
-        number, prompt = prompts[index]
-        text = (prompt + _finished(output, settings.max_tokens, target.tokenizer.eos_id))[: settings.length]
-        yield (number, text, len(prompt)) if len(text) - len(prompt) >= _MIN_OUTPUT else None
+    for output in outputs:
+        job = ways[output.index]
+        end = target.tokenizer.eos_id if output.ended else None
+        text = (jobs[job] + _finished(output.tokens, end))[: settings.length]
+        boundary = len(jobs[job])
+        yield job, Text(*job, text, boundary) if len(text) - boundary >= _MIN_OUTPUT else None
 
 
-def _slots(target: Target, settings: Regeneration) -> int:
-    most = _SLOTS[target.device.type]
-    if target.device.type != "cuda":
-        return most
-    free, _ = torch.cuda.mem_get_info(target.device)
-    row = 2 * target.spec.head_dim
-    each = target.spec.recurrent_bytes() + settings.length * target.spec.kv_bytes_per_token(row, row)
-    return max(1, min(most, int(_STATE_SHARE * free) // each))
-
-
-def _write_shard(path: Path, texts: list[tuple[int, list[int], int]]) -> None:
-    write_whole(
-        path,
-        lambda file: np.savez_compressed(
-            file,
-            tokens=np.array([token for _, text, _ in texts for token in text], np.int32),
-            lengths=np.array([len(text) for _, text, _ in texts], np.int32),
-            boundaries=np.array([boundary for _, _, boundary in texts], np.int32),
-            prompts=np.array([number for number, _, _ in texts], np.int32),
-        ),
+def _sampling(settings: Regeneration, job: Job) -> SamplingParams:
+    number, index = job
+    temperature = settings.temperatures[index]
+    return SamplingParams(
+        temperature=temperature,
+        top_p=settings.top_p if temperature else 1.0,
+        top_k=settings.top_k if temperature else 0,
+        seed=((settings.seed << 40) + (number << 8) + index) % (1 << 64),
     )
 
 
-def _finished(output: list[int], limit: int, end: int | None) -> list[int]:
-    """Return the output cut where it starts to loop, otherwise with its end token."""
+class _ShardWriter:
+    """Collects outputs and writes a shard of them from time to time: a kill loses what is not written."""
+
+    def __init__(self, folder: Path, size: int, rank: int, ranks: int):
+        self._folder, self._size = folder, size
+        # Each rank has its own numbers, and those of earlier runs are not used again.
+        taken = {path.name.split(".")[0] for path in shard_files(folder)}
+        numbers = (number for number in itertools.count(rank, ranks))
+        self._names = (name for name in (f"tokens-{number:05}" for number in numbers) if name not in taken)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._texts: list[Text] = []
+        self._skipped: list[Job] = []
+        self._since = time.monotonic()
+
+    def add(self, job: Job, text: Text | None) -> None:
+        if text is None:
+            self._skipped.append(job)
+        else:
+            self._texts.append(text)
+        full = len(self._texts) + len(self._skipped) >= self._size
+        if full or time.monotonic() - self._since > _SHARD_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._texts or self._skipped:
+            write_shard(self._folder / f"{next(self._names)}.npz", self._texts, self._skipped)
+        self._begin()
+
+
+def _finished(output: list[int], end: int | None) -> list[int]:
+    """Return the output cut where it starts to loop, otherwise with the token that ended it, if any."""
     seen: dict[tuple[int, ...], int] = {}
     for start in range(len(output) - _LOOP + 1):
         ngram = tuple(output[start : start + _LOOP])
         seen[ngram] = seen.get(ngram, 0) + 1
         if seen[ngram] == _LOOP_TIMES:
             return output[: start + _LOOP]
-    return output if end is None or len(output) >= limit else [*output, end]
+    return output if end is None else [*output, end]
 
 
 def _index(target: Target, prompts: Path, settings: Regeneration) -> dict[str, Any]:
@@ -216,29 +237,24 @@ def _index(target: Target, prompts: Path, settings: Regeneration) -> dict[str, A
         "vocabulary": target.spec.vocab_size,
         "prompts": prompts.name,
         "prompts_sha256": hashlib.sha256(prompts.read_bytes()).hexdigest(),
-        **asdict(settings),
+        **{name: value for name, value in asdict(settings).items() if name != "minutes"},
         "temperatures": list(settings.temperatures),
-        "shard": _SHARD[target.device.type],
     }
 
 
-def _open_folder(folder: Path, index: dict[str, Any]) -> int:
-    """Write the index, or check it against an existing one; return the number of prompts per shard."""
+def _open_folder(folder: Path, index: dict[str, Any]) -> None:
+    """Write the index, or check it against an existing one."""
     path = folder / INDEX
     if not path.exists():
         write_json(path, index)
-        return index["shard"]
+        return
     found = read_json(path)
     for key, value in index.items():
-        if found.get(key) != value and key != "shard":
+        if found.get(key) != value:
             raise UsageError(
                 f"{folder} was made with {key} {found.get(key)!r}, now it is {value!r}",
                 "choose another `output`, remove this folder, or reuse it with `tokens`",
             )
-    size = found.get("shard")
-    if type(size) is not int or size < 1:
-        raise ModelFileError(f"{path}: shard is {size!r}, needed a number of prompts")
-    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +279,12 @@ class TokenData:
     @classmethod
     def load(cls, path: Path, *, vocabulary: int, length: int) -> "TokenData":
         """Load a folder's shards, or one file; texts are cut to `length` and need an output within it."""
-        files = sorted(path.glob("tokens-*.npz")) if path.is_dir() else [path]
+        files = shard_files(path) if path.is_dir() else [path]
         if not files or not files[0].exists():
             raise UsageError(f"{path} holds no tokens-*.npz", "set `prompts` to generate them")
-        shards = [_read_shard(file, vocabulary) for file in files]
         texts, boundaries, prompts = [], [], []
-        for tokens, lengths, borders, numbers in shards:
-            for text, border, number in zip(
-                np.split(tokens, np.cumsum(lengths)[:-1]), borders.tolist(), numbers.tolist(), strict=True
-            ):
+        for file in files:
+            for text, border, number in read_shard(file, vocabulary=vocabulary).texts():
                 if min(len(text), length) - border >= _MIN_OUTPUT:
                     texts.append(text[:length])
                     boundaries.append(border)
@@ -288,30 +301,6 @@ class TokenData:
         chosen = prompts[np.linspace(0, len(prompts) - 1, count).astype(int)] if count else prompts[:0]
         held = np.isin(self.prompts, chosen)
         return np.flatnonzero(~held), np.flatnonzero(held)
-
-
-def _read_shard(path: Path, vocabulary: int) -> tuple[np.ndarray, ...]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            tokens, lengths, borders, numbers = (
-                file[name].astype(np.int64) for name in ("tokens", "lengths", "boundaries", "prompts")
-            )
-    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
-        raise ModelFileError(
-            f"{path}: not a readable token file: {error}", "remove it: the same command creates it again"
-        ) from error
-    sound = len(lengths) == len(borders) == len(numbers) and lengths.sum() == len(tokens)
-    if not sound or (lengths < 1).any() or (borders < 1).any():
-        raise ModelFileError(
-            f"{path}: lengths, boundaries and tokens are inconsistent",
-            "remove it: the same command creates it again",
-        )
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
-        raise UsageError(
-            f"{path}: holds token {tokens.max()}, the target's vocabulary has ids 0 to {vocabulary - 1}",
-            "these tokens were generated by another target",
-        )
-    return tokens.astype(np.int32), lengths, borders, numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from treeflash.spec.tree import Proposal, build_tree
 from treeflash.state.draft_ring import draft_buffers, mtp_buffers
 from treeflash.train.draft_data import Batch, TokenData, make_batch
 from treeflash.train.draft_export import WEIGHTS
-from treeflash.train.draft_loss import Tally, block_loss
+from treeflash.train.draft_loss import Head, Tally, block_loss
 from treeflash.train.draft_model import DraftModel
 from treeflash.train.draft_target import FeatureReader, Frozen, Target
 from treeflash.train.mtp_export import MTP_TARGET, load_block, read_block
@@ -67,7 +67,7 @@ def evaluate(
             hidden,
             batch.labels,
             batch.valid,
-            frozen.head,
+            Head(frozen.head),
             kind="dpace",
             selector=model.candidate_selector,
             anchors=batch.tokens.gather(1, batch.anchors),

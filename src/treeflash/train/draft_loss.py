@@ -85,6 +85,33 @@ def block_weights(cost: Tensor, valid: Tensor, kind: LossKind) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """The rows of the target's head that a loss compares: all, or those of some tokens.
+
+    A large vocabulary takes most of a step's time, and of its tokens few occur. Those that do not occur are
+    represented by some of them.
+    """
+
+    weights: Tensor  # [n, width]
+    tokens: Tensor | None = None  # [n]: which; None: all
+    places: Tensor | None = None  # [V]: the row of each token; 0 where it has none
+
+    @classmethod
+    def of(cls, weights: Tensor, tokens: Tensor) -> "Head":
+        """Return the part of a head [V, width] for tokens [n], ascending."""
+        tokens = tokens.to(weights.device)
+        places = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
+        places[tokens] = torch.arange(len(tokens), device=weights.device)
+        return cls(weights[tokens], tokens, places)
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        return tokens if self.places is None else self.places[tokens]
+
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        return rows if self.tokens is None else self.tokens[rows]
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The selector's share of the loss: which of a position's candidates follows the token before."""
 
@@ -94,7 +121,7 @@ class Selection:
 
 
 def selection(
-    selector: CandidateSelector, hidden: Tensor, logits: Tensor, labels: Tensor, anchors: Tensor
+    selector: CandidateSelector, hidden: Tensor, logits: Tensor, labels: Tensor, anchors: Tensor, head: Head
 ) -> Selection:
     """Score labels [C, K] among the likeliest tokens by logits [C, K, V], each after the true token before.
 
@@ -102,12 +129,14 @@ def selection(
     before is the true one, so that `right` is what the engine will find.
     """
     best = logits.detach().topk(selector.candidates, -1).indices
-    found = best == labels[..., None]
+    wanted = head.rows_of(labels)
+    found = best == wanted[..., None]
     recalled = found.any(-1)
-    best[..., -1] = torch.where(recalled, best[..., -1], labels)
+    best[..., -1] = torch.where(recalled, best[..., -1], wanted)
     place = torch.where(recalled, found.int().argmax(-1), best.shape[-1] - 1)
     before = torch.cat([anchors[:, None], labels[:, :-1]], 1)
-    scores = logits.gather(-1, best) + selector(hidden, before[..., None], best)[..., 0, :]
+    chosen = selector(hidden, before[..., None], head.tokens_of(best))[..., 0, :]
+    scores = logits.gather(-1, best) + chosen
     cost = cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none").view_as(place)
     return Selection(cost, (scores.argmax(-1) == place) & recalled, recalled)
 
@@ -116,7 +145,7 @@ def block_loss(
     hidden: Tensor,
     labels: Tensor,
     valid: Tensor,
-    head: Tensor,
+    head: Head,
     *,
     kind: LossKind,
     scale: float = 1.0,
@@ -126,7 +155,7 @@ def block_loss(
     """Return the blocks' statistics; backpropagate through `hidden` [B, M, T, width] if it needs a gradient.
 
     labels and valid [B, M, T - 1] belong to the rows after the anchor, anchors [B, M] are its tokens, which
-    only a selector needs; head [V, width]. The loss is the mean weighted cross entropy of the valid labels,
+    only a selector needs. The loss is the mean weighted cross entropy of the valid labels,
     and of the selector's choice, times `scale`.
     """
     train = hidden.requires_grad
@@ -134,19 +163,20 @@ def block_loss(
     labels, valid = labels.flatten(0, 1), valid.flatten(0, 1)
     tally = Tally.zero(labels.shape[1], hidden.device)
     count = valid.sum().clamp(min=1)
-    size = max(1, _LOGITS // (labels.shape[1] * head.shape[0]))
+    size = max(1, _LOGITS // (labels.shape[1] * len(head.weights)))
     gradients = []
     roots = labels[:, 0] if anchors is None else anchors.flatten()
     parts = (each.split(size) for each in (rows, labels, valid, roots))
     for group, wanted, counted, root in zip(*parts, strict=True):
         group = group.detach().requires_grad_(train)
-        logits = linear(group.to(head.dtype), head).float()
-        cost = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
+        logits = linear(group.to(head.weights.dtype), head.weights).float()
+        rows = head.rows_of(wanted)
+        cost = cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="none").view_as(wanted)
         if selector is None:
-            right, recalled, choice = logits.argmax(-1) == wanted, torch.zeros_like(counted), cost * 0
+            right, recalled, choice = logits.argmax(-1) == rows, torch.zeros_like(counted), cost * 0
         else:
             assert anchors is not None
-            selected = selection(selector, group, logits, wanted, root)
+            selected = selection(selector, group, logits, wanted, root, head)
             right, recalled, choice = selected.right, selected.recalled, selected.cost
         with torch.no_grad():
             tally.add(cost, right, counted, recalled)

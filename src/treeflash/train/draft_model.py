@@ -42,6 +42,7 @@ def new_spec(
     *,
     mask_id: int,
     layers: int = 3,
+    kv_heads: int | None = None,
     feed_forward: int | None = None,
     block_size: int = 16,
     window: int = 0,
@@ -54,6 +55,7 @@ def new_spec(
     """
     for name, value, least, most in (
         ("layers", layers, 1, 64),
+        ("kv_heads", kv_heads or 1, 1, 64),
         ("block", block_size, MIN_BLOCK, MAX_BLOCK),
         ("window", window, 0, 1 << 20),
         ("rank", rank, 0, 1 << 12),
@@ -66,7 +68,7 @@ def new_spec(
     if len(set(taps)) < _TAPS:  # the formula needs eight layers
         taps = list(range(max(0, depth - 1 - _TAPS), max(1, depth - 1)))
     head_dim = min(_HEAD_DIM, max(16, target.width // 4 * 2))
-    kv_heads = min(_MOST_KV_HEADS, max(1, target.width // (2 * _HEAD_DIM)))
+    kv_heads = kv_heads or min(_MOST_KV_HEADS, max(1, target.width // (2 * _HEAD_DIM)))
     kinds: tuple[LayerKind, ...] = ("full",) * layers
     if window:
         kinds = ("sliding",) * (layers - 1) + ("full",)

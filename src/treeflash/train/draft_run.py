@@ -28,6 +28,7 @@ class Job:
     continue_from: Path | None = None  # a draft whose weights to start with
     resume: bool = False
     device: str = "auto"
+    part: tuple[int, int] = (0, 1)  # of the answers: which, of how many processes that share the folder
 
     def __post_init__(self) -> None:
         if (self.prompts is None) == (self.tokens is None):
@@ -59,6 +60,7 @@ def train_draft(
         tokens = job.tokens
         if job.prompts is not None:
             tokens = job.folder / TOKENS
+            part = job.part if ranks.count == 1 else (ranks.rank, ranks.count)
             done = regenerate(
                 target,
                 job.prompts,
@@ -66,8 +68,8 @@ def train_draft(
                 job.regeneration,
                 progress=answering,
                 cancelled=cancelled,
-                rank=ranks.rank,
-                ranks=ranks.count,
+                rank=part[0],
+                ranks=part[1],
             )
             done = ranks.all(done, target.device)
             if data_only or not done:

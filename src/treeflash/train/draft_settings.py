@@ -17,6 +17,7 @@ class TrainConfig:
     kind: DraftKind = "dflash"
     rank: int = 64  # of a DFlash2 draft's selector
     layers: int = 3
+    kv_heads: int | None = None  # None: by the target's width; four times as many query heads
     feed_forward: int | None = None  # None: three times the target's width
     block: int = 16
     window: int = 0  # 0: all layers attend to the whole context
@@ -29,14 +30,18 @@ class TrainConfig:
     weight_decay: float = 0.01
     optimiser: Literal["muon", "adamw"] = "muon"
     loss: LossKind = "dpace"
+    # Tokens that the training loss compares: all of the training text, then random ones; None: all there are.
+    head_tokens: int | None = None
     held_out: int = 32  # prompts
     checkpoint_minutes: float = 5.0
     seed: int = 0
+    portable: Path | None = None  # folder of checkpoints without the optimiser's state, in small files
     gguf: bool = False  # also export a Q8_0 GGUF file
+    vocabulary: bool = True  # in that file: llama.cpp needs it
     float32: bool = False  # dtype of the safetensors file; otherwise bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("steps", "minutes", "batch", "anchors", "lr", "rank"):
+        for name in ("steps", "minutes", "batch", "anchors", "lr", "rank", "head_tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"`{name}` is {value}, needed a number above 0")

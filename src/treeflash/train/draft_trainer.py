@@ -4,6 +4,7 @@ All randomness is a function of the seed and the step, so that an interrupted an
 draft as an uninterrupted one.
 """
 
+import json
 import math
 import tempfile
 import time
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ import treeflash
 from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UsageError
 from treeflash.memory.device import available_memory, device_name
 from treeflash.models.draft_spec import DraftSpec
+from treeflash.train.curves import CURVES, draw_curves
 from treeflash.train.draft_data import Batch, TokenData, epoch_batches, make_batch
 from treeflash.train.draft_eval import (
     BUDGET,
@@ -32,7 +35,7 @@ from treeflash.train.draft_eval import (
 )
 from treeflash.train.draft_export import GGUF, export_draft, export_gguf
 from treeflash.train.draft_import import read_draft
-from treeflash.train.draft_loss import Tally, block_loss
+from treeflash.train.draft_loss import Head, Tally, block_loss
 from treeflash.train.draft_model import DraftModel, new_spec
 from treeflash.train.draft_settings import Event, Result, Saved, TrainConfig, TrainingProgress
 from treeflash.train.draft_target import FeatureReader, Frozen, Target, mask_token
@@ -40,12 +43,14 @@ from treeflash.train.files import write_json, write_whole
 from treeflash.train.mtp_export import MTP_TARGET, export_mtp
 from treeflash.train.mtp_model import MTPModel, MTPSpec
 from treeflash.train.muon import optimisers
+from treeflash.train.portable import read_portable, write_portable
 from treeflash.train.ranks import Ranks
 
 CHECKPOINT, REPORT = "checkpoint.pt", "training.json"
 _FORMAT = 1
 _EPOCHS = 6  # if neither steps nor minutes are given
 _WARM_UP = 0.04  # share of the run
+_RESTART_STEPS = 40  # over which the rate rises where the optimiser begins anew in the middle of a run
 _CLIP = 1.0  # gradient norm
 _EVALUATIONS = 10  # per run
 _MEMORY = 0.5  # share of the free memory that activations may take
@@ -105,10 +110,16 @@ class Trainer:
             tables=self.model.tables,
         )
         self._state = _RunState()
+        self._running = Tally.zero(self.spec.block_size - 1, target.device)  # of the last training steps
+        self._restarted: int | None = None  # step at which the optimiser began anew
         check_folder(folder, resume=resume)
-        self._open()
+        if (folder / CHECKPOINT).exists():
+            self._open()
+        elif resume and config.portable is not None:
+            self._open_portable(config.portable)
         self._reader = FeatureReader(target.decoder, self.spec.taps)
         self._frozen = Frozen(target.decoder, self.spec.mask_id, self.spec.block_size)
+        self._head = self._training_head()
         if config.batch % self._ranks.count:
             raise UsageError(f"`batch` is {config.batch}, needed a multiple of {self._ranks.count} processes")
         self._micro = self._micro_batch(config.batch // self._ranks.count)
@@ -125,6 +136,16 @@ class Trainer:
     @property
     def _weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _training_head(self) -> Head:
+        """Return the head that the training loss compares tokens by: all of it, or a part."""
+        limit, vocabulary = self._config.head_tokens, self._target.spec.vocab_size
+        if limit is None or limit >= vocabulary:
+            return Head(self._frozen.head)
+        used = np.unique(self._data.tokens)
+        others = np.setdiff1d(np.arange(vocabulary), used)
+        more = np.random.default_rng(self._config.seed).permutation(others)[: max(0, limit - len(used))]
+        return Head.of(self._frozen.head, torch.from_numpy(np.sort(np.concatenate([used, more]))))
 
     def run(self) -> Result:
         """Train until the schedule ends or the run is cancelled, and return the result."""
@@ -146,7 +167,7 @@ class Trainer:
         state, device = self._state, self._target.device
         begun, before = time.perf_counter(), state.elapsed
         saved = shown = text_at = begun
-        running = Tally.zero(self.spec.block_size - 1, device)
+        running = self._running = Tally.zero(self.spec.block_size - 1, device)
         text = faults = 0
         evaluated = len(state.history)
         batches = self._epoch(state.epoch)
@@ -186,6 +207,8 @@ class Trainer:
     def _step(self, batch: Batch, share: float) -> tuple[Tally, bool]:
         config = self._config
         schedule = min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP), 1.0)
+        if self._restarted is not None:
+            schedule *= min(1.0, (self._state.step + 1 - self._restarted) / _RESTART_STEPS)
         tally = Tally.zero(self.spec.block_size - 1, self._target.device)
         labels = max(1, int(batch.valid.sum()))
         for micro in batch.split(self._micro):
@@ -197,7 +220,7 @@ class Trainer:
                     hidden,
                     micro.labels,
                     micro.valid,
-                    self._frozen.head,
+                    self._head,
                     kind=config.loss,
                     scale=share_of_labels,
                     selector=self.model.candidate_selector,
@@ -263,8 +286,11 @@ class Trainer:
     def _evaluate(self) -> Evaluation | None:
         if not self._ranks.first:
             return None
-        found = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=self._state.step)
-        self._state.history.append(asdict(found))
+        state = self._state
+        found = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=state.step)
+        seen = min(state.step * self._config.batch, len(self._train))
+        place = {"answers": seen, "tokens": state.tokens, "seconds": round(state.elapsed, 1)}
+        state.history.append(asdict(found) | place | {"train_loss": self._running.mean_loss})
         self._notify(found)
         return found
 
@@ -290,16 +316,8 @@ class Trainer:
 
     def _open(self) -> None:
         path = self._folder / CHECKPOINT
-        if not path.exists():
-            return
         state = _load(path, self._target.device)
-        found, needed = state["spec"], asdict(self.spec)
-        for name in needed:
-            if name != "source" and found[name] != needed[name]:
-                raise UsageError(
-                    f"{path}: its draft has {name} {found[name]}, needed {needed[name]}",
-                    "`resume` needs the settings of the first run; otherwise choose another `output`",
-                )
+        self._check_spec(state["spec"], path)
         if state["optimiser"] != self._config.optimiser:
             raise UsageError(
                 f"{path}: was trained with `optimiser` {state['optimiser']}, not {self._config.optimiser}"
@@ -308,6 +326,26 @@ class Trainer:
         for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(kept)
         self._state = _RunState(**state["place"])
+
+    def _open_portable(self, folder: Path) -> None:
+        """Go on from a portable checkpoint, if there is one; the optimiser begins anew."""
+        found = read_portable(folder)
+        if found is not None:
+            weights, facts = found
+            self._check_spec(facts["spec"], folder)
+            self.model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+            self._state = _RunState(**facts["place"])
+            self._restarted = self._state.step
+
+    def _check_spec(self, found: dict[str, Any], path: Path) -> None:
+        """Raise if a checkpoint's draft has another shape; in JSON tuples are lists."""
+        needed = asdict(self.spec)
+        for name in needed:
+            if name != "source" and json.dumps(found[name]) != json.dumps(needed[name]):
+                raise UsageError(
+                    f"{path}: its draft has {name} {found[name]}, needed {needed[name]}",
+                    "`resume` needs the settings of the first run; otherwise choose another `output`",
+                )
 
     def _save(self) -> None:
         """Write a checkpoint atomically."""
@@ -324,6 +362,9 @@ class Trainer:
         path = self._folder / CHECKPOINT
         needed = 12 * sum(each.numel() for each in self.model.parameters())
         write_whole(path, lambda file: torch.save(state, file), needed=needed)
+        if self._config.portable is not None:
+            facts = {"spec": state["spec"], "place": state["place"]}
+            write_portable(self._config.portable, self._state.step, self._weights, facts)
         self._notify(Saved(self._state.step, path))
 
     def _export(self, folder: Path) -> Path:
@@ -336,7 +377,8 @@ class Trainer:
         dtype = torch.float32 if self._config.float32 else torch.bfloat16
         export_draft(folder, self.spec, self._weights, target.spec, target.tokenizer, dtype=dtype)
         if self._config.gguf:
-            export_gguf(folder / GGUF, self.spec, self._weights, target.spec, target.metadata)
+            metadata = target.metadata if self._config.vocabulary else {}
+            export_gguf(folder / GGUF, self.spec, self._weights, target.spec, metadata)
         return folder
 
     def _untrained(self) -> float:
@@ -370,7 +412,7 @@ class Trainer:
                 "target": target.path.name,
                 "target_bytes": target.size,
                 "continued_from": self._continue_from and self._continue_from.name,
-                "config": asdict(config),
+                "config": asdict(config) | {"portable": config.portable and str(config.portable)},
                 "texts": len(self._train),
                 "held_out": len(self._held_out),
                 "steps": state.step,
@@ -382,6 +424,7 @@ class Trainer:
                 "history": state.history,
             },
         )
+        draw_curves(state.history, self._folder / CURVES, title=f"{target.path.stem}: draft")
         return Result(True, state.step, self._folder, evaluation, state.untrained, measured, parity)
 
 
@@ -418,6 +461,7 @@ def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
         target.spec,
         mask_id=mask_token(target, config.mask_token),
         layers=config.layers,
+        kv_heads=config.kv_heads,
         feed_forward=config.feed_forward,
         block_size=config.block,
         window=config.window,

@@ -1,142 +1,122 @@
-"""Batched generation of training text: plain decoding steps over hundreds of sequence slots.
+"""Generation of training text: many prompts through one engine, whose slots are always full.
 
-Prompts of equal length are prefilled together, and a finished sequence's slot goes to the next prompt.
+A prompt that is asked at several temperatures is processed once: the requests after the first one follow it.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
-
+from treeflash.engine.engine import Done, Engine, Request, Tokens
+from treeflash.engine.events import Failed
 from treeflash.engine.sampler import SamplingParams
+from treeflash.engine.sequence import Sequence as Running
 from treeflash.errors import UsageError
-from treeflash.kernels.sampling import sample
-from treeflash.memory.device import kv_formats
 from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 
-# Sampling noise is keyed by position; each sequence gets its own range of positions.
-_POSITIONS = 1 << 32
+SLOTS = {"cuda": 64, "cpu": 16}  # sequences that run at once: a step holds 64 at most
+_ROWS = 16  # of a prompt that one step reads beside others
+# Prompts whose requests wait at a time. Their first requests come before all others of theirs, which then
+# find the prompt processed.
+_GROUP = 8
 
 
-class _Sequence:
-    def __init__(self, index: int, prompt: list[int]):
-        self.index, self.prompt = index, prompt
-        self.output: list[int] = []
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt to answer, in one way."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    index: int  # of what was asked
+    tokens: list[int]  # without the end token
+    ended: bool  # by an end token
+
+
+def many_engine(target: Decoder, *, max_ctx: int) -> Engine:
+    """Return an engine for many requests of plain decoding."""
+    engine = Engine(target, max_ctx=max_ctx, slots=SLOTS[target.device.type], max_rows=_ROWS)
+    if target.device.type == "cuda":
+        engine.capture()
+    return engine
 
 
 def generate_batch(
-    target: Decoder,
-    prompts: list[list[int]],
+    engine: Engine,
+    asked: Sequence[Asked],
     *,
     max_tokens: int,
-    sampling: SamplingParams,
     stop_ids: frozenset[int],
-    slots: int = 256,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield (prompt index, output tokens without the end token) as sequences finish, in no particular order.
+) -> Iterator[Output]:
+    """Yield outputs as sequences finish, in no particular order.
 
-    A sampled token depends on the seed, the prompt's index and the position, not on the rest of the batch.
-    Penalties and logit biases are not supported.
+    A sampled token depends on the seed of its request and the position, not on the other requests.
     """
-    if any(not prompt for prompt in prompts):
+    if any(not each.prompt for each in asked):
         raise UsageError("a prompt has no tokens")
-    return _run(target, prompts, max_tokens, sampling.seeded(), stop_ids, slots, progress)
+    return _run(engine, asked, max_tokens, stop_ids, progress)
 
 
-@torch.inference_mode()
 def _run(
-    target: Decoder,
-    prompts: list[list[int]],
+    engine: Engine,
+    asked: Sequence[Asked],
     max_tokens: int,
-    sampling: SamplingParams,
     stop_ids: frozenset[int],
-    slots: int,
     progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[int, list[int]]]:
-    longest = max(map(len, prompts), default=0)
-    states = SequenceStates(
-        target.spec,
-        max_ctx=longest + max_tokens,
-        slots=slots,
-        device=target.device,
-        cache=CacheConfig(*kv_formats(target.spec, target.device)),
-        input_dtype=target.dtype,
-    )
-    waiting = [_Sequence(index, prompt) for index, prompt in enumerate(prompts)]
-    waiting.sort(key=lambda sequence: len(sequence.prompt))
-    active: dict[int, _Sequence] = {}
+) -> Iterator[Output]:
+    order = _ordered(asked)
+    leaders: dict[tuple[int, ...], Running] = {}  # of the prompts that may be asked again
+    indices: dict[Running, int] = {}
+    outputs: dict[int, list[int]] = {}
+    ended: list[Running] = []  # in the last step
     done = 0
-    while waiting or active:
-        # Refill in batches: prefilling one prompt costs as much as prefilling many of the same length.
-        while waiting and slots - len(active) >= max(1, min(slots // 8, len(waiting))):
-            group = _take(waiting, slots - len(active))
-            opened = {states.open(): sequence for sequence in group}
-            _advance(target, states, opened, _prefill(target, states, opened), sampling)
-            active |= opened
-        ended = [
-            slot
-            for slot, sequence in active.items()
-            if sequence.output[-1] in stop_ids or len(sequence.output) >= max_tokens
-        ]
-        for slot in ended:
-            sequence = active.pop(slot)
-            states.close(slot)
-            done += 1
-            output = sequence.output[:-1] if sequence.output[-1] in stop_ids else sequence.output
-            yield sequence.index, output
-        if progress is not None and ended:
-            progress(done, len(prompts))
-        if active:
-            _advance(target, states, active, _step(target, states, active), sampling)
+    try:
+        while order or indices:
+            while order and len(indices) < engine.slots + _GROUP:
+                index, last = order.popleft()
+                one, key = asked[index], tuple(asked[index].prompt)
+                request = Request(one.prompt, max_tokens, one.sampling, stop_ids, may_stop=False)
+                sequence = engine.add(request, leader=leaders.get(key))
+                leaders.setdefault(key, sequence)
+                if last:
+                    del leaders[key]
+                indices[sequence], outputs[index] = index, []
+            ended = []
+            for sequence, event in engine.step():
+                if isinstance(event, Tokens):
+                    outputs[indices[sequence]] += event.ids
+                elif isinstance(event, Failed):
+                    raise event.error
+                elif isinstance(event, Done):
+                    ended.append(sequence)
+            for sequence in ended:
+                done, index = done + 1, indices.pop(sequence)
+                yield Output(index, outputs.pop(index), sequence.reason == "stop")
+            if progress is not None and ended:
+                progress(done, len(asked))
+    finally:
+        for sequence in indices:
+            engine.cancel(sequence)
+        for sequence in (*indices, *ended):
+            engine.release(sequence)
 
 
-def _take(waiting: list[_Sequence], room: int) -> list[_Sequence]:
-    """Remove and return up to `room` of the longest waiting prompts, all of one length."""
-    length = len(waiting[-1].prompt)
-    group: list[_Sequence] = []
-    while waiting and len(group) < room and len(waiting[-1].prompt) == length:
-        group.append(waiting.pop())
-    return group
+def _ordered(asked: Sequence[Asked]) -> deque[tuple[int, bool]]:
+    """Return the indices in the order of their start, and whether a prompt is asked for the last time.
 
-
-def _prefill(target: Decoder, states: SequenceStates, opened: dict[int, _Sequence]) -> torch.Tensor:
-    """Prefill the sequences' prompts; return the hidden states [B, width] of their last tokens."""
-    slots = torch.tensor(list(opened), device=target.device)
-    tokens = torch.tensor([sequence.prompt for sequence in opened.values()], device=target.device)
-    for slot in opened:
-        states.reserve(slot, tokens.shape[1])
-    step = Step.chunk(slots, tokens, states.buffers.lengths[slots])
-    hidden = target.forward(step, states.buffers).hidden[:, -1]
-    states.advance(step)
-    return hidden
-
-
-def _step(target: Decoder, states: SequenceStates, active: dict[int, _Sequence]) -> torch.Tensor:
-    """Run one decoding step; return the hidden states [B, width] of the sequences' newest tokens."""
-    slots = torch.tensor(list(active), device=target.device)
-    tokens = torch.tensor([[sequence.output[-1]] for sequence in active.values()], device=target.device)
-    for slot in active:
-        if states.lengths[slot] % PAGE == 0:
-            states.reserve(slot, 1)
-    step = Step.tree(slots, tokens, torch.full_like(tokens, -1), states.buffers.lengths[slots])
-    hidden = target.forward(step, states.buffers).hidden[:, 0]
-    states.commit(step, torch.zeros_like(slots))
-    return hidden
-
-
-def _advance(
-    target: Decoder,
-    states: SequenceStates,
-    active: dict[int, _Sequence],
-    hidden: torch.Tensor,
-    sampling: SamplingParams,
-) -> None:
-    """Sample the next token of every sequence."""
-    keys = [sequence.index * _POSITIONS + states.lengths[slot] for slot, sequence in active.items()]
-    positions = torch.tensor(keys, device=target.device)
-    assert sampling.seed is not None
-    tokens = sample(target.logits(hidden), positions, seed=sampling.seed, **sampling.filters)
-    for sequence, token in zip(active.values(), tokens.tolist(), strict=True):
-        sequence.output.append(token)
+    Groups of prompts in the order given; in a group first every prompt once, then all again.
+    """
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, each in enumerate(asked):
+        by_prompt.setdefault(tuple(each.prompt), []).append(index)
+    prompts = list(by_prompt.values())
+    order: deque[tuple[int, bool]] = deque()
+    for start in range(0, len(prompts), _GROUP):
+        group = prompts[start : start + _GROUP]
+        for turn in range(max(map(len, group))):
+            order += [(own[turn], turn + 1 == len(own)) for own in group if turn < len(own)]
+    return order

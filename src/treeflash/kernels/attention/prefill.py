@@ -5,6 +5,8 @@ are carried from slice to slice. Reading 16-bit pages directly was a quarter slo
 most of a slice.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,11 @@ from treeflash.kernels.runtime.device import capability_of
 
 LOG2_E = 1.4426950408889634
 SLICE_BYTES = 64 << 20  # of expanded K and V at a time
+# Whether Hopper reads queries, K and V through tensor descriptors (TMA), queries scaled and rounded before.
+# Without addresses in registers 64 keys of 256 dims at a time fit, and mma are not serialised. Prompts get
+# other bits than with 32 keys, alike for every way to decode. Off until benchmarks/gpu/prefill.py has
+# measured it.
+DESCRIPTORS = False
 
 
 @triton.jit
@@ -34,8 +41,13 @@ def _chunk_attention_kernel(
     q, keys, values, lengths, gate, out, tops, weights, gate_row, gate_head, scale, T, first, last,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BEGIN: tl.constexpr, END: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """One query head of BLOCK_M rows a program, over the visible tokens among `first` to `last` - 1."""
+    """One query head of BLOCK_M rows a program, over the visible tokens among `first` to `last` - 1.
+
+    DESCRIPTORS: q [T, heads * D], in 16 bits and scaled, keys and values [tokens, KV * D] are descriptors of
+    tiles, with zeroes outside; else pointers.
+    """
     # The last rows see most tokens and start first.
     tile, query_head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     head = query_head // GROUP
@@ -45,8 +57,11 @@ def _chunk_attention_kernel(
     dims = tl.arange(0, D)
     unit = rows * KV * GROUP + query_head
     at = unit[:, None] * D + dims[None, :]
-    queries = tl.load(q + at, mask=live[:, None], other=0.0).to(tl.float32) * scale
-    queries = queries.to(keys.dtype.element_ty)
+    if DESCRIPTORS:
+        queries = q.load([tile * BLOCK_M, query_head * D])
+    else:
+        queries = tl.load(q + at, mask=live[:, None], other=0.0).to(tl.float32) * scale
+        queries = queries.to(keys.dtype.element_ty)
     if BEGIN:
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -66,19 +81,25 @@ def _chunk_attention_kernel(
     value_offsets = tokens[:, None] * (KV * D) + dims[None, :]
     for start in range(first, edge, BLOCK_N):
         block = ((start - first).to(tl.int64) * KV + head) * D
-        k = tl.load(keys + block + key_offsets)
+        k = keys.load([start - first, head * D]).T if DESCRIPTORS else tl.load(keys + block + key_offsets)
         scores = tl.dot(queries, k, input_precision=PRECISION)
-        v = tl.load(values + block + value_offsets)
+        v = values.load([start - first, head * D]) if DESCRIPTORS else tl.load(values + block + value_offsets)
         top, weight, sum_ = _accumulate(scores, v, top, weight, sum_, PRECISION)
     for start in tl.range(edge, stop, BLOCK_N, num_stages=1):
         index = start + tokens
         there = index < stop
         block = ((start - first).to(tl.int64) * KV + head) * D
-        k = tl.load(keys + block + key_offsets, mask=there[None, :], other=0.0)
+        if DESCRIPTORS:
+            k = keys.load([start - first, head * D]).T
+        else:
+            k = tl.load(keys + block + key_offsets, mask=there[None, :], other=0.0)
         scores = tl.dot(queries, k, input_precision=PRECISION)
         seen = there[None, :] & (index[None, :] <= length + rows[:, None])
         scores = tl.where(seen, scores, -float("inf"))
-        v = tl.load(values + block + value_offsets, mask=there[:, None], other=0.0)
+        if DESCRIPTORS:
+            v = values.load([start - first, head * D])
+        else:
+            v = tl.load(values + block + value_offsets, mask=there[:, None], other=0.0)
         top, weight, sum_ = _accumulate(scores, v, top, weight, sum_, PRECISION)
 
     if END:
@@ -114,6 +135,16 @@ def tiles(dim: int, capability: tuple[int, int] | None) -> dict[str, int]:
     return {"BLOCK_M": 128, "BLOCK_N": keys, "num_stages": stages, "num_warps": 8}
 
 
+def reads_tiles(dim: int, width: int, device: torch.device) -> bool:
+    """Return whether heads of `dim` values of `width` bytes are read through descriptors."""
+    return DESCRIPTORS and (dim, width) == (256, 2) and capability_of(device) == (9, 0)
+
+
+def descriptor_tiles() -> dict[str, int]:
+    """Return the same as `tiles` for heads that are read through descriptors."""
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2, "num_warps": 8}
+
+
 def takes(pool: HeadPool) -> bool:
     """Return whether the kernel takes such heads: a power of two of dims."""
     return 16 <= pool.dim <= 256 and pool.dim & (pool.dim - 1) == 0
@@ -138,7 +169,8 @@ def chunk_attention(
         assert takes(side) and side.dim == dim, f"heads of {side.dim}, queries of {dim}"
         assert side.codes.is_contiguous() and side.page == page, f"{side.codes.shape}"
     widths = [2 if side.format.quantised else side.codes.element_size() for side in sides]
-    chosen = tiles(dim * max(widths) // 2, capability_of(q.device))
+    tiled = reads_tiles(dim, max(widths), q.device)
+    chosen = descriptor_tiles() if tiled else tiles(dim * max(widths) // 2, capability_of(q.device))
     out = torch.empty(batch, rows, heads, dim, device=q.device)
     gates = out if gate is None else gate
     if gates.stride(-1) != 1 or gates.stride(0) != rows * gates.stride(1):
@@ -149,16 +181,33 @@ def chunk_attention(
     step = max(whole, SLICE_BYTES // (sum(widths) * kv_heads * dim) // whole * whole)
     carried = [torch.empty(rows, heads, device=q.device) for _ in range(2)]
     for item in range(batch):
+        queries = _scaled(q[item], keys) if tiled else q[item]
         for first in range(0, span, step):
             count = min(step, span - first)
             sources = [_slice(side, page_table[item], first, count) for side in sides]
+            read = _descriptors(queries, *sources, chosen) if tiled else (queries, *sources)
             _chunk_attention_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]))](
-                q[item], *sources, lengths[item:], gates[item], out[item], *carried,
+                *read, lengths[item:], gates[item], out[item], *carried,
                 gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count,
                 KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == 0, END=first + count >= span,
-                GATE=gate is not None, PRECISION="ieee", **chosen,
+                GATE=gate is not None, PRECISION="ieee", DESCRIPTORS=tiled, **chosen,
             )  # fmt: skip
     return out
+
+
+def _scaled(q: Tensor, keys: HeadPool) -> Tensor:
+    """Return queries scaled, in the type of the keys that `_slice` returns."""
+    stored = torch.float16 if keys.format.quantised else keys.codes.dtype
+    return (q * (q.shape[-1] ** -0.5 * LOG2_E)).to(stored)
+
+
+def _descriptors(q: Tensor, keys: Tensor, values: Tensor, chosen: dict[str, int]) -> list[Any]:
+    """Return descriptors of the tiles of queries, of keys and of values."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    assert q.dtype == keys.dtype, f"queries in {q.dtype}, keys in {keys.dtype}"
+    sides = ((q, chosen["BLOCK_M"]), (keys, chosen["BLOCK_N"]), (values, chosen["BLOCK_N"]))
+    return [TensorDescriptor.from_tensor(part.flatten(1), [rows, part.shape[-1]]) for part, rows in sides]
 
 
 def _slice(side: HeadPool, table: Tensor, first: int, count: int) -> Tensor:

@@ -14,15 +14,7 @@ from treeflash.kernels.quant_matmul.layout import Layout
 from treeflash.kernels.quant_matmul.packed import backend
 from treeflash.kernels.quant_matmul.rows import PackedRows
 
-__all__ = ["ExpertStack", "Routing", "combine", "expert_matmul", "padded", "prepare", "route_rows"]
-
-
-def prepare(layouts: Iterable[Layout], device: torch.device) -> None:
-    """Compile the kernels for stacks of these layouts."""
-    if backend(device) == "cuda":
-        from treeflash.kernels.experts import cuda
-
-        cuda.prepare(layouts, device)
+__all__ = ["ExpertStack", "Routing", "combine", "expert_matmul", "padded", "route_rows"]
 
 
 def route_rows(

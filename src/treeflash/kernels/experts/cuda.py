@@ -1,7 +1,6 @@
 """The CUDA C++ kernel of experts.cu: its variants and its launch."""
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass
 from functools import cache, partial
@@ -85,19 +84,6 @@ def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, 
     module = Module(partial(compile_cubin, source(), defines=macros, arch=card.target), device)
     ring = macros["STAGES"] * shape.stage_bytes(layout)
     return module.kernel("experts", threads=shape.threads, shared=ring, overlap=card.pdl), shape
-
-
-def prepare(layouts: Iterable[Layout], device: torch.device) -> None:
-    """Compile the variants of these layouts in parallel, so that no prompt has to wait for it."""
-    card, layouts = card_of(device), list(layouts)
-    sizes = {chunk_tokens(card, layouts, rows) for rows in (1, BUCKETS[-1], BUCKETS[-1] + 1)}
-    wanted = [(layout, tokens) for layout in layouts for tokens in sorted(sizes)]
-
-    def build(item: tuple[Layout, int]) -> None:
-        compile_cubin(source(), defines=shape_of(card, *item).defines(card, item[0]), arch=card.target)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(build, wanted))
 
 
 def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, out: Tensor) -> None:

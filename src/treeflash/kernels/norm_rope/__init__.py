@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treeflash.kernels.norm_rope import reference
 from treeflash.kernels.norm_rope.reference import l2_norm, rope, rope_angles
-from treeflash.kernels.quant_matmul.partial_sums import PartialSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from treeflash.kernels.quant_matmul.rows import PackedRows
 
 __all__ = [
@@ -49,19 +49,19 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def add_rms_norm(
-    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool
 ) -> tuple[Tensor, Tensor | PackedRows]: ...
 def add_rms_norm(
-    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool = False
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
     """See reference.add_rms_norm."""
     if pack:
         from treeflash.kernels.norm_rope import cuda, triton_kernels
 
-        if isinstance(add, PartialSums) or cuda.takes(x, add):
+        if not isinstance(add, RowScaled) and (isinstance(add, PartialSums) or cuda.takes(x, add)):
             return cuda.add_rms_norm(x, add, weight, eps)
         return triton_kernels.add_rms_norm(x, add, weight, eps, pack=True)
-    assert not isinstance(add, PartialSums), "partial sums need `pack`"
+    assert not isinstance(add, Unfinished), "partial sums need `pack`"
     return _of(x).add_rms_norm(x, add, weight, eps)
 
 
@@ -79,9 +79,15 @@ def gated_rms_norm(
 
 
 def silu_mul(
-    gate: Tensor | PartialSums, up: Tensor | PartialSums, *, pack: bool = False
+    gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
 ) -> Tensor | PackedRows:
     """See reference.silu_mul."""
+    if isinstance(gate, RowScaled) and isinstance(up, RowScaled):
+        from treeflash.kernels.norm_rope import triton_kernels
+
+        assert pack, "row scales need `pack`"
+        return triton_kernels.silu_mul(gate, up, pack=True)
+    assert not isinstance(gate, RowScaled) and not isinstance(up, RowScaled), "one of them has row scales"
     if isinstance(gate, PartialSums) or isinstance(up, PartialSums):
         from treeflash.kernels.norm_rope import cuda
 

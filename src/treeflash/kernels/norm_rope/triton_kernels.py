@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treeflash.kernels.quant_matmul.partial_sums import RowScaled
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 from treeflash.kernels.quant_matmul.triton_kernels import row_factor
 from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
@@ -17,6 +18,7 @@ from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 def _norm_kernel(
     x,
     add,
+    add_scale,
     weight,
     total,
     normed,
@@ -33,7 +35,10 @@ def _norm_kernel(
     PACK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row a program: total = x + add, normed = its rms norm, as floats or packed for a matmul."""
+    """One row a program: total = x + add, normed = its rms norm, as floats or packed for a matmul.
+
+    ADD: 0: nothing is added; 2: a row of `add` has still to be multiplied by its scale.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -41,7 +46,10 @@ def _norm_kernel(
     wait_for_inputs(OVERLAP)
     value = tl.load(x + row * x_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     if ADD:
-        value += tl.load(add + row * add_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+        more = tl.load(add + row * add_stride + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+        if ADD == 2:
+            more *= tl.load(add_scale + row)
+        value += more
         tl.store(total + row * WIDTH + columns, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     result = value * scale * factor
@@ -109,28 +117,37 @@ def _gated_norm_rows_kernel(
 
 
 @triton.jit
-def _silu_mul(gate, up, columns, WIDTH: tl.constexpr):
+def _silu_mul(gate, up, scale, columns, WIDTH: tl.constexpr, SCALED: tl.constexpr):
     inside = columns < WIDTH
     value = tl.load(gate + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
     times = tl.load(up + columns, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+    if SCALED:
+        value *= scale
+        times *= scale
     return value * tl.sigmoid(value) * times
 
 
 @triton.jit
 def _silu_rows_kernel(
-    gate, up, out, scale_out, gate_stride, up_stride, group_stride, row_stride,
+    gate, up, scales, out, scale_out, gate_stride, up_stride, group_stride, row_stride,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, packed for a matmul; in two parts, whose sizes must be powers of two."""
+    """One row a program, packed for a matmul; in two parts, whose sizes must be powers of two.
+
+    SCALED: a row of gate and up has still to be multiplied by its scale.
+    """
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scales + row)
     gate += row * gate_stride
     up += row * up_stride
     out += row * row_stride
     columns, others = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
-    first = _silu_mul(gate, up, columns, WIDTH)
-    rest = _silu_mul(gate, up, others, WIDTH)
+    first = _silu_mul(gate, up, scale, columns, WIDTH, SCALED)
+    rest = _silu_mul(gate, up, scale, others, WIDTH, SCALED)
     times, inverse = row_factor(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(rest), 0)))
     tl.store(scale_out + row, inverse)
     tl.store(out + columns // 32 * group_stride + columns % 32, (first * times).to(tl.float16))
@@ -216,18 +233,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: bool = False
+    x: Tensor, add: Tensor | RowScaled | None, weight: Tensor, eps: float, *, pack: bool = False
 ) -> tuple[Tensor, Tensor | PackedRows]:
     width = x.shape[-1]
     assert weight.shape == (width,) and weight.dtype == torch.float32, f"{weight.shape}, {weight.dtype}"
     flat = _rows(x)
-    more = flat if add is None else _rows(add)
+    more, scale = (add.out, add.scale) if isinstance(add, RowScaled) else (add, weight)
+    more = flat if more is None else _rows(more)
     total = x if add is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
     normed = torch.empty(x.shape, device=x.device) if not pack else empty_rows(len(flat), width, x.device)
     block = max(256, triton.next_power_of_2(width))
     _norm_kernel[(len(flat),)](
-        flat, more, weight, total, *_target(normed, flat.stride(0), more.stride(0)), eps,
-        WIDTH=width, PADDED=_padded(width), BLOCK=block, ADD=add is not None, PACK=pack,
+        flat, more, scale, weight, total, *_target(normed, flat.stride(0), more.stride(0)), eps,
+        WIDTH=width, PADDED=_padded(width), BLOCK=block, PACK=pack,
+        ADD=0 if add is None else 1 + isinstance(add, RowScaled),
         num_warps=min(16, max(1, block // 512)), **launch_options(x.device),
     )  # fmt: skip
     return total, normed
@@ -274,15 +293,19 @@ def silu_parts(columns: int) -> tuple[int, int]:
     return first, triton.next_power_of_2(padded - first)
 
 
-def silu_mul(gate: Tensor, up: Tensor, *, pack: bool = False) -> Tensor | PackedRows:
+def silu_mul(gate: Tensor | RowScaled, up: Tensor | RowScaled, *, pack: bool = False) -> Tensor | PackedRows:
+    scale = gate.scale if isinstance(gate, RowScaled) else None
+    assert not isinstance(up, RowScaled) or up.scale is scale, "row scales of two matmuls"
+    gate, up = (each.out if isinstance(each, RowScaled) else each for each in (gate, up))
     width, block = gate.shape[-1], 1024
     gates, ups = _rows(gate), _rows(up)
     if pack:
         packed = empty_rows(len(gates), width, gate.device)
         first, rest = silu_parts(width)
         _silu_rows_kernel[(len(gates),)](
-            gates, ups, packed.data, packed.scale, gates.stride(0), ups.stride(0), *packed.strides,
-            WIDTH=width, PADDED=_padded(width), FIRST=first, REST=rest,
+            gates, ups, packed.scale if scale is None else scale, packed.data, packed.scale,
+            gates.stride(0), ups.stride(0), *packed.strides,
+            WIDTH=width, PADDED=_padded(width), FIRST=first, REST=rest, SCALED=scale is not None,
             num_warps=triton.next_power_of_2(max(1, min(16, first // 1024))), **launch_options(gate.device),
         )  # fmt: skip
         return packed

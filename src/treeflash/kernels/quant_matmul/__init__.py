@@ -10,6 +10,7 @@ from treeflash.kernels.quant_matmul.layout import (
     layout_of,
     pack,
     unpack,
+    with_int8,
 )
 from treeflash.kernels.quant_matmul.packed import (
     backend,
@@ -20,9 +21,11 @@ from treeflash.kernels.quant_matmul.packed import (
     packed_matmuls,
     partial_matmul,
     prepare,
+    row_scaled_matmul,
     supports_partial_sums,
+    supports_row_scales,
 )
-from treeflash.kernels.quant_matmul.partial_sums import PartialSums
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from treeflash.kernels.quant_matmul.reference import dense_matmul, quant_matmul
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 
@@ -33,6 +36,8 @@ __all__ = [
     "PackedRows",
     "PackedWeight",
     "PartialSums",
+    "RowScaled",
+    "Unfinished",
     "backend",
     "dense_matmul",
     "empty_packed",
@@ -49,6 +54,9 @@ __all__ = [
     "partial_matmul",
     "prepare",
     "quant_matmul",
+    "row_scaled_matmul",
     "supports_partial_sums",
+    "supports_row_scales",
     "unpack",
+    "with_int8",
 ]

@@ -10,6 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from treeflash.kernels.quant_matmul.int8 import Int8Matrix
 from treeflash.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
 from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
@@ -100,6 +101,15 @@ def matmul_source() -> str:
     return source("quant_matmul", "weights.cu", "tiles.cu")
 
 
+def int8_source() -> str:
+    return source("quant_matmul", "weights.cu", "int8_weights.cu")
+
+
+def int8_defines(layout: Layout) -> dict[str, int]:
+    """Return the macros of int8_weights.cu."""
+    return layout_defines(layout) | {"TOKENS": 8, "ROW_TILES": 1}
+
+
 def rows_source() -> str:
     return source("quant_matmul", "rows.cu")
 
@@ -132,6 +142,12 @@ def _pack_rows_kernel(device: torch.device) -> Kernel:
     card = card_of(device)
     build = partial(compile_cubin, rows_source(), defines={"BULK": int(card.pdl)}, arch=card.target)
     return Module(build, device).kernel("pack_rows", threads=512, overlap=card.pdl)
+
+
+@cache
+def _requantise_kernel(layout: Layout, device: torch.device) -> Kernel:
+    build = partial(compile_cubin, int8_source(), defines=int8_defines(layout), arch=card_of(device).target)
+    return Module(build, device).kernel("requantise", threads=256)
 
 
 def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:
@@ -252,4 +268,16 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     variant(weight.layout, 8, tilings_of(out.device)[8], out.device).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
+    )
+
+
+def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
+    """Write out.rows rows of the matrix, from row `first` on, to `out`."""
+    assert first % 16 == 0 and out.rows % 16 == 0, (first, out.rows)
+    assert out.columns == weight.padded_columns, (out.columns, weight.padded_columns)
+    tiles, depth = out.rows // 16, weight.data.shape[0]
+    numbers = (first // 16, tiles, weight.data.shape[1], depth, out.scales.shape[1], int(out.tiled))
+    _requantise_kernel(weight.layout, weight.data.device)(
+        (-(-tiles // _BLOCK_TILES), depth),
+        [weight.data, weight.row_scale, out.codes, out.scales, *map(c_int, numbers)],
     )

@@ -93,6 +93,7 @@ class PackedWeight:
     layout: Layout
     rows: int
     columns: int
+    int8_rows: int = 0  # how many of the first rows are multiplied in int8 where x has more than 64 rows
 
     @property
     def padded_rows(self) -> int:
@@ -105,6 +106,11 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+
+def with_int8(weight: PackedWeight, rows: int) -> PackedWeight:
+    """Return the matrix with its first `rows` rows multiplied in int8 for prompts, whole blocks of them."""
+    return replace(weight, int8_rows=rows // ROW_BLOCK * ROW_BLOCK)
 
 
 def has_layout(type: QuantType) -> bool:

@@ -1,18 +1,26 @@
 """Matmuls of any number of rows with matrices in tiles; picks the backend and the kernel."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from treeflash.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight, unpack
-from treeflash.kernels.quant_matmul.partial_sums import PartialSums
+from treeflash.kernels.quant_matmul import int8
+from treeflash.kernels.quant_matmul.int8 import Int8Matrix, empty_int8
+from treeflash.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight, unpack
+from treeflash.kernels.quant_matmul.partial_sums import PartialSums, RowScaled
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows
 
 _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
+_INT8_SLICE = 1 << 27  # the same in int8
+# Whether kernels that read a matmul of many rows apply its row scales, and a kernel of ours elsewhere. The
+# bits are the same. Off until benchmarks/gpu/prefill.py has measured it.
+FUSE_ROW_SCALES = False
 
 
 @cache
@@ -112,7 +120,7 @@ def packed_matmuls(
 ) -> Tensor:
     """Return x [M, K] times several matrices that read the same x, concatenated: float32 [M, total N].
 
-    In `out` if given.
+    In `out` if given. More than 64 rows are rounded to int8 for the rows of a matrix that say so.
     """
     sizes, device = [weight.rows for weight in weights], weights[0].data.device
     rows = x.rows if isinstance(x, PackedRows) else len(x)
@@ -130,6 +138,9 @@ def packed_matmuls(
         from treeflash.kernels.quant_matmul import cuda
 
         cuda.matmuls(x, weights, outs)
+        return out
+    if rows > BUCKETS[-1] and any(weight.int8_rows for weight in weights):
+        _int8_matmuls(x, weights, outs)
         return out
     for weight, part in zip(weights, outs, strict=True):
         packed_matmul(x, weight, part)
@@ -150,6 +161,19 @@ def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
     return cuda.partial_matmul(x, weight)
 
 
+def supports_row_scales(x: PackedRows, weight: PackedWeight) -> bool:
+    """Return whether `row_scaled_matmul` takes them: more than 64 rows, in 16 bits."""
+    return FUSE_ROW_SCALES and x.bucket is None and not weight.int8_rows
+
+
+def row_scaled_matmul(x: PackedRows, weight: PackedWeight) -> RowScaled:
+    """Return x times weight, transposed, for a kernel that applies the row scales."""
+    assert x.columns == weight.columns, (x.columns, weight.columns)
+    out = torch.empty(x.rows, weight.rows, device=weight.data.device)
+    _unscaled_rows(x, weight, out)
+    return RowScaled(out, x.scale * weight.expand_scale)
+
+
 def expand_weight(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns]; `expand_scale` restores them."""
     assert first % ROW_BLOCK == 0 and len(out) % ROW_BLOCK == 0 and out.is_contiguous(), (first, out.shape)
@@ -157,16 +181,83 @@ def expand_weight(weight: PackedWeight, first: int, out: Tensor) -> None:
     _kernels(out.device).expand(weight, first, out)
 
 
-def _many_rows(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
-    """Expand a slice of the matrix at a time, for a dense matmul."""
+def _int8_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor]) -> None:
+    """Multiply the first `int8_rows` of each matrix in int8, its other rows as ever.
+
+    For 8,192 rows of a 27B (24.4e9 weights, 16.8 GB in Q4_K_M) requantising to a scratch reads 16.8 GB and
+    writes 24.4, 10 ms of an H200's memory; decoding inside the matmul would repeat it for each of the 64
+    blocks of 128 rows. Rounding x once for all matrices that read it takes 3 bytes a value: 12 ms in all.
+    """
+    rows = _int8_rows(x)
+    for weight, out in zip(weights, outs, strict=True):
+        first = weight.int8_rows
+        step = max(ROW_BLOCK, _INT8_SLICE // weight.padded_columns // ROW_BLOCK * ROW_BLOCK)
+        space = empty_int8(min(step, first), weight.padded_columns, out.device, tiled=rows.tiled)
+        for start in range(0, first, step):
+            part = replace(space, rows=min(step, first - start))
+            _requantise(weight, start, part)
+            _int8_matmul(rows, part, out[:, start : start + part.rows])
+        if first < weight.rows:
+            _exact_rest(x, weight, out[:, first:], first)
+
+
+def _int8_rows(x: Tensor | PackedRows) -> Int8Matrix:
+    if isinstance(x, Tensor):
+        return int8.quantise(pad(x.float(), (0, -x.shape[1] % COLUMN_BLOCK)))
+    from treeflash.kernels.quant_matmul import int8_kernels
+
+    tiled = int8_kernels.reads_tiles(x.data.device)
+    rows = empty_int8(x.rows, x.padded_columns, x.data.device, tiled=tiled)
+    int8_kernels.quantise_rows(x, rows)
+    return rows
+
+
+def _requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
+    """Write rows of the matrix from `first` on to `out`."""
+    if out.codes.device.type == "cpu":
+        values = unpack(weight)[first : first + out.rows]
+        int8.quantise(pad(values, (0, out.columns - values.shape[1])), out)
+    else:
+        _kernels(out.codes.device).requantise(weight, first, out)
+
+
+def _int8_matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
+    if out.device.type == "cpu":
+        int8.matmul(x, weight, out)
+    else:
+        from treeflash.kernels.quant_matmul import int8_kernels
+
+        int8_kernels.matmul(x, weight, out)
+
+
+def _exact_rest(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor, first: int) -> None:
+    """Multiply the rows of the matrix from `first` on."""
+    if isinstance(x, Tensor):
+        out.copy_(x.float() @ unpack(weight)[first:].T)
+    else:
+        _many_rows(x, weight, out, first)
+
+
+def _many_rows(x: PackedRows, weight: PackedWeight, out: Tensor, begin: int = 0) -> None:
+    """Multiply with the rows of the matrix from `begin` on."""
+    _unscaled_rows(x, weight, out, begin)
+    scale = x.scale * weight.expand_scale
+    if FUSE_ROW_SCALES:
+        from treeflash.kernels.quant_matmul import triton_kernels
+
+        triton_kernels.scale_rows(out, scale)
+    else:
+        out.mul_(scale[:, None])
+
+
+def _unscaled_rows(x: PackedRows, weight: PackedWeight, out: Tensor, begin: int = 0) -> None:
+    """Expand a slice of the matrix at a time, for a dense matmul whose rows have still to be scaled."""
     step = max(ROW_BLOCK, _SLICE // weight.padded_columns // ROW_BLOCK * ROW_BLOCK)
-    scale = (x.scale * weight.expand_scale)[:, None]
     space = torch.empty(
-        min(step, weight.padded_rows), weight.padded_columns, dtype=torch.float16, device=out.device
+        min(step, weight.padded_rows - begin), weight.padded_columns, dtype=torch.float16, device=out.device
     )
-    for first in range(0, weight.rows, step):
+    for first in range(begin, weight.rows, step):
         part = space[: min(step, weight.padded_rows - first)]
         expand_weight(weight, first, part)
-        count = min(step, weight.rows - first)
-        torch.mm(x.data, part[:count].T, out_dtype=torch.float32, out=out[:, first : first + count])
-    out.mul_(scale)
+        count, at = min(step, weight.rows - first), first - begin
+        torch.mm(x.data, part[:count].T, out_dtype=torch.float32, out=out[:, at : at + count])

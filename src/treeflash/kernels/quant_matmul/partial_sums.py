@@ -1,8 +1,11 @@
-"""Split-K partial sums: the output of a matmul whose reduction is fused into the kernel that reads it.
+"""Outputs of a matmul that the kernel which reads them completes: split-K partial sums, row scales.
 
 A matmul's work is dealt out to CTAs in units of 128 output columns (rows of the matrix) and a slice of the
 summed dimension. Where several CTAs have partial sums of the same 128 columns, adding them is a round trip
 through memory at the end of the matmul. The next kernel has to read the output anyway and adds them for less.
+
+A matmul of many rows is a library's, over rows that were scaled by powers of two. Scaling its output back is
+a second pass over it: 108 of the 885 ms of 8,192 tokens of a 27B on an H200. The next kernel can do it.
 """
 
 from collections.abc import Sequence
@@ -55,3 +58,22 @@ class PartialSums:
                     total = total + own[cta, 0]
                 result[:, low - self.first : high - self.first] = total
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class RowScaled:
+    """Columns of an output [rows, columns] of which each row has still to be multiplied by its scale."""
+
+    out: Tensor  # float32 [rows, columns]
+    scale: Tensor  # float32 [rows]: powers of two
+
+    def split(self, sizes: Sequence[int]) -> list["RowScaled"]:
+        """Return adjacent ranges of columns."""
+        return [replace(self, out=part) for part in self.out.split(list(sizes), 1)]
+
+    def scaled(self) -> Tensor:
+        """Return the output: the specification of the kernels that read it."""
+        return self.out * self.scale[:, None]
+
+
+Unfinished = PartialSums | RowScaled

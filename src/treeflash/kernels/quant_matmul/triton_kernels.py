@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treeflash.kernels.quant_matmul.int8 import Int8Matrix
 from treeflash.kernels.quant_matmul.layout import Layout, PackedWeight
 from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
 from treeflash.kernels.runtime.dry_run import cache_tensor
@@ -264,6 +265,16 @@ def _pack_rows_kernel(
         tl.store(at, (part * times).to(tl.float16), mask=column < padded)
 
 
+@triton.jit
+def _scale_rows_kernel(out, scale, out_stride, columns, WIDTH: tl.constexpr):
+    """Multiply WIDTH columns of one row by its scale, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at = out + row * out_stride + column
+    value = tl.load(at, mask=column < columns, other=0.0)
+    tl.store(at, value * tl.load(scale + row), mask=column < columns)
+
+
 def constants(layout: Layout) -> dict[str, object]:
     """Return the constexpr arguments of a layout."""
     return {
@@ -291,6 +302,14 @@ def pack_rows(x: Tensor) -> PackedRows:
         x, packed.data, packed.scale, x.stride(0), columns, padded, *packed.strides, WIDTH=1024
     )
     return packed
+
+
+def scale_rows(out: Tensor, scale: Tensor) -> None:
+    """Multiply each row of out [M, N] float32 by its scale [M], in place."""
+    rows, columns = out.shape
+    assert out.stride(1) == 1, f"{out.shape}, strides {out.stride()}"
+    grid = (rows, -(-columns // 2048))
+    _scale_rows_kernel[grid](out, scale, out.stride(0), columns, WIDTH=2048, num_warps=4)
 
 
 def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
@@ -321,6 +340,13 @@ def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
     if splits > 1:
         grid = (-(-weight.rows // 1024), x.rows)
         _add_kernel[grid](parts, out, weight.rows, splits, out.stride(0), parts.stride(0), WIDTH=1024)
+
+
+def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
+    """Write out.rows rows of the matrix, from row `first` on, to `out`."""
+    from treeflash.kernels.quant_matmul import int8_kernels
+
+    int8_kernels.requantise(weight, first, out)
 
 
 def expand(weight: PackedWeight, first: int, out: Tensor) -> None:

@@ -81,8 +81,8 @@ class Module:
         """Return a function with the shared memory that its launch shapes so far need."""
         handle, function = self.load(), ctypes.c_void_p()
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), handle, name.encode()))
-        most = self._most_shared[name]
-        if most > 48 * 1024:
+        # Without it the limit is 48 KiB, static memory included.
+        if most := self._most_shared[name]:
             _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(most)))
         return function
 

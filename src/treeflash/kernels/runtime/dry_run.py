@@ -6,6 +6,7 @@ all kernels of a model can be compiled at once, in parallel, before its weights 
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,12 @@ class Launch:
     def load(self, device: torch.device) -> None:
         """Compile the kernel, or find it in Triton's cache, and load it. Thread-safe after `touch`."""
         with torch.cuda.device(device):
-            self.kernel.warmup(*self.arguments, grid=(1,), **dict(self.options))._init_handles()
+            compiled = self.kernel.warmup(*self.arguments, grid=(1,), **dict(self.options))
+            loaded = copy(compiled)
+            loaded._init_handles()
+        # All handles at once: another thread may be about to launch it, and would find a part of them.
+        vars(compiled).update(vars(loaded))
+        loaded.module = None  # it has one owner, with which newer versions of Triton unload it
 
     def touch(self, device: torch.device) -> None:
         """Create Triton's table of the kernel's variants: two threads would create two of them."""
@@ -109,7 +115,9 @@ class DryRun(TorchFunctionMode):
         _patching.release()
 
     def add(self, kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
-        """Record a launch."""
+        """Record a launch; one that reads through tensor descriptors is compiled when it is launched."""
+        if any(hasattr(value, "block_shape") for value in args):
+            return
         by_name = {param.name: param for param in kernel.params}
         arguments = tuple(_kind(*pair) for pair in zip(args, kernel.params, strict=False))
         options = tuple(
@@ -130,6 +138,8 @@ class DryRun(TorchFunctionMode):
             return self._device if found.type == "meta" else found
         if name == "data_ptr" and args[0].is_meta:
             return args[0].storage_offset() * args[0].element_size()
+        if isinstance(out := kwargs.get("out"), Tensor) and out.is_meta:
+            return out  # some operations have no form for meta tensors
         if isinstance(first := args[0] if args else None, Tensor):
             if first.is_meta and name in _FACTS:
                 return _FACTS[name]

@@ -75,10 +75,10 @@ class Acceptance:
     def paths(self) -> list[tuple[list[int], list[int]]]:
         """Return the accepted rows of each tree and the tokens they decided; on the host."""
         flat, sequences = self.flat.numpy(), self.sequences
-        rows, tokens, _ = flat[_HEADER * sequences :].reshape(3, sequences, MAX_ROWS)
-        return [
-            (rows[i, :n].tolist(), tokens[i, :n].tolist()) for i, n in enumerate(flat[:sequences].tolist())
-        ]
+        counts = flat[:sequences].tolist()
+        lists = flat[_HEADER * sequences :].reshape(3, sequences, MAX_ROWS)
+        rows, tokens = lists[:2, :, : max(counts, default=0)].tolist()
+        return [(own[:n], found[:n]) for own, found, n in zip(rows, tokens, counts, strict=True)]
 
     def _header(self, field: int) -> Tensor:
         return self.flat[field * self.sequences : (field + 1) * self.sequences]

@@ -1,0 +1,74 @@
+"""Matmuls in int8 with a scale for each group of 128 columns, for prompt chunks: in plain torch.
+
+This is the specification of int8_kernels.py. x [M, K] and a weight [N, K] are rounded to x = a sa and
+w = b sb with integers a and b of -127 to 127, and a scale for each row and group. The sums of a b over a
+group are integers below 2^21, exact in int32; times sa sb they are added in float32, group by group.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+GROUP = 128  # columns of a scale
+ROW_TILE = 256  # rows are filled up to a multiple: a program loads whole tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """Rows [rows, K]: codes[row, k] * scales[k // 128, row]. Rows beyond `rows` may hold anything."""
+
+    codes: Tensor  # int8 [padded rows, K]
+    scales: Tensor  # float32 [K / 128, padded rows]
+    rows: int
+    # The codes are in tiles of 128 x 128, [K / 128, padded rows / 128], in the 128-byte swizzle of Hopper:
+    # piece p of the eight of 16 bytes of row r is at the place p ^ (r % 8).
+    tiled: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1]
+
+
+def empty_int8(rows: int, columns: int, device: torch.device, *, tiled: bool = False) -> Int8Matrix:
+    """Return an uninitialised matrix; columns: a multiple of 128."""
+    assert columns % GROUP == 0, f"{columns} columns, needed a multiple of {GROUP}"
+    padded = -(-rows // ROW_TILE) * ROW_TILE
+    codes = torch.empty(padded, columns, dtype=torch.int8, device=device)
+    return Int8Matrix(codes, torch.empty(columns // GROUP, padded, device=device), rows, tiled)
+
+
+def in_tiles(x: Int8Matrix) -> Int8Matrix:
+    """Return the same matrix with its codes in tiles."""
+    pieces = x.codes.view(-1, 128, x.columns // GROUP, 8, 16).permute(2, 0, 1, 3, 4)
+    places = torch.arange(8)[None, :] ^ (torch.arange(128) % 8)[:, None]
+    places = places.to(x.codes.device)[None, None, :, :, None].expand(pieces.shape)
+    return replace(x, codes=pieces.gather(3, places).reshape(x.codes.shape), tiled=True)
+
+
+def quantise(x: Tensor, out: Int8Matrix | None = None) -> Int8Matrix:
+    """Return x [rows, K] float32 in int8: the largest magnitude of a group becomes 127, or all are 0."""
+    out = empty_int8(len(x), x.shape[1], x.device) if out is None else out
+    groups = x.float().unflatten(1, (-1, GROUP))
+    peak = groups.abs().amax(2)
+    inverse = (127 / peak).masked_fill(peak == 0, 0.0)
+    out.codes[: len(x)] = (groups * inverse[..., None]).round().flatten(1).char()
+    out.scales[:, : len(x)] = (peak * (1 / 127)).T
+    return out
+
+
+def dequantise(x: Int8Matrix) -> Tensor:
+    """Return float32 [rows, K]."""
+    scales = x.scales[:, : x.rows].T[..., None]
+    return (x.codes[: x.rows].float().unflatten(1, (-1, GROUP)) * scales).flatten(1)
+
+
+def matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> Tensor:
+    """Write x [M, K] times weight [N, K], transposed, to out [M, N] float32."""
+    out.zero_()
+    for group in range(x.columns // GROUP):
+        columns = slice(group * GROUP, (group + 1) * GROUP)
+        # Integers below 2^24 are exact in float32, in any order.
+        sums = x.codes[: x.rows, columns].float() @ weight.codes[: weight.rows, columns].float().T
+        out += sums * (x.scales[group, : x.rows, None] * weight.scales[group, : weight.rows])
+    return out
