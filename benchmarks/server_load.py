@@ -5,7 +5,8 @@
 Starts `treeflash serve` with the arguments after `--`, in the environment of this program. Every user asks
 one prompt after the other, code and maths in turns (or `--suites mtbench`), and reads the stream; what is
 counted lies in a window of --seconds after a short start. `--long N`: four readers while a prompt of about N
-tokens arrives. One JSON line for each number of users.
+tokens arrives. `--least N` leaves out prompts with short answers, which measure the reading of prompts as
+much as decoding. One JSON line for each number of users.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,13 @@ async def ask(client: httpx2.AsyncClient, text: str, max_tokens: int) -> Stream:
 
 
 async def user(
-    client: httpx2.AsyncClient, prompts: Iterator[str], until: float, streams: list[Stream], max_tokens: int
+    client: httpx2.AsyncClient,
+    prompts: Iterator[str],
+    goes_on: Callable[[], bool],
+    streams: list[Stream],
+    max_tokens: int,
 ) -> None:
-    while time.perf_counter() < until:
+    while goes_on():
         streams.append(await ask(client, next(prompts), max_tokens))
 
 
@@ -99,7 +104,11 @@ async def window(
     """Return what `users` users get in a window of `seconds`."""
     begin = time.perf_counter() + START_S
     end, streams = begin + seconds, []
-    await asyncio.gather(*(user(client, prompts, end, streams, max_tokens) for _ in range(users)))
+
+    def goes_on() -> bool:
+        return time.perf_counter() < end
+
+    await asyncio.gather(*(user(client, prompts, goes_on, streams, max_tokens) for _ in range(users)))
     tokens = sum(stream.tokens_within(begin, end) for stream in streams)
     gaps = sorted(gap for stream in streams for gap in stream.gaps(begin, end))
     firsts = [stream.first_s for stream in streams if stream.arrivals]
@@ -126,15 +135,16 @@ async def beside_a_long_prompt(
     client: httpx2.AsyncClient, prompts: Iterator[str], text: str, max_tokens: int
 ) -> dict[str, Any]:
     """Return the gaps of four readers before and while a long prompt is read."""
-    streams: list[Stream] = []
+    streams, is_read = [], asyncio.Event()
     readers = [
-        asyncio.create_task(user(client, prompts, time.perf_counter() + 8, streams, max_tokens))
+        asyncio.create_task(user(client, prompts, lambda: not is_read.is_set(), streams, max_tokens))
         for _ in range(4)
     ]
     await asyncio.sleep(3)
     sent = time.perf_counter()
     long = await ask(client, text, 4)
     read = sent + long.first_s
+    is_read.set()
     await asyncio.gather(*readers)
     before = [gap for stream in streams for gap in stream.gaps(sent - 2, sent)]
     during = [gap for stream in streams for gap in stream.gaps(sent, read)]
@@ -163,12 +173,31 @@ def prompts_of(data: Path, suites: Sequence[str]) -> list[str]:
     return [str(prompt.messages[-1]["content"]) for group in mixed for prompt in group]
 
 
+async def with_long_answers(
+    client: httpx2.AsyncClient, texts: Sequence[str], least: int, max_tokens: int
+) -> list[str]:
+    """Return the texts whose answers have at least `least` tokens."""
+    room = asyncio.Semaphore(16)
+
+    async def tokens(text: str) -> int:
+        async with room:
+            return (await ask(client, text, max_tokens)).tokens
+
+    found = await asyncio.gather(*map(tokens, texts))
+    return [text for text, count in zip(texts, found, strict=True) if count >= least]
+
+
 async def measure(url: str, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     texts = prompts_of(options.data, options.suites)
-    prompts = itertools.cycle(texts)
     limits = httpx2.Limits(max_connections=256)
     async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         await ask(client, texts[0], 32)
+        if options.least:
+            texts = await with_long_answers(client, texts, options.least, options.max_tokens)
+            facts |= {"answers_of": f"{options.least} to {options.max_tokens} tokens", "prompts": len(texts)}
+            if not texts:
+                raise SystemExit(f"no answer has {options.least} tokens")
+        prompts = itertools.cycle(texts)
         if options.short:
             write(options.out, facts | {"what": "short prompts", **await short_prompts(client, 24)})
         for users in options.users:
@@ -224,6 +253,9 @@ def main() -> None:
         help="before; a GPU's steps are captured then",
     )
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument(
+        "--least", type=int, default=0, metavar="TOKENS", help="only prompts whose answers have so many"
+    )
     parser.add_argument("--short", action="store_true", help="first tokens of short prompts, too")
     parser.add_argument("--chat", type=int, nargs="*", default=[], metavar="USERS", help="with mtbench, too")
     parser.add_argument("--long", type=int, default=0, metavar="TOKENS")

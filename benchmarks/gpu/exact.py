@@ -52,7 +52,7 @@ class LogitHashes:
         odd = torch.randint(0, 2**62, (vocabulary,), generator=torch.Generator().manual_seed(0)) * 2 + 1
         self._odd = odd.to(engine.target.device)
         self._works: Sequence[Verify] = ()
-        self._last: list[tuple[int, Tensor]] = []
+        self._last: list[tuple[int, int, Tensor]] = []  # part of the step, slot, hashes of its rows
         self.owners: dict[int, list[Tensor]] = {0: []}  # by slot
         verify, accept, read_back = runner.verify, runner.accept, runner.read_back
 
@@ -61,14 +61,14 @@ class LogitHashes:
             return verify(works)
 
         def hashed_accept(forward: Forward, masks: Sequence[Masks]) -> None:
-            slots = [work.slot for work in self._works]
-            self._last = [(slot, self._hash(forward.logits_of(i))) for i, slot in enumerate(slots)]
+            owned = [(i, work) for i, work in enumerate(self._works) if not work.given]
+            self._last = [(i, work.slot, self._hash(forward.logits_of(i))) for i, work in owned]
             accept(forward, masks)
 
         def hashed_read_back() -> tuple[list[Accepted], StepTimes]:
             found, times = read_back()
-            for (slot, hashes), accepted in zip(self._last, found, strict=True):
-                self.owners[slot].append(hashes[torch.tensor(accepted.path, device=hashes.device)])
+            for part, slot, hashes in self._last:
+                self.owners[slot].append(hashes[torch.tensor(found[part].path, device=hashes.device)])
             return found, times
 
         runner.verify, runner.accept, runner.read_back = noted_verify, hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]

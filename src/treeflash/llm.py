@@ -208,7 +208,9 @@ class LLM:
         if len(params) != len(given):
             raise UsageError(f"sampling has {len(params)} entries, needed {len(given)}", param="sampling")
         runs = [
-            self._run(self._request(each, prompt=prompt, max_tokens=max_tokens, stop=stop), prompt)
+            self._run(
+                self._request(each, prompt=prompt, max_tokens=max_tokens, stop=stop), prompt, whole=True
+            )
             for prompt, each in zip(given, params, strict=True)
         ]
         shown = len(runs) > 1 if progress is None else progress
@@ -256,7 +258,7 @@ class LLM:
 
         options: see ChatOptions.
         """
-        run = self._run(self._chat_request(messages, sampling, options), messages)
+        run = self._run(self._chat_request(messages, sampling, options), messages, whole=not stream)
         return run if stream else run.answer()
 
     async def achat(
@@ -264,7 +266,7 @@ class LLM:
     ) -> Answer:
         """Answer a conversation as `chat` does, without blocking the event loop."""
         collected = _Collected(messages, self.tokenizer)
-        async for _ in self._events(self._chat_request(messages, sampling, options), collected):
+        async for _ in self._events(self._chat_request(messages, sampling, options), collected, whole=True):
             pass
         return collected.answer()
 
@@ -276,18 +278,20 @@ class LLM:
         async for piece in self._events(self._chat_request(messages, sampling, options), collected):
             yield piece
 
-    async def _events(self, request: TextRequest, collected: "_Collected") -> AsyncIterator[str]:
+    async def _events(
+        self, request: TextRequest, collected: "_Collected", *, whole: bool = False
+    ) -> AsyncIterator[str]:
         job = self._worker.submit(request)
         try:
-            async for batch in job.batches():
+            async for batch in job.batches(whole=whole):
                 for _, event in batch:
                     if piece := collected.add(event):
                         yield piece
         finally:
             job.cancel()
 
-    def _run(self, request: TextRequest, prompt: Prompt | Messages) -> "Stream":
-        return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer))
+    def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
+        return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
 
     def _chat_request(
         self, messages: Messages, sampling: SamplingParams | None, options: ChatOptions
@@ -347,8 +351,11 @@ class Stream(Iterator[str]):
         loop: asyncio.AbstractEventLoop,
         request: TextRequest,
         collected: "_Collected",
+        *,
+        whole: bool = False,
     ):
-        self._collected = collected
+        """`whole`: its pieces arrive together, at the end."""
+        self._collected, self._whole = collected, whole
         self._arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         self._over = False
         self._running = asyncio.run_coroutine_threadsafe(self._read(worker, request), loop)
@@ -357,7 +364,7 @@ class Stream(Iterator[str]):
         try:
             job = worker.submit(request)
             try:
-                async for batch in job.batches():
+                async for batch in job.batches(whole=self._whole):
                     for _, event in batch:
                         if piece := self._collected.add(event):
                             self._arrived.put(piece)

@@ -125,17 +125,17 @@ def test_one_graph_serves_every_request() -> None:
     state, work = SamplingState.empty(24, VOCABULARY, DEVICE), poisoned_workspace(24, VOCABULARY)
     logits = random_logits("normal", 24, VOCABULARY, generator)
     tokens, ancestors = random_tree(24, VOCABULARY, generator)
-    positions = torch.arange(24, device=DEVICE)
-    sample_rows(logits, positions, tokens, ancestors, owners(logits), state, work)
+    positions, rows = torch.arange(24, device=DEVICE), owners(logits)
+    sample_rows(logits, positions, tokens, ancestors, rows, state, work)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample_rows(logits, positions, tokens, ancestors, owners(logits), state, work)
+        out = sample_rows(logits, positions, tokens, ancestors, rows, state, work)
     for filters in FILTERS.values():
         set_request(state, filters, generator)
         positions += 100
         graph.replay()
-        expected = plain.sample_rows(logits, positions, tokens, ancestors, owners(logits), state)
+        expected = plain.sample_rows(logits, positions, tokens, ancestors, rows, state)
         adjusted = plain.adjusted(logits, tokens, ancestors, state, 0, masks=state.allowed[: len(logits)])
         assert_same_tokens(adjusted, positions, out, expected, state.settings(0))
 

@@ -29,6 +29,7 @@ from treeflash.models.decoder import Decoder
 from treeflash.models.dflash import DFlashDraft, open_draft
 from treeflash.models.measure import held_bytes, measured
 from treeflash.models.spec import ModelSpec
+from treeflash.models.step import largest_padded
 from treeflash.models.weights import WeightLoader
 from treeflash.state.draft_ring import draft_buffers
 from treeflash.state.sequences import CacheConfig, SequenceStates
@@ -131,7 +132,9 @@ def test_states_to_the_byte(tiny_model: Callable[..., Path], formats, context: i
         spec = ModelSpec.from_gguf(file)
         config = EngineConfig(speculation=SpecConfig(budget=rows - 1))
         estimate = estimate_memory(file, spec, config, "cuda", context=context)
-    states = SequenceStates(spec, max_ctx=context, max_rows=rows, cache=CacheConfig(*formats), static=True)
+    states = SequenceStates(
+        spec, max_ctx=context, max_rows=largest_padded(rows), cache=CacheConfig(*formats), static=True
+    )
     planned = (
         estimate.parts["recurrent states"] + estimate.parts["tree rows"] + estimate.kv_bytes(formats, context)
     )
@@ -224,14 +227,15 @@ def test_sizes_of_a_27b(planner_27b: MemoryPlanner) -> None:
     assert options["q8_0"].max_ctx > 130_000 and not options["q8_0"].fits and options["tq3_0"].fits
 
 
-def test_one_row_needs_as_much_as_eight_but_for_the_logits(planner_27b: MemoryPlanner) -> None:
-    """Matmul and attention kernels pad rows."""
-    plain, eight = (
+def test_one_row_needs_as_much_as_sixteen(planner_27b: MemoryPlanner) -> None:
+    """Steps without trees read short prompts, too."""
+    plain, sixteen, more = (
         on(planner_27b, 24, draft=None, speculation=speculation).estimate
-        for speculation in (None, SpecConfig(budget=7))
+        for speculation in (None, SpecConfig(budget=15), SpecConfig(budget=23))
     )
-    assert (plain.rows, eight.rows) == (1, 8)
-    assert eight.parts["steps"] - plain.parts["steps"] == 8 * 248320 * 4
+    assert (plain.rows, sixteen.rows, more.rows) == (16, 16, 24)
+    assert plain.parts == sixteen.parts
+    assert more.parts["steps"] - plain.parts["steps"] >= 8 * 248320 * 4
 
 
 def test_only_the_sparse_pair_has_holes(pair_27b: Growth, tmp_path: Path, tiny_model) -> None:

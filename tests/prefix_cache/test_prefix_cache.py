@@ -219,18 +219,25 @@ def test_restored_states_match_the_text_after_any_edits(
     run_state_machine_as_test(made, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
 
 
-def test_a_busy_engine_reuses_memory_before_it_pins_more(spec: ModelSpec) -> None:
+def test_memory_is_reused_before_more_is_pinned(spec: ModelSpec) -> None:
     reader = Recorder(spec)
     reader.read(text(1, 50), {40: "turn"})
     each = reader.cache.usage.host_bytes
     assert each > reader.store.state_bytes > 0
     reader.read(text(2, 50), {40: "turn"})
-    reader.store.reserve.pinned = 3 * each - 1
     slot = reader.states.open()
     reader._write(slot, text(3, 40))
     insert = {"slot": slot, "tokens": text(3, 40), "kind": "answer", "draft": lambda: None}
     reader.cache.insert(**insert)
     assert len(reader.cache) == 3
-    reader.cache.insert(**(insert | {"kind": "turn"}), busy=True)
-    assert len(reader.cache) == 2  # the same tokens once, and the oldest is gone
+    reader.store.reserve.pinned = 1
+    reader.cache.insert(**(insert | {"kind": "turn"}))
+    assert len(reader.cache) == 3  # the same tokens once, and a few snapshots stay
+    reader.states.close(slot)
+    for seed in range(4, 8):
+        reader.read(text(seed, 50), {40: "turn"})
+    assert len(reader.cache) == 5  # the new one, beside four
+    reader.store.reserve.pinned = 8 * each
+    reader.read(text(8, 50), {40: "turn"})
+    assert len(reader.cache) == 6  # there was memory for it
     assert not reader.cache.use_idle_time()  # nothing is pinned on a CPU

@@ -224,3 +224,18 @@ def test_running_out_of_descriptors_is_logged_once_and_survived():
         assert health.status_code == 200
         _, errors = process.communicate("", timeout=30)
         assert errors.count("no connection can be accepted") == 1 and len(errors) < 5000
+
+
+def test_pieces_of_a_stream_are_sent_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a piece may wait 40 ms for the acknowledgement of the one before."""
+    found, add = [], Connections.add
+
+    def noted(self: Connections, protocol) -> None:
+        connection = protocol.transport.get_extra_info("socket")
+        found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        add(self, protocol)
+
+    monkeypatch.setattr(Connections, "add", noted)
+    with scripted() as server:
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+    assert found and all(found)

@@ -75,6 +75,26 @@ def test_one_job_of_several_requests():
     run(main(), worker)
 
 
+def test_a_reader_of_the_whole_is_woken_at_the_end():
+    def script(request):
+        for index in range(50):
+            yield Text(f"{index} ")
+            yield 0.01
+
+    worker = started(ScriptedSession(script))
+
+    async def main():
+        batches = {}
+        for whole in (False, True):
+            job = worker.submit(ask("x"))
+            batches[whole] = [batch async for batch in job.batches(whole=whole)]
+        assert len(batches[True]) <= 2 < len(batches[False])  # one of them before it said so
+        texts = [[event for batch in found for event in batch] for found in batches.values()]
+        assert [event for _, event in texts[0][:-1]] == [event for _, event in texts[1][:-1]]
+
+    run(main(), worker)
+
+
 def test_a_cancelled_job_starts_no_more_requests():
     session = ScriptedSession(slow)
     worker = started(session)

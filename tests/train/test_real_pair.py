@@ -54,7 +54,7 @@ def test_parts_are_joined_and_checked(tmp_path):
     kept = parts[1].read_bytes()
     parts[1].unlink()
     assert not real_pair.join(stage("join"))
-    parts[1].write_bytes(kept[:-1] + b"?")
+    parts[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     assert not real_pair.join(stage("join"))
     (work / "target.gguf").unlink()
     parts[1].write_bytes(kept)

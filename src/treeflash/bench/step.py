@@ -75,7 +75,7 @@ def measure_steps(
     """
     engine, plan = session.engine, session.plan
     if sizes is None:
-        sizes = engine.runner.sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
+        sizes = engine.runner.tree_sizes or [size for size in _EXACT_SIZES if size <= engine.max_rows]
     probe = StepProbe(engine, context, rounds=(repeats + 2 + _TRACED) * len(sizes), sampling=sampling)
     bandwidth = bandwidth or read_bandwidth(engine.target.device)
     states = 2 * plan.recurrent + plan.kv_per_token * context

@@ -42,8 +42,7 @@ from treeflash.state.draft_ring import SavedRings
 from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
 from treeflash.state.snapshots import SavedSequence, SnapshotStore
 
-SHORT = 256  # tokens of a chunk that decode steps process, on a GPU: a chunk's launches take longer
-_READS = 16  # steps that read one chunk, at most
+SHORT = 512  # tokens of a chunk that decode steps process, on a GPU: a chunk's launches take longer
 # Of a step that also verifies trees, at most. Many users with short answers wait for their prompts to be
 # read, and rows beside those of others cost less than steps of their own.
 _PROMPT_ROWS = 3 * MAX_ROWS // 4
@@ -85,7 +84,7 @@ class Engine:
             target.spec,
             max_ctx=max_ctx,
             slots=slots,
-            max_rows=kind.step_rows(max_rows),
+            max_rows=kind.most_rows(max_rows),
             device=target.device,
             cache=cache,
             input_dtype=target.dtype,
@@ -93,10 +92,8 @@ class Engine:
         )
         self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
         self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
-        # On a CPU a chunk of a few tokens takes no longer than a step. On a GPU steps of few rows would take
-        # too many of them.
-        short = min(SHORT, _READS * self.runner.read_rows)
-        self.short = short if graphs and target.device.type == "cuda" else 0
+        # On a CPU a chunk of a few tokens takes no longer than a step.
+        self.short = SHORT if graphs and target.device.type == "cuda" else 0
         self._scheduler = Scheduler(slots)
         self._pool_pages = cache.pages or self.states.buffers.page_table.numel()
         self._prompts: dict[Sequence, PromptState] = {}  # of sequences whose prompt others wait for
@@ -109,6 +106,8 @@ class Engine:
         """Capture the steps as CUDA graphs, between requests; return whether that was possible."""
         with self._fresh_slot() as slot:
             captured = self.runner.capture(progress, slot=slot)
+            if not captured:
+                self.short = 0  # steps that are not captured take as long as chunks
             self._rehearse(slot, [min(2 * MAX_ROWS, self.max_ctx)])
             self.runner.rehearse(slot)
             return captured
@@ -155,7 +154,7 @@ class Engine:
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Do a piece of work that later steps will profit from; return whether there was any."""
-        return self.prefixes.use_idle_time() or self.runner.capture_next()
+        return self.runner.capture_next() or self.prefixes.use_idle_time()
 
     def add(self, request: Request, *, leader: Sequence | None = None) -> Sequence:
         """Queue a request; raises if it cannot run.
@@ -370,9 +369,17 @@ class Engine:
 
     def _prefill(self, chunk: PrefillChunk) -> list[Event]:
         sequence = chunk.sequence
-        if not self._provide(sequence, chunk.stop - chunk.start):
+        if not self._provide(sequence, self._needed_rows(chunk)):
             return []
         return self._processed(sequence, chunk.stop, self._process(chunk))
+
+    def _needed_rows(self, chunk: PrefillChunk) -> int:
+        """Return the rows that need pages for a chunk: the last of the steps that read it is padded."""
+        count, most = chunk.stop - chunk.start, self.runner.read_rows
+        if count > self.short:
+            return count
+        whole = (count - 1) // most * most
+        return whole + self.runner.step_rows(count - whole)
 
     def _processed(self, sequence: Sequence, stop: int, logits: Tensor) -> list[Event]:
         """Note that the prompt is processed up to `stop`; at its end decode, from the logits [1, V] there."""
@@ -426,25 +433,23 @@ class Engine:
         Which way a chunk is processed follows from its tokens alone: its bits do not depend on load.
         """
         if chunk.stop - chunk.start <= self.short:
-            return self._read_short(chunk.sequence, chunk.start, chunk.stop)
+            return self._read_short(chunk)
         hidden = self._forward_chunk(chunk)
         return self.target.logits(hidden) if chunk.stop == len(chunk.sequence.request.prompt) else hidden
 
-    def _read_short(self, sequence: Sequence, start: int, stop: int) -> Tensor:
+    def _read_short(self, chunk: PrefillChunk) -> Tensor:
         """Process a few tokens by the captured forward of decode steps: a chunk's launches take longer."""
-        logits = torch.empty(0)
-        for first in range(start, stop, self.runner.read_rows):
-            tokens = sequence.request.prompt[first : min(first + self.runner.read_rows, stop)]
-            forward = self._read_piece(sequence.slot, tokens)
+        slot, logits, most = chunk.sequence.slot, torch.empty(0), self.runner.read_rows
+        for first in range(chunk.start, chunk.stop, most):
+            tokens = chunk.sequence.request.prompt[first : min(first + most, chunk.stop)]
+            forward = self._read_piece(slot, tokens)
             logits = forward.logits_of(0)[len(tokens) - 1 :]
         return logits
 
     def _read_piece(self, slot: int, tokens: list[int]) -> Forward:
-        self._reserve(slot, self.runner.step_rows(len(tokens)))
+        """Process some tokens by one step, for whose rows there are pages."""
         forward = self.runner.read(slot, tokens)
         self.drafter.append(slot, tokens, forward.features[: len(tokens)])
-        if self.target.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the next piece is written to the same buffers
         return forward
 
     def _forward_chunk(self, chunk: PrefillChunk) -> Tensor:
@@ -504,7 +509,9 @@ class Engine:
             self.runner.sampler.sample_first(logits, slot, rows)
         self._restart(slot)
         if self.short:
-            self._read_piece(slot, [0] * min(self.runner.read_rows, self.max_ctx))
+            rows = min(self.runner.read_rows, self.max_ctx)
+            self.states.reserve(slot, self.runner.step_rows(rows))
+            self._read_piece(slot, [0] * rows)
             self._restart(slot)
 
     def _restart(self, slot: int) -> None:
@@ -743,7 +750,6 @@ class Engine:
                 kind,
                 lambda: self.drafter.save(slot),
                 after_answer=sequence.stats.cached_after_answer,
-                busy=self._scheduler.serves_others(sequence),
                 unused_s=sequence.request.prefill_for_s,
             )
 

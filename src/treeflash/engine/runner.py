@@ -24,7 +24,7 @@ from treeflash.kernels.sampling import RowOwners
 from treeflash.kernels.slot_mapping import padded_tree, ragged_rows
 from treeflash.kernels.tree import MAX_ROWS, Acceptance, accept_path, reference
 from treeflash.models.decoder import Target, VerifyBuffers
-from treeflash.models.step import SIZES, Step, padded_rows
+from treeflash.models.step import SIZES, Step, largest_padded, padded_rows
 from treeflash.spec.drafter import Drafter
 from treeflash.spec.tree import Tree
 from treeflash.state.graphs import CapturedFunction, warn_eager
@@ -174,12 +174,14 @@ class StepInputs:
         # On a CPU there is nothing to stage for.
         self._flat = self._staged.to(device)
         self._numbers = self._staged.numpy()
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # what was staged last
         rows, self.first, self.slots, self.limits, self.given = self._flat.split(self._sizes)
         self.rows = rows.view(4, MAX_ROWS)  # tokens, parents, ancestors, depths
         self.load_one(Verify(0, Tree.root(0), 1))
 
     def load_one(self, part: Verify) -> list[int]:
         """Load one sequence's tree; return the bounds of its rows."""
+        self._wait()
         packed, capacity = part.tree.packed, self._sizes[2]
         tables = self._numbers[4 * MAX_ROWS :]
         tables[: capacity + 1], tables[0] = part.tree.size, 0
@@ -194,10 +196,12 @@ class StepInputs:
         else:
             self._staged[: 4 * MAX_ROWS].view(4, MAX_ROWS).copy_(packed)
             self._flat.copy_(self._staged, non_blocking=True)
+        self._record()
         return [0, part.tree.size]
 
     def load(self, parts: Sequence[Verify]) -> list[int]:
         """Load the trees of several sequences; return the bounds of their rows."""
+        self._wait()
         numbers = self._numbers
         rows = numbers[: 4 * MAX_ROWS].reshape(4, MAX_ROWS)
         first, slots, limits, given = np.split(numbers[4 * MAX_ROWS :], np.cumsum(self._sizes[1:4]))
@@ -213,7 +217,17 @@ class StepInputs:
         first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
         if self._flat is not self._staged:
             self._flat.copy_(self._staged, non_blocking=True)
+        self._record()
         return bounds
+
+    def _wait(self) -> None:
+        """Wait until what was staged is on the device: the next step may be loaded while one runs."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _record(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
 
     @staticmethod
     def _load_trees(rows: np.ndarray, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
@@ -233,7 +247,7 @@ class StepRunner:
     # Whether launches return before the device is done, so that launching ahead hides the host's time.
     # Where they are, buffers must never move.
     asynchronous: bool
-    sizes: Sequence[int] = ()  # rows of a padded step; none: steps have exactly the trees' rows
+    tree_sizes: Sequence[int] = ()  # rows of padded steps with trees; none: exactly the trees' rows
     captured = False
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
@@ -241,6 +255,8 @@ class StepRunner:
         device, slots = target.device, len(states.lengths)
         self._target, self._states, self._drafter, self._device = target, states, drafter, device
         self._max_rows = max_rows
+        # Every number twice: Triton compiles another kernel for addresses that are no multiple of 16.
+        self._rows = torch.arange(MAX_ROWS, device=device)[:, None].repeat(1, 2)
         self.sampler = Sampler(slots, MAX_ROWS, target.spec.vocab_size, device)
         self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
@@ -290,20 +306,24 @@ class StepRunner:
         capacity, size = self._shape(len(parts), rows, max(sizes))
         return self._timed_forward(capacity, size, self._inputs_of(capacity).load(parts))
 
+    @staticmethod
+    def most_rows(max_rows: int) -> int:
+        """Return the most rows of a step of one sequence, with trees of at most `max_rows`."""
+        return max_rows
+
     @property
     def read_rows(self) -> int:
         """The most tokens of a prompt that a step reads."""
-        return self._max_rows
+        return self.most_rows(self._max_rows)
 
     def read(self, slot: int, tokens: list[int]) -> Forward:
         """Process and commit a short piece of a prompt as a chain, by the forward pass of a decode step.
 
         A chunk's many launches take longer than its work. The caller passes the features on to the drafter.
+        Waits for the device at most until the step before this one has begun.
         """
-        # Before the forward: this copy waits for all that is enqueued.
-        last = torch.tensor([len(tokens) - 1], device=self._device)
         forward = self.verify([Verify(slot, Tree.chain(tokens), len(tokens))])
-        self._states.commit_on_device(forward.step, last)
+        self._states.commit_on_device(forward.step, self._rows[len(tokens) - 1, :1])
         self._states.lengths[slot] += len(tokens)
         return forward
 
@@ -509,7 +529,8 @@ class GraphRunner(StepRunner):
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
         super().__init__(target, states, drafter, max_rows=max_rows)
         device, slots = target.device, len(states.lengths)
-        self.sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
+        self._sizes = [size for size in SIZES if size <= largest_padded(max_rows)]
+        self.tree_sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
         self._draft_functions = drafter.bind(self.sampler.rank)
         self._first_drafts = [each for each in self._draft_functions if each.sequences == 1]
         # To capture while nothing runs.
@@ -521,7 +542,7 @@ class GraphRunner(StepRunner):
         )
         self._forwards: dict[tuple[int, int], CapturedFunction[Forward]] = {}  # by capacity and rows
         self._accepts: dict[tuple[int, int], CapturedFunction[Acceptance]] = {}
-        for key in [(1, size) for size in self.sizes] + _batched_sizes(slots):
+        for key in [(1, size) for size in self._sizes] + _batched_sizes(slots):
             self._forwards[key] = CapturedFunction(partial(self._forward, *key, self._into))
             self._accepts[key] = CapturedFunction(partial(self._accept_last, key))
         self._last: dict[tuple[int, int], Forward] = {}  # an accept graph reads what the forward graph writes
@@ -538,9 +559,9 @@ class GraphRunner(StepRunner):
     def step_rows(rows: int, sequences: int = 1) -> int:
         return padded_rows(rows if sequences == 1 else max(rows, 2))
 
-    @property
-    def read_rows(self) -> int:
-        return self.sizes[-1]
+    @staticmethod
+    def most_rows(max_rows: int) -> int:
+        return largest_padded(max_rows)
 
     @property
     def captured(self) -> bool:
@@ -552,14 +573,14 @@ class GraphRunner(StepRunner):
         If that fails, warn and run them eagerly.
         """
         drafts = self._first_drafts
-        pool, total = torch.cuda.graph_pool_handle(), len(self.sizes) + len(drafts)
+        pool, total = torch.cuda.graph_pool_handle(), len(self._sizes) + len(drafts)
         report = progress or (lambda done, total: None)
         self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
         try:
             for done, function in enumerate(drafts, 1):
                 function.capture(pool)
                 report(done, total)
-            for done, size in enumerate(reversed(self.sizes), 1 + len(drafts)):
+            for done, size in enumerate(reversed(self._sizes), 1 + len(drafts)):
                 self._capture_step((1, size), pool)
                 report(done, total)
             torch.cuda.synchronize()
@@ -579,7 +600,7 @@ class GraphRunner(StepRunner):
         self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
         for function in self._draft_functions if batched else self._first_drafts:
             function()
-        for size in self.sizes:
+        for size in self._sizes:
             self._run_accept(self._run_forward(1, size))
         for capacity, size in self._later if batched else ():
             self._inputs_of(capacity).load([])
@@ -588,7 +609,7 @@ class GraphRunner(StepRunner):
     def measure(self, slot: int = 0) -> dict[int, StepTimes]:
         found = {}
         self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
-        for size in self.sizes:
+        for size in self.tree_sizes:
             self.draft(lambda: [function() for function in self._first_drafts[:1]])
             self.accept(self._timed_forward(1, size, [0, 1]))
             _, found[size] = self.read_back()
@@ -644,7 +665,7 @@ class GraphRunner(StepRunner):
         return next(capacity for capacity in CAPACITIES if sequences <= capacity)
 
     def _functions(self) -> list[CapturedFunction]:
-        keys = [(1, size) for size in self.sizes]
+        keys = [(1, size) for size in self._sizes]
         steps = [functions[key] for key in keys for functions in (self._forwards, self._accepts)]
         return [*self._first_drafts, *steps]
 

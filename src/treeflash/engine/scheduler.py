@@ -67,10 +67,6 @@ class Scheduler:
         others = self.waiting or self.parked
         return len(self.running) > 1 or (len(self.running) < self._slots and bool(others))
 
-    def serves_others(self, sequence: Sequence) -> bool:
-        """Return whether other sequences run or wait."""
-        return any(each is not sequence for each in (*self.running, *self.waiting, *self.parked))
-
     def add(self, sequence: Sequence) -> None:
         self._arrivals += 1
         sequence.arrival = self._arrivals

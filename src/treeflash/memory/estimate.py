@@ -26,7 +26,7 @@ from treeflash.models.mtp import MTPBlock
 from treeflash.models.native import packed_model_bytes, packed_tensors_bytes
 from treeflash.models.native_draft import draft_gap, packed_draft_bytes
 from treeflash.models.spec import ModelSpec, has_mtp
-from treeflash.models.step import SIZES, padded_rows
+from treeflash.models.step import SIZES, largest_padded
 from treeflash.spec.mtp import BEAMS, STEPS
 from treeflash.state.draft_ring import draft_buffers, mtp_buffers
 from treeflash.state.sequences import PAGE, SequenceStates
@@ -158,7 +158,7 @@ def estimate_memory(
     rings = {"max_ctx": context, "slots": sequences, "device": META, "dtype": ring_dtype(device_type)}
     draft = _draft_need(file, spec, config, device_type, rings=rings, expand=expand, native=native)
     parts |= draft.parts
-    rows = config.max_rows if not on_gpu else padded_rows(config.max_rows)
+    rows = config.max_rows if not on_gpu else largest_padded(config.max_rows)
     parts |= _state_bytes(spec, rows, sequences, target.dtype)
     if on_gpu:
         parts |= {

@@ -19,11 +19,19 @@ from treeflash.kernels.tree import MAX_ROWS
 
 # Rows of padded steps. A root has its own size: matmuls cost what 8 rows cost, all else less.
 SIZES = (1, *BUCKETS)
+# Tokens of a prompt that a padded step can read, however small its trees: the same prompts are read by steps
+# with and without speculation.
+READ_ROWS = 16
 
 
 def padded_rows(rows: int) -> int:
     """Return the size of the padded step that holds `rows` rows."""
     return next(size for size in SIZES if rows <= size)
+
+
+def largest_padded(max_rows: int) -> int:
+    """Return the largest padded step of one sequence with trees of at most `max_rows` rows."""
+    return padded_rows(max(max_rows, READ_ROWS))
 
 
 @dataclass(frozen=True, slots=True)

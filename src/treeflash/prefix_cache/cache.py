@@ -22,6 +22,7 @@ from treeflash.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 log = logging.getLogger(__name__)
 
 _MAX_SNAPSHOTS = 256  # of any size: each prompt is compared with all of them
+_KEPT = 4  # snapshots that stay, even if memory has to be pinned for the next one
 _AHEAD = 4  # snapshots for each slot that host memory is pinned for while nothing runs
 
 
@@ -105,20 +106,18 @@ class PrefixCache:
         draft: Callable[[], SavedRings | None],
         *,
         after_answer: bool = False,
-        busy: bool = False,
         unused_s: float | None = None,
     ) -> None:
         """Take a snapshot of a slot's state after `tokens`, and evict others to stay within the budget.
 
-        after_answer: decoding computed some of the state, beyond what `kind` says. busy: others wait, so that
-        memory of old snapshots is used before any is pinned. unused_s: nobody has asked for it yet; it stays
-        in memory, and after that time without a use it is evicted first.
+        after_answer: decoding computed some of the state, beyond what `kind` says. unused_s: nobody has asked
+        for it yet; it stays in memory, and after that time without a use it is evicted first. Memory of old
+        snapshots is used before any is pinned: others wait, or this user's next request.
         """
         after_answer = after_answer or kind == "answer"
         if self._exact and after_answer:
             return
-        if busy:
-            self._evict_for(self.store.state_bytes)
+        self._evict_for(self.store.state_bytes)
         try:
             rings = draft()
             state = self.store.save(slot)
@@ -157,15 +156,24 @@ class PrefixCache:
 
     def use_idle_time(self) -> bool:
         """Pin a piece of host memory for the next snapshots; return whether there is more to do."""
-        in_use = self._host_bytes
-        wanted = min(self._budget - in_use, _AHEAD * len(self.store.states.lengths) * self.store.state_bytes)
-        return self.enabled and self.store.reserve.grow(in_use, wanted)
+        room = self._budget - self._host_bytes
+        wanted = min(room, _AHEAD * len(self.store.states.lengths) * self.store.state_bytes)
+        if not self.enabled:
+            return False
+        return self.store.reserve_pages(room) or self.store.reserve.grow(self._pinned_in_use, wanted)
+
+    @property
+    def _pinned_in_use(self) -> int:
+        """Return what snapshots take of the memory that is pinned ahead; pages have memory of their own."""
+        tails = sum(each.state.tail is not None for each in self._snapshots) * self.store.page_bytes
+        return sum(each.nbytes for each in self._snapshots) - tails
 
     def _evict_for(self, nbytes: int) -> None:
-        """Evict snapshots until so much of the memory that is pinned already is free."""
-        pinned = self.store.reserve.pinned
-        while pinned and self._host_bytes + nbytes > pinned and self._evict_lru(None):
-            pass
+        """Evict snapshots, but the last few, until so much of the memory that is pinned already is free."""
+        pinned = self.store.reserve.pinned  # 0: there was no idle time yet
+        while pinned and len(self._snapshots) > _KEPT and self._pinned_in_use + nbytes > pinned:
+            if not self._evict_lru(None):
+                return
 
     @torch.inference_mode()
     def write(self) -> None:
@@ -197,8 +205,7 @@ class PrefixCache:
 
     @property
     def _host_bytes(self) -> int:
-        tails = sum(each.state.tail is not None for each in self._snapshots) * self.store.page_bytes
-        return self.store.host_page_bytes - tails + sum(each.nbytes for each in self._snapshots)
+        return self.store.host_page_bytes + self._pinned_in_use
 
     def _add(self, snapshot: Snapshot) -> None:
         for each in list(self._snapshots):

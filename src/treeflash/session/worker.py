@@ -22,6 +22,7 @@ from treeflash.session.requests import Failed, Finished, Progress, SessionEvent,
 log = logging.getLogger(__name__)
 
 MAX_PREFILLS = 8  # jobs for prefill alone that wait
+_PAUSE_S = 0.1  # without a request, before idle time is used
 
 IndexedEvent = tuple[int, SessionEvent]  # index of the job's request, event
 
@@ -93,15 +94,20 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._wakeup = asyncio.Event()
         self._signalled = False
+        self._whole = False  # it is read at its end
         self._events: deque[IndexedEvent] = deque()
         self._error: Exception | None = None
         self._ended = False
 
-    async def batches(self, timeout_s: float | None = None) -> AsyncIterator[list[IndexedEvent]]:
+    async def batches(
+        self, timeout_s: float | None = None, *, whole: bool = False
+    ) -> AsyncIterator[list[IndexedEvent]]:
         """Yield events in batches as they arrive, and an empty list after `timeout_s` without any.
 
-        Raise the engine's error, if any, after the events that preceded it.
+        Raise the engine's error, if any, after the events that preceded it. `whole`: all of them at the end;
+        a reader that wakes up for every step takes time from the engine's thread.
         """
+        self._whole = whole
         while True:
             try:
                 await asyncio.wait_for(self._wakeup.wait(), timeout_s)
@@ -158,7 +164,7 @@ class Job:
         """Tell the readers of some jobs that there are events: once a loop, since each call interrupts it."""
         loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for job in jobs:
-            if not job._signalled:
+            if not job._signalled and (job._ended or not job._whole):
                 job._signalled = True
                 loops.setdefault(job._loop, []).append(job._wakeup)
         for loop, wakeups in loops.items():
@@ -386,6 +392,8 @@ class EngineWorker:
         assert self._session is not None
         if self.state is State.ready and (self._queued or not self._session.idle):
             return True
+        with self._changed:  # a client's next request often follows at once
+            self._changed.wait_for(lambda: self._queued or self.state is not State.ready, _PAUSE_S)
         while self.state is State.ready and self._session.idle and not self._queued and self._use_idle_time():
             pass
         with self._changed:

@@ -18,6 +18,7 @@ import torch
 from treeflash.kernels import runtime
 from treeflash.kernels.runtime.device import kind_of
 from treeflash.kernels.runtime.dry_run import DryRun
+from treeflash.kernels.runtime.launchers import load_in_turn
 from treeflash.kernels.runtime.nvrtc import cache_folder
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class CompileAhead:
         """`rehearse`: runs on tensors without memory; `facts`: of the model, what decides its kernels."""
         self._device = device
         self._marker = cache_folder() / f"{_digest(facts, device)}.compiled"
+        load_in_turn()  # before any other thread launches a kernel
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="compile")
         self._count = threading.Condition()
         self._done, self._total, self._failed = 0, 0, False

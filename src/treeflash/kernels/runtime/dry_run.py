@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from treeflash.kernels.runtime.launchers import load_in_turn
+
 if TYPE_CHECKING:
     from treeflash.kernels.runtime.driver import Module
 
@@ -73,7 +75,8 @@ class Launch:
         with torch.cuda.device(device):
             compiled = self.kernel.warmup(*self.arguments, grid=(1,), **dict(self.options))
             loaded = copy(compiled)
-            loaded._init_handles()
+            with load_in_turn():
+                loaded._init_handles()
         # All handles at once: another thread may be about to launch it, and would find a part of them.
         vars(compiled).update(vars(loaded))
         loaded.module = None  # it has one owner, with which newer versions of Triton unload it

@@ -1,0 +1,39 @@
+"""Triton's launchers, loaded by several threads.
+
+Triton 3.6 builds a C extension for every kind of launch, all of them under one name. When Python loads one of
+them a second time, it writes its functions into the module of that name that was loaded last. So of two
+threads that load at a time one may take the other's launcher, which then finds too many arguments, or worse.
+"""
+
+import contextlib
+import threading
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+_lock = threading.RLock()
+
+
+def load_in_turn() -> contextlib.AbstractContextManager[object]:
+    """Have Triton load one launcher at a time, and keep each apart from the next.
+
+    Return what to hold while handles are made: a lock, if this version of Triton loads in another way.
+    """
+    with _lock:
+        return _replaced()
+
+
+@cache
+def _replaced() -> contextlib.AbstractContextManager[object]:
+    from triton.runtime import build
+
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None:
+        return _lock
+
+    def load_apart(name: str, path: str) -> Any:
+        with _lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_apart
+    return contextlib.nullcontext()
