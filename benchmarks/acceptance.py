@@ -2,9 +2,9 @@
 
     python benchmarks/acceptance.py --data FOLDER --model FILE --draft PATH [--temperature 0.8]
 
-FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines, from which
-benchmarks/make_page.py generates docs/benchmarks.md, and prints a JSON line per suite, which is also appended
-to --results, by default benchmarks/results/acceptance.jsonl.
+FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines; a file bench-*.jsonl
+in benchmarks/results becomes a part of docs/benchmarks.md (benchmarks/make_page.py). Prints a JSON line per
+suite, which is also appended to --results, by default benchmarks/results/acceptance.jsonl.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-ctx", type=int, default=4096)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--lines", type=Path, default=RESULTS / "bench-acceptance.jsonl")
+    parser.add_argument("--lines", type=Path, default=Path("acceptance-lines.jsonl"))
     parser.add_argument("--results", type=Path, default=RESULTS / "acceptance.jsonl")
     parser.add_argument("--show", type=int, default=0, help="outputs to print from each suite")
     options = parser.parse_args()

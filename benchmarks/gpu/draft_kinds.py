@@ -2,8 +2,9 @@
 
     PYTHONPATH=src:. python benchmarks/gpu/draft_kinds.py --target GGUF --draft GGUF --out FILE
 
-The DFlash draft is the file's; the others have its backbone, and random weights for what they add: time does
-not depend on values. Times are of one whole step of 24 rows, with the step's graphs captured.
+The DFlash draft is the file's; the others have its backbone, and random weights for what they add. The target
+should have random weights, too (`treeflash grow --random`): in a grown one all added tokens tie, and to rank
+them takes longest. Times are of one whole step of 24 rows, with the step's graphs captured.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 from benchmarks.gpu.report import Report
 from tests.gpu.texts import embedded_pair
 from treeflash.bench.step import StepProbe
+from treeflash.bench.step_profile import by_kernel
 from treeflash.config import SpecConfig
 from treeflash.engine.engine import Engine
 from treeflash.gguf.quantise import quantise
@@ -43,6 +45,7 @@ from treeflash.train.mtp_model import block_shapes
 ROWS, CONTEXT = 24, 256
 RANK = 256
 MAX_CTX = 4096
+TRACED, LONGEST = 4, 12  # steps, kernels
 
 
 class WithRandom:
@@ -60,6 +63,9 @@ class WithRandom:
         if name not in self._own:
             return self._file.raw(name)
         info = self._own[name]
+        if "norm" in name:
+            # Norms of small random values would leave all logits alike.
+            return torch.ones(info.shape).view(torch.uint8).numpy()
         rows = max(1, info.elements // info.shape[-1])
         # A few different rows suffice.
         some = quantise(0.02 * torch.randn(min(rows, 64), info.shape[-1]), info.type)
@@ -139,12 +145,17 @@ def measure(report: Report, kind: str, target: Decoder, options: argparse.Namesp
     if target.device.type == "cuda":
         # Without graphs the times are the host's, and say nothing; the log has the reason.
         report.check(f"{kind}: captured", graphs and engine.runner.captured)
-    probe = StepProbe(engine, CONTEXT, rounds=options.repeats + 4)
+    probe = StepProbe(engine, CONTEXT, rounds=options.repeats + 4 + 2 * TRACED)
     try:
         found = probe.times(ROWS, options.repeats)
+        # What a draft call adds to each kernel's time.
+        with_draft, without = (by_kernel(probe.trace(ROWS, TRACED, draft=draft)) for draft in (True, False))
     finally:
         probe.close()
     draft = {key: round(value, 3) for key, value in found.items()}
+    added = {name: (us - without.get(name, 0.0)) / 1000 / TRACED for name, us in with_draft.items()}
+    longest = sorted(added.items(), key=lambda pair: -pair[1])[:LONGEST]
+    report.log(f"{kind}: kernels", ms={name[:60]: round(ms, 3) for name, ms in longest})
     report.check(f"{kind} proposes", math.isfinite(found["draft_ms"]), graphs=graphs, rows=ROWS, **draft)
 
 

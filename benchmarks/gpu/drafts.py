@@ -8,7 +8,8 @@ in processes of its own: the target answers the prompts; three drafts are traine
 draft with a wider feed-forward, so that it has as many parameters as the DFlash2 one; acceptance at budgets
 8, 22 and 63 on three suites, greedy and at T 0.8; the time of a draft call of every kind beside a random 27B
 (draft_kinds.py), which is grown meanwhile. A part that fails or runs out of time leaves out those that need
-it. Results are lines in FOLDER/results.jsonl; logs and drafts lie beside it.
+it; --no-times leaves out the last one. Results are lines in FOLDER/results.jsonl; logs and drafts lie beside
+it.
 """
 
 import argparse
@@ -66,6 +67,7 @@ class Run(Stages):
         self.device = "cpu" if options.toy else options.device
         self.toy, self.data, self.out = options.toy, options.data, options.out
         self.prompts, self.target = options.prompts, embedded_pair()[0]
+        self.timed = not options.no_times
 
     def together(self, commands: dict[str, list[Any]], *, reserve: float) -> bool:
         """Run scripts at the same time, in a trial run one after the other."""
@@ -100,7 +102,7 @@ def train(run: Run) -> bool:
         command += ["--rank", RANK] if kind == "dflash2" else []
         command += ["--feed-forward", usual + WIDER] if kind == "dflash" else []
         processes[f"train-{kind}"] = command
-    return run.together(processes, reserve=200)
+    return run.together(processes, reserve=200 if run.timed else 90)
 
 
 def measure(run: Run) -> bool:
@@ -114,7 +116,7 @@ def measure(run: Run) -> bool:
         command += ["--budget", *sizes.budgets, "--temperature", 0.0, 0.8, "--device", run.device]
         command += ["--lines", run.out / f"lines-{kind}.jsonl", "--results", run.out / "acceptance.jsonl"]
         processes[f"acceptance-{kind}"] = command
-    good = run.together(processes, reserve=110)
+    good = run.together(processes, reserve=110 if run.timed else 0)
     compare(run)
     return good
 
@@ -170,6 +172,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=470)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-times", action="store_true", help="without the times of draft calls")
     parser.add_argument("--toy", action="store_true", help="everything small, on a CPU")
     parser.add_argument("--grow", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -188,13 +191,14 @@ def main() -> int:
     assert abs(made["dflash2"] / made["dflash"] - 1) < 0.02, made
     growing = None
     try:
-        if not run.toy:
+        if run.timed and not run.toy:
             shutil.rmtree(folder, ignore_errors=True)
             script = ("benchmarks/gpu/drafts.py", "--grow", folder, "--data", run.data, "--out", run.out)
             growing = run.start("grow", *script)
         if answers(run) and train(run):
             measure(run)
-        times(run, growing, folder)
+        if run.timed:
+            times(run, growing, folder)
     finally:
         if growing is not None and growing.poll() is None:
             growing.kill()

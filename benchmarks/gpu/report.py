@@ -50,7 +50,8 @@ class Report:
 
     def write(self, **line: Any) -> None:
         if self._out:
-            print(json.dumps(line), file=self._out, flush=True)
+            self._out.write(json.dumps(line) + "\n")  # at once: several threads may report
+            self._out.flush()
 
     def part(self, run: Callable[["Report"], None], *, needs: float = 0.0) -> None:
         """Run a part if `needs` seconds are left; an exception fails this part only."""

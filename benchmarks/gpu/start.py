@@ -166,12 +166,11 @@ def large(report: Any, begin: Starts, folder: Path, shortlist: int | None) -> No
 
 def cold(report: Any, begin: Starts, folder: Path, disk: Path) -> None:
     """Start a 27B from a file that is not in the page cache, beside the time of a plain read of it."""
-    for name in ("target.gguf", "draft.gguf"):
-        shutil.copy(folder / name, disk / name)
+    shutil.copy(folder / "target.gguf", disk / "target.gguf")
     drop(disk / "target.gguf")
     seconds = read_through(disk / "target.gguf")
     drop(disk / "target.gguf")
-    found = begin("27B from a cold file", disk / "target.gguf", disk / "draft.gguf")
+    found = begin("27B from a cold file", disk / "target.gguf", folder / "draft.gguf")
     reading = found["phases_s"]["reading"]
     report.check(
         "reading a cold file",

@@ -13,9 +13,8 @@ def test_both_block_drafts_have_as_many_parameters() -> None:
 
 
 def test_parts_run_one_after_the_other_in_a_trial_and_failures_are_told(tmp_path: Path) -> None:
-    options = argparse.Namespace(
-        toy=True, device="cuda", data=tmp_path, out=tmp_path, prompts=None, seconds=100.0
-    )
+    files = {"data": tmp_path, "out": tmp_path, "prompts": None}
+    options = argparse.Namespace(toy=True, device="cuda", seconds=100.0, no_times=False, **files)
     run = Run(options)
     assert run.device == "cpu" and run.sizes != FULL
     assert run.together({"one": ["-c", "print(1)"], "two": ["-c", "print(2)"]}, reserve=0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import DEVICE, TUNED_TYPES, spread_rows
 from tests.gpu.numerics import relative_error
 from tests.gpu.texts import embedded_pair, generate, load_session
@@ -46,6 +47,7 @@ def test_int8_matmul(type: QuantType, hopper: bool, monkeypatch: pytest.MonkeyPa
     assert torch.equal(again[:, :640], out[:130, :640]), "a row depends on the others"
 
 
+@needs_cuda_kernels
 def test_a_session_in_int8() -> None:
     """Long prompts are read in int8, said so; the text is much the same."""
     prompt = "def add(a, b):\n    return a + b\n" * 12

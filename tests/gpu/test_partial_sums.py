@@ -16,6 +16,7 @@ from treeflash.kernels.quant_matmul import (
     PackedWeight,
     PartialSums,
     cuda,
+    max_rows,
     pack,
     pack_rows,
     packed_matmul,
@@ -39,7 +40,7 @@ def random_weight(type: QuantType, rows: int, columns: int, seed: int = 6) -> Pa
 def test_partial_sums_add_up_to_the_matmul(type: QuantType, rows: int, columns: int) -> None:
     """The sums, and norms and activations that add them up, have the bits of separate kernels."""
     weight = random_weight(type, rows, columns)
-    for count in (1, 8, 24, 61):
+    for count in counts_for(weight):
         x = pack_rows(torch.randn(count, columns, device=DEVICE))
         with nan_filled_memory():
             expected = packed_matmul(x, weight)
@@ -60,6 +61,12 @@ def test_partial_sums_add_up_to_the_matmul(type: QuantType, rows: int, columns: 
             continue
         assert_same_bits(found.data[:, :count], wanted.data[:, :count], f"{count} rows, packed")
         assert_same_bits(found.scale, wanted.scale, f"{count} rows, scales")
+
+
+def counts_for(*weights: PackedWeight) -> list[int]:
+    """Return numbers of rows; a card with little shared memory takes the larger ones in parts."""
+    most = max_rows((weight.layout for weight in weights), DEVICE)
+    return [count for count in (1, 8, 24, 61) if count <= most]
 
 
 class Chain:
@@ -115,6 +122,8 @@ class Chain:
 @pytest.mark.parametrize("rows", [1, 8, 24, 61])
 def test_overlapping_kernels_give_the_bits_of_synchronised_ones(rows: int) -> None:
     chain = Chain(rows)
+    if rows not in counts_for(*(each for layer in chain.layers for each in (*layer[0], *layer[1:]))):
+        pytest.skip("this card takes so many rows in parts")
     inputs, expected = [torch.randn_like(chain.x) for _ in range(3)], []
     for x in inputs:
         chain.x.copy_(x)

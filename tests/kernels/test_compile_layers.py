@@ -228,6 +228,7 @@ def test_cache(card: str, pair: tuple[str, str]) -> None:
         ("sm_90", ("q4_0", "tq3_0"), False),
         ("sm_90", ("bf16", "q5_0"), True),
         ("sm_86", ("tq3_0", "q4_0"), True),
+        ("sm_75", ("q5_0", "tq3_0"), False),
     ],
 )
 def test_paged_attention(card: str, pair: tuple[str, str], window: bool) -> None:

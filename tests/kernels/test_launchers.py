@@ -1,4 +1,4 @@
-"""Launchers of Triton that several threads load at a time."""
+"""What Triton gets wrong when several threads compile: launchers, and keys of its cache."""
 
 import importlib.util
 import shutil
@@ -9,9 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from triton.runtime import build
+from triton.runtime import build, jit
 
-from treeflash.kernels.runtime.launchers import load_in_turn
+from treeflash.kernels.runtime import launchers
+from treeflash.kernels.runtime.launchers import load_in_turn, settle_keys
 
 LAUNCHER = """
 #include <Python.h>
@@ -77,3 +78,54 @@ def test_one_module_takes_the_functions_of_the_next(tmp_path: Path) -> None:
     one = load(second)
     load(first)  # again
     assert one.launch() == 0, "the module of the second has the function of the first"
+
+
+def test_keys_do_not_depend_on_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton 3.6 finds them: the constants of a function are known after its own key was asked for."""
+
+    class Function:
+        def __init__(self) -> None:
+            self.constants: list[str] = []
+
+        @property
+        def cache_key(self) -> str:
+            self.constants = ["LEVELS"]
+            return "key"
+
+    class Finder:
+        def __init__(self) -> None:
+            self.found: list[str] = []
+
+        def _update_hash(self, function: Function) -> None:
+            self.found += [*function.constants, function.cache_key]
+
+    monkeypatch.setattr(jit, "DependenciesFinder", Finder)
+    launchers._settle.cache_clear()
+    try:
+        settle_keys()
+        helper, first, second = Function(), Finder(), Finder()
+        first._update_hash(helper)
+        second._update_hash(helper)
+        assert first.found == second.found == ["LEVELS", "key"]
+    finally:
+        launchers._settle.cache_clear()
+
+
+def test_kernels_have_one_key_in_every_order() -> None:
+    """Both call a function with constants of its module; each order in a process of its own."""
+    script = """
+import sys
+from treeflash.kernels.attention import triton_kernels as attention
+from treeflash.kernels.kv_cache import triton_kernels as cache
+from treeflash.kernels.runtime.launchers import settle_keys
+settle_keys()
+kernels = [attention._merge_kernel, cache._cache_kernel][:: int(sys.argv[1])]
+print(sorted(kernel.cache_key for kernel in kernels))
+"""
+    keys = [
+        subprocess.run(
+            [sys.executable, "-c", script, order], capture_output=True, text=True, check=True
+        ).stdout
+        for order in ("1", "-1")
+    ]
+    assert keys[0] == keys[1] and len(keys[0]) > 100

@@ -23,8 +23,9 @@ _KERNELS = ("attention", "causal_conv", "delta_rule", "experts", "norm_rope", "q
 
 
 @contextmanager
-def fake_gpu() -> Iterator[None]:
-    """Have torch and our kernels believe in an H200; restores all of it, caches included."""
+def fake_gpu(card: Card = H200) -> Iterator[None]:
+    """Have torch and our kernels believe in a card; restores all of it, caches included."""
+    capability = divmod(int(card.arch.removeprefix("sm_")), 10)
     with ExitStack() as stack:
 
         def replace(owner: object, name: str, value: object) -> None:
@@ -32,12 +33,12 @@ def fake_gpu() -> Iterator[None]:
 
         modules = [import_module(f"treeflash.kernels.{name}.cuda") for name in _KERNELS]
         for module in [import_module("treeflash.kernels.runtime.device"), *modules]:
-            for name, value in (("card_of", H200), ("usable", True), ("kind_of", "H200")):
+            for name, value in (("card_of", card), ("usable", True), ("kind_of", card.arch)):
                 if hasattr(module, name):
                     replace(module, name, lambda device, value=value: value)
         for name in ("Event", "current_stream", "device", "synchronize"):
             replace(torch.cuda, name, MagicMock())
-        replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        replace(torch.cuda, "get_device_capability", lambda device=None: capability)
         caches = [
             each
             for module in [*modules, import_module("treeflash.kernels.quant_matmul.packed")]
@@ -59,9 +60,9 @@ def gpu_plan(path: Path, config: EngineConfig) -> MemoryPlan:
         return MemoryPlanner.create(file, spec, config, GPU, budget).plan()
 
 
-def dry_run(path: Path, config: EngineConfig) -> DryRun:
+def dry_run(path: Path, config: EngineConfig, card: Card = H200) -> DryRun:
     """Return the launches of a model."""
     plan = gpu_plan(path, config)
-    with fake_gpu(), GGUFFile.open(path) as file, DryRun(GPU) as found:
+    with fake_gpu(card), GGUFFile.open(path) as file, DryRun(GPU) as found:
         rehearse(file, config, plan, GPU)
     return found

@@ -13,8 +13,10 @@ from triton.backends.compiler import GPUTarget
 
 from tests.every_draft import EveryDraft
 from tests.gpu.texts import embedded_pair
+from tests.kernels.cards import CARDS
 from tests.session.fake_gpu import GPU, dry_run, fake_gpu
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.kernels.attention import prefill
 from treeflash.kernels.kv_cache import rotation
 from treeflash.kernels.quant_matmul import packed
 from treeflash.kernels.runtime import ahead
@@ -48,6 +50,26 @@ def test_kernels_are_compiled_once_for_arguments_of_one_kind(found: DryRun) -> N
     assert names["noise_kernel"] == 1 and names["shortlist_kernel"] == 2  # sampling, and a draft's ranking
     assert names["_pad_kernel"] == names["_commit_kernel"] == names["accept_path_kernel"] == 1
     assert sum(names.values()) <= 42
+
+
+def test_a_dry_run_finds_the_slices_of_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were compiled when a prompt first passed 16,384 tokens, and all requests waited 4 s."""
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 1 << 20)
+    config = EngineConfig("cuda", max_ctx=4096, prefill_chunk=256, speculation=SpecConfig(mtp="off"))
+    launches = dry_run(embedded_pair()[0], config).launches
+    options = [dict(each.options) for each in launches if each.name == "_chunk_attention_kernel"]
+    found = {(each["BEGIN"], each["END"]) for each in options}
+    assert found == {(True, True), (True, False), (False, False), (False, True)}
+
+
+@pytest.mark.parametrize("name", ["RTX 3090", "RTX 5090", "A100"])
+def test_eight_sequences_on_other_cards(name: str) -> None:
+    """Steps of 64 rows: where they do not fit, matmuls take them in parts; else the dry run would raise."""
+    target, draft = embedded_pair()
+    config = EngineConfig("cuda", draft=DraftConfig(draft), parallel=8)
+    found = dry_run(target, config, CARDS[name])
+    assert {"_merge_kernel", "_commit_kernel", "best_tree_kernel"} <= {each.name for each in found.launches}
+    assert len(found.modules) >= 30
 
 
 def test_row_scales_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:

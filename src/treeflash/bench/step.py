@@ -191,8 +191,11 @@ class StepProbe:
                 found["gap_ms"].append(whole - step.whole_s)
         return {name: 1000 * statistics.median(values) for name, values in found.items()}
 
-    def trace(self, rows: int, count: int) -> list[Span]:
-        """Return the kernels of `count` forwards with acceptance; none on a CPU, or where tracing fails."""
+    def trace(self, rows: int, count: int, *, draft: bool = False) -> list[Span]:
+        """Return the kernels of `count` forwards with acceptance; `draft`: of the draft calls, too.
+
+        Empty on a CPU, or where tracing fails.
+        """
         if self._device.type != "cuda":
             return []
         kernels = [torch.profiler.ProfilerActivity.CUDA]
@@ -200,7 +203,7 @@ class StepProbe:
         try:
             with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
                 for _ in range(count):
-                    self._engine.probe(self._sequence, tree, draft=False)
+                    self._engine.probe(self._sequence, tree, draft=draft)
                 torch.cuda.synchronize()
             events = [each for each in profile.events() if each.device_type.name == "CUDA"]
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from treeflash.kernels.kv_cache.format import HeadPool
 from treeflash.kernels.kv_cache.triton_kernels import expand
+from treeflash.kernels.runtime import dry_run
 from treeflash.kernels.runtime.device import capability_of
 
 LOG2_E = 1.4426950408889634
@@ -180,16 +181,20 @@ def chunk_attention(
     assert whole % page == 0 and whole % chosen["BLOCK_N"] == 0, f"pages of {page}, {chosen}"
     step = max(whole, SLICE_BYTES // (sum(widths) * kv_heads * dim) // whole * whole)
     carried = [torch.empty(rows, heads, device=q.device) for _ in range(2)]
+    spans = [span]
+    if dry_run.current() is not None:
+        spans.append(page_table.shape[1] * page)  # the first, middle and last slices of the longest context
+    slices = [(first, end) for end in spans for first in range(0, end, step)]
     for item in range(batch):
         queries = _scaled(q[item], keys) if tiled else q[item]
-        for first in range(0, span, step):
-            count = min(step, span - first)
+        for first, end in slices:
+            count = min(step, end - first)
             sources = [_slice(side, page_table[item], first, count) for side in sides]
             read = _descriptors(queries, *sources, chosen) if tiled else (queries, *sources)
             _chunk_attention_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]))](
                 *read, lengths[item:], gates[item], out[item], *carried,
                 gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count,
-                KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == 0, END=first + count >= span,
+                KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == 0, END=first + count >= end,
                 GATE=gate is not None, PRECISION="ieee", DESCRIPTORS=tiled, **chosen,
             )  # fmt: skip
     return out

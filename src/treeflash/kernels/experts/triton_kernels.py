@@ -24,7 +24,8 @@ from treeflash.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 
 _OUTPUTS = 4  # of the router in one program: the program's weights stay in registers
 _ROWS_EACH = 4  # rows of a program of the router
-_FEW_ROWS = 64  # up to here one program routes and groups
+_FEW_ROWS = 4  # up to here one program routes and groups, without a second launch
+_SOME_ROWS = 64  # up to here a warp routes each row
 _PAIRS = 64  # that are placed or compared at a time
 _MATRIX_ROWS = 64
 _WARPS = 2  # with two warps one instruction serves every number of tokens
@@ -238,10 +239,10 @@ def route(logits: Tensor, used: int, tokens: int) -> Routing:
     sizes = {"EXPERTS": experts, "BLOCK": max(16, triton.next_power_of_2(experts)), "PAIRS": _PAIRS}
     options = {**sizes, "TOKENS": tokens, **launch_options(device)}
     few = rows <= _FEW_ROWS
-    block = triton.next_power_of_2(rows) if few else 16
+    block, warps = (triton.next_power_of_2(rows), 8) if few else (1, 1) if rows <= _SOME_ROWS else (16, 8)
     _route_kernel[(triton.cdiv(rows, block),)](
         logits, weights, chosen, order, chunks, count, rows,
-        USED=used, RANKS=triton.next_power_of_2(used), ROWS=block, GROUP=few, num_warps=8, **options,
+        USED=used, RANKS=triton.next_power_of_2(used), ROWS=block, GROUP=few, num_warps=warps, **options,
     )  # fmt: skip
     if not few:
         grid = (1 + triton.cdiv(rows * used, _PAIRS),)

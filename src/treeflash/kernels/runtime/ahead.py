@@ -18,7 +18,7 @@ import torch
 from treeflash.kernels import runtime
 from treeflash.kernels.runtime.device import kind_of
 from treeflash.kernels.runtime.dry_run import DryRun
-from treeflash.kernels.runtime.launchers import load_in_turn
+from treeflash.kernels.runtime.launchers import load_in_turn, settle_keys
 from treeflash.kernels.runtime.nvrtc import cache_folder
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class CompileAhead:
         self._device = device
         self._marker = cache_folder() / f"{_digest(facts, device)}.compiled"
         load_in_turn()  # before any other thread launches a kernel
+        settle_keys()
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="compile")
         self._count = threading.Condition()
         self._done, self._total, self._failed = 0, 0, False

@@ -1,8 +1,12 @@
-"""Triton's launchers, loaded by several threads.
+"""Two faults of Triton that show when kernels are compiled ahead: mixed up launchers, keys by order of use.
 
 Triton 3.6 builds a C extension for every kind of launch, all of them under one name. When Python loads one of
 them a second time, it writes its functions into the module of that name that was loaded last. So of two
 threads that load at a time one may take the other's launcher, which then finds too many arguments, or worse.
+
+The key of a kernel in Triton's cache on disk includes the global constants of the functions that it calls,
+but only of those whose own key was asked for before. So a run that launches its kernels in another order
+than the run before compiles some of them again.
 """
 
 import contextlib
@@ -21,6 +25,28 @@ def load_in_turn() -> contextlib.AbstractContextManager[object]:
     """
     with _lock:
         return _replaced()
+
+
+def settle_keys() -> None:
+    """Have Triton find the keys of the functions that a kernel calls before its own."""
+    with _lock:
+        _settle()
+
+
+@cache
+def _settle() -> None:
+    from triton.runtime import jit
+
+    finder: Any = getattr(jit, "DependenciesFinder", None)
+    update = getattr(finder, "_update_hash", None)
+    if update is None:
+        return
+
+    def update_settled(self: Any, function: Any) -> None:
+        _ = function.cache_key
+        update(self, function)
+
+    finder._update_hash = update_settled
 
 
 @cache

@@ -1,0 +1,86 @@
+"""Where the device waits for the host while a prompt is read: idle times between kernels, and what ran then.
+
+    PYTHONPATH=src:. python benchmarks/gpu/gaps.py --target GGUF --draft GGUF --out FILE [--tokens 8192]
+
+For each chunk size: seconds of a whole prompt, milliseconds that the device was busy and idle, the longest
+idle times with the kernels around them, and the calls on the host that took longest.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.prefill import first_token_s
+from benchmarks.gpu.report import Report
+from tests.gpu.texts import embedded_pair
+from treeflash.bench.step_profile import Span, exclusive_times
+from treeflash.config import DraftConfig, EngineConfig
+from treeflash.engine.engine import Engine
+from treeflash.session.loading import load_session
+
+LONGEST = 12
+
+
+def idle_times(kernels: Sequence[Span]) -> list[tuple[float, str, str]]:
+    """Return the microseconds that the device was idle, with the kernels before and after; longest first."""
+    done, found = 0.0, []
+    for before, after in pairwise(sorted(kernels, key=lambda each: each.begin)):
+        done = max(done, before.end)
+        if after.begin > done:
+            found.append((after.begin - done, before.name, after.name))
+    return sorted(found, reverse=True)
+
+
+def trace(report: Report, engine: Engine, tokens: int) -> None:
+    every = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=every, acc_events=True) as profile:
+        first_token_s(engine, tokens, 2)
+        torch.cuda.synchronize()
+    events = list(profile.events())
+    ranges = [(each.name, each.time_range) for each in events if each.device_type.name == "CUDA"]
+    kernels = [Span(name, at.start, at.end) for name, at in ranges]
+    busy, idle = sum(us for _, us in exclusive_times(kernels)), idle_times(kernels)
+    report.log("device", busy_ms=round(busy / 1000, 2), idle_ms=round(sum(us for us, *_ in idle) / 1000, 2))
+    for us, before, after in idle[:LONGEST]:
+        report.log("idle", ms=round(us / 1000, 3), after=before[:60], before=after[:60])
+    calls: defaultdict[str, list[float]] = defaultdict(list)
+    for each in events:
+        if each.device_type.name == "CPU":
+            calls[each.name].append(each.time_range.elapsed_us())
+    for name, each in sorted(calls.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]:
+        facts = {
+            "calls": len(each),
+            "ms": round(sum(each) / 1000, 2),
+            "longest_ms": round(max(each) / 1000, 2),
+        }
+        report.log("host", name=name[:60], **facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
+    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 8192])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    report = Report(options.out, device=options.device)
+    draft = DraftConfig(options.draft)
+    config = EngineConfig(options.device, max_ctx=options.tokens + 64, draft=draft, prefix_cache=0)
+    engine = load_session(options.target, config).engine
+    for chunk in options.chunks:
+        engine.prefill_chunk = chunk
+        first_token_s(engine, options.tokens, 0)
+        seconds = first_token_s(engine, options.tokens, 1)
+        report.log("prompt", chunk=chunk, seconds=round(seconds, 4), tok_s=round(options.tokens / seconds))
+        if options.device == "cuda":
+            trace(report, engine, options.tokens)
+
+
+if __name__ == "__main__":
+    main()
