@@ -88,7 +88,7 @@ def checks(report: Report, arch: str, options: argparse.Namespace) -> None:
 def texts(report: Report, arch: str, options: argparse.Namespace) -> None:
     lines = options.out.with_suffix(f".{arch}.jsonl")
     command = ["benchmarks/gpu/exact.py", "--data", str(options.data), "--out", str(lines)]
-    command += ["--kv", "f16:20,q8_0:20", "--long", "8150", "--n-gen", "128"]
+    command += ["--kv", "f16:20,q8_0:20", "--long", "7000", "--n-gen", "128"]
     code, text = run(arch, command, report.left - TO_END_S)
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     facts = {line["check"]: line for line in found if "check" in line}

@@ -5,7 +5,9 @@
 Every prompt is answered by one engine plain among others, which is the reference as it is the fastest to
 have; with trees among others; with trees and alone; and --alone of them, all unless told, plain and alone.
 A 64-bit hash of the logits is taken on the device at every position of a text. Prompts of all suites in
---data, greedy and at temperature 0.8 in turns. Also says how many tokens a second each way gives in all.
+--data, greedy and at temperature 0.8 in turns; with --long N every fourth has N tokens, those of others
+before its own: it is processed in parts while others decode. Also says how many tokens a second each way
+gives in all.
 """
 
 import argparse
@@ -95,6 +97,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--together", type=int, default=16)
     parser.add_argument("--alone", type=int, metavar="PROMPTS", help="also plain and alone")
+    parser.add_argument("--long", type=int, metavar="TOKENS", help="of every fourth prompt; at most 3500")
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--kv", default="f16")
     parser.add_argument("--device", default="cuda")
@@ -116,6 +119,11 @@ def main() -> int:
     engine, stops = session.engine, session.tokenizer.stop_ids
     hashes = LogitHashes(engine)
     prompts = suite_prompts(session, options.data, options.prompts)
+    if options.long:
+        every = [token for prompt in prompts for token in prompt] * (1 + options.long // 100)
+        for index in range(3, len(prompts), 4):
+            own = prompts[index]
+            prompts[index] = every[index : index + options.long - len(own)] + own
 
     def requests(budget: int | None) -> list[Request]:
         samplings: list[SamplingParams] = [SAMPLED if index % 2 else GREEDY for index in range(len(prompts))]

@@ -163,7 +163,7 @@ def write_scorer(target: Path, path: Path, shape: Mapping[str, Any]) -> Path:
 
 def with_scorer(session: Session, path: Path, device: str) -> None:
     """Give a loaded session another scorer."""
-    model = AttentionScorer.load(path, device=torch.device(device))
+    model = AttentionScorer.load(path, device=torch.device(device), target=session.tokenizer)
     compression = Compression(CompressConfig(), MixedScorer(model, WordScorer()))
     session._compression = PromptCompression(session._prompts, session.tokenizer, compression)
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python benchmarks/gpu/gaps.py --target GGUF --draft GGUF --out FILE [--tokens 8192]
 
-For each chunk size: seconds of a whole prompt, milliseconds that the device was busy and idle, the longest
-idle times with the kernels around them, and the calls on the host that took longest.
+For each chunk size: seconds of a whole prompt, milliseconds that the device was busy and idle, the idle times
+by the kernels around them, the kernels, and the calls on the host that took longest.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from treeflash.config import DraftConfig, EngineConfig
 from treeflash.engine.engine import Engine
 from treeflash.session.loading import load_session
 
-LONGEST = 12
+LONGEST = 16
 
 
 def idle_times(kernels: Sequence[Span]) -> list[tuple[float, str, str]]:
@@ -45,19 +45,18 @@ def trace(report: Report, engine: Engine, tokens: int) -> None:
     kernels = [Span(name, at.start, at.end) for name, at in ranges]
     busy, idle = sum(us for _, us in exclusive_times(kernels)), idle_times(kernels)
     report.log("device", busy_ms=round(busy / 1000, 2), idle_ms=round(sum(us for us, *_ in idle) / 1000, 2))
-    for us, before, after in idle[:LONGEST]:
-        report.log("idle", ms=round(us / 1000, 3), after=before[:60], before=after[:60])
-    calls: defaultdict[str, list[float]] = defaultdict(list)
+    between, ran, calls = (defaultdict[str, list[float]](list) for _ in range(3))
+    for us, before, after in idle:
+        between[f"{before[:40]} | {after[:40]}"].append(us)
+    for span, us in exclusive_times(kernels):
+        ran[span.name[:60]].append(us)
     for each in events:
         if each.device_type.name == "CPU":
-            calls[each.name].append(each.time_range.elapsed_us())
-    for name, each in sorted(calls.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]:
-        facts = {
-            "calls": len(each),
-            "ms": round(sum(each) / 1000, 2),
-            "longest_ms": round(max(each) / 1000, 2),
-        }
-        report.log("host", name=name[:60], **facts)
+            calls[each.name[:60]].append(each.time_range.elapsed_us())
+    for what, found in (("idle", between), ("kernel", ran), ("host", calls)):
+        for name, each in sorted(found.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]:
+            ms = {"ms": round(sum(each) / 1000, 2), "longest_ms": round(max(each) / 1000, 3)}
+            report.log(what, times=len(each), where=name, **ms)
 
 
 def main() -> None:

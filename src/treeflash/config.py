@@ -53,7 +53,7 @@ class EngineConfig:
     parallel: int | None = 1
     # Tokens. Chunks end at multiples of it, so that they depend on the prompt alone. None: by device memory.
     prefill_chunk: int | None = None
-    # Matmuls of prompt chunks: in 16 bits, or in int8 with groups of 128 (GPU only), faster and approximate.
+    # Matmuls of prompt chunks: in 16 bits, or in int8 with groups of 128 (GPU only): approximate.
     prefill: Literal["exact", "int8"] = "exact"
     weights: Literal["auto", "expanded", "packed"] = "auto"
     # What computes on a CPU: the native library or PyTorch; auto: native code where it runs the model.

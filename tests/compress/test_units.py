@@ -109,6 +109,15 @@ def test_a_function_is_whole_and_a_long_one_has_its_head_and_lines() -> None:
     assert len(units) == 62 and all(unit.needs == (1,) for unit in units[2:])
 
 
+def test_short_paragraphs_of_a_long_function_are_whole() -> None:
+    short = "    while b:\n        a, b = b, a % b\n    total = a\n\n"
+    long = "".join(f"    x{i} = {i}\n" for i in range(38))
+    text = f"def first(a, b):\n{short}{long}"
+    units = split_units(text)
+    assert [text[unit.start : unit.end] for unit in units[:2]] == ["def first(a, b):\n", short]
+    assert len(units) == 40 and all(unit.needs == (0,) for unit in units[1:])
+
+
 def test_no_definition_of_the_standard_library_is_cut() -> None:
     """Every top-level function of up to 40 lines is inside one unit."""
     source = inspect.getsource(subprocess)

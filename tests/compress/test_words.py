@@ -2,6 +2,7 @@
 
 import pytest
 
+from treeflash.compress import words
 from treeflash.compress.scorer import MixedScorer, Query, ScoringFailed, scaled
 from treeflash.compress.words import WordScorer, names, terms
 
@@ -38,6 +39,45 @@ def test_names_are_taken_apart() -> None:
 def test_equal_scores_are_given_twice() -> None:
     queries = [Query("harbour boats"), Query("market", 0.5)]
     assert WordScorer().score(UNITS, queries) == WordScorer().score(list(UNITS), list(queries))
+
+
+def test_words_are_read_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a GPU scores; what is left is read when it is needed, also after another text."""
+    monkeypatch.setattr(words, "STEP", 2)
+    query = [Query("Which variable holds 77120 in the end?")]
+    expected = WordScorer().score(UNITS, query)
+    for done in range(6):
+        stepped = WordScorer()
+        for _ in zip(range(done), stepped.indexing(UNITS), strict=False):
+            pass
+        assert stepped.score(UNITS, query) == expected
+        next(stepped.indexing([*UNITS, "More."]), None)
+        assert stepped.score(UNITS, query) == expected
+
+
+class Slow:
+    """Asks whether it is cancelled, as a model does between its chunks."""
+
+    name = "slow"
+    any_thread = True
+
+    def __init__(self, words: WordScorer):
+        self.words, self.read = words, []
+
+    def score(self, units, queries, cancelled):
+        for _ in range(2):
+            assert not cancelled()
+            self.read.append(len(self.words._last.postings._lengths))
+        return [0.0] * len(units)
+
+
+def test_words_are_read_while_a_model_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "STEP", 2)
+    scorer = WordScorer()
+    model = Slow(scorer)
+    query = [Query("harbour")]
+    scores = MixedScorer(model, scorer).score(UNITS, query)
+    assert model.read == [2, 4] and scores == MixedScorer(Slow(scorer), WordScorer()).score(UNITS, query)
 
 
 class Broken:
@@ -86,3 +126,27 @@ class Meaning:
 def test_hops_start_from_what_the_model_finds() -> None:
     scores = MixedScorer(Meaning(), WordScorer()).score(UNITS, [Query("Xyzzy?")])
     assert sorted(range(len(UNITS)), key=lambda index: -scores[index])[:3] == [3, 1, 5]
+
+
+def test_words_count_by_the_share_of_the_question_that_a_unit_has() -> None:
+    units = ["The function of a list.", "It rotates.", "SPIN_LIMIT = 4", "Rain fell.", "Snow fell."]
+    found = WordScorer().matches(units, [Query("Which function rotates a list by SPIN_LIMIT?")])
+    assert found.shares[2] == 1.0  # a name of the question
+    assert 0 < found.shares[1] < found.shares[0] < 1 and found.shares[3:] == [0, 0]
+    assert max(found.scores) == 1.0
+
+
+class Unsure:
+    """A model that finds the fifth unit, and little in the others."""
+
+    name = "unsure"
+    any_thread = True
+
+    def score(self, units, queries, cancelled=None):
+        return [1.0 if index == 4 else 0.2 if index == 3 else 0.1 for index in range(len(units))]
+
+
+def test_one_common_word_does_not_outweigh_the_model() -> None:
+    units = ["This function is old.", "A function.", "No function at all.", "a = b[::-1]", "return spin(a)"]
+    scores = MixedScorer(Unsure(), WordScorer()).score(units, [Query("Which function reverses sequences?")])
+    assert sorted(range(5), key=lambda index: -scores[index])[:2] == [4, 3]

@@ -20,7 +20,7 @@ from treeflash.state.sequences import SequenceStates
 
 
 def test_chunks_by_the_card() -> None:
-    assert (chunk_size("cpu"), chunk_size("cuda")) == (512, 2048)
+    assert (chunk_size("cpu"), chunk_size("cuda")) == (512, 4096)
 
 
 @given(

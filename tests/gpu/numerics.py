@@ -56,9 +56,7 @@ def assert_same_bits(found: Tensor, expected: Tensor, name: str = "") -> None:
 def assert_packed_rows(found: PackedRows, floats: Tensor, name: str = "") -> None:
     """Compare rows that a kernel packed with `pack_rows` of the reference's floats [1, R, K]."""
     expected = pack_rows(floats.flatten(0, 1))
-    data = [
-        x.data if x.bucket is None else x.data.transpose(0, 1).flatten(1)[: x.rows] for x in (found, expected)
-    ]
+    data = [x.halves() for x in (found, expected)]
     assert_close(data[0], data[1], tolerance=1e-3, name=f"{name} rows")
     assert_close(found.scale, expected.scale, tolerance=1e-9, name=f"{name} scales")
 

@@ -10,6 +10,7 @@ from tests.gpu.numerics import assert_same_bits, worst_row_error
 from treeflash.bench.tuning import LAYERS_27B, Stack, random_rows, tune
 from treeflash.gguf.quants import dequantise
 from treeflash.gguf.types import QuantType
+from treeflash.kernels.norm_rope import add_rms_norm
 from treeflash.kernels.quant_matmul import (
     BUCKETS,
     cuda,
@@ -118,6 +119,22 @@ def test_many_rows_match_float64(type: QuantType, rows: int, columns: int | str,
     out = torch.full((count, rows), torch.nan, device=DEVICE)
     packed_matmul(x, weight, out)
     assert worst_row_error(out, x.double() @ unpack(weight).double().T) < tolerance(type)
+
+
+@needs_cuda_kernels
+@pytest.mark.parametrize("type", TUNED_TYPES, ids=lambda type: type.name)
+def test_normed_rows_have_the_bits_of_rows_alone(type: QuantType) -> None:
+    """Also where a card multiplies more than 48 of them in parts."""
+    weight = pack(random_rows(type, 300, 1280, generator(5)), type)
+    x, norm = torch.randn(1, 61, 1280, device=DEVICE), torch.randn(1280, device=DEVICE)
+
+    def normed(rows: Tensor) -> Tensor:
+        _, packed = add_rms_norm(rows, None, norm, 1e-6, pack=True)
+        return packed_matmul(packed, weight)
+
+    together = normed(x)
+    for row in (0, 20, 47, 48, 60):
+        assert_same_bits(normed(x[:, row : row + 1])[0], together[row], f"row {row}")
 
 
 def test_zero_rows_give_zeros() -> None:

@@ -16,14 +16,7 @@ from treeflash.kernels.runtime.sources import source
 
 # Barriers that count arrivals and bytes, and a warp group's mma: each thread computes its own sums from
 # operands in the 128-byte swizzle, where address bits 4 to 6 are those of the row in eight.
-_PRELUDE = """
-#include "cuda_on_cpu.h"
-#include <cmath>
-#include <condition_variable>
-#include <mutex>
-struct float2 { float x, y; };
-static float2 make_float2(float x, float y) { return {x, y}; }
-static int min(int a, int b) { return a < b ? a : b; }
+BARRIER = """
 struct Barrier {
   std::mutex lock;
   std::condition_variable changed;
@@ -37,6 +30,18 @@ struct Barrier {
 };
 static Barrier barriers[64];
 static Barrier& barrier(unsigned address) { return barriers[address / 8 % 64]; }
+"""
+_PRELUDE = f"""
+#include "cuda_on_cpu.h"
+#include <cmath>
+#include <condition_variable>
+#include <mutex>
+struct float2 {{ float x, y; }};
+static float2 make_float2(float x, float y) {{ return {{x, y}}; }}
+static int min(int a, int b) {{ return a < b ? a : b; }}
+{BARRIER}
+"""
+_MMA = """
 static void mma(int* c, unsigned a, unsigned b, int more) {
   const auto value = [](unsigned descriptor, int row, int k) {
     const unsigned at = ((descriptor & 0x3fff) << 4) + row * 128 + k;
@@ -51,7 +56,7 @@ static void mma(int* c, unsigned a, unsigned b, int more) {
   }
 }
 """
-_BODIES = {
+BARRIERS = {
     "u32 shared_address": "return (u32)((const u8*)p - shared_memory);",
     "void barrier_init": "Barrier& m = barrier(b); m.phase = m.bytes = 0; m.expected = m.pending = n;",
     "void barrier_wait": "Barrier& m = barrier(b); std::unique_lock held(m.lock);"
@@ -59,6 +64,8 @@ _BODIES = {
     "void barrier_expect": "barrier(b).update(1, n);",
     "void barrier_arrive": "barrier(b).update(1, 0);",
     "void bulk_copy": "memcpy(shared_memory + to, from, n); barrier(b).update(0, -(int)n);",
+}
+_BODIES = BARRIERS | {
     "float2 load_scales": "return {p[0], p[1]};",
 }
 _RUN = """
@@ -81,7 +88,7 @@ def emulated_source() -> str:
     text = re.sub(r'asm volatile\("(wgmma|fence|setmaxnreg)[^"]*"[^;]*\);', ";", text)
     text = text.replace("extern __shared__ __align__(1024) u8 ring[];", "u8* ring = shared_memory;")
     assert "asm" not in text, [line for line in text.splitlines() if "asm" in line]
-    return f"{_PRELUDE}{text}{_RUN}"
+    return f"{_PRELUDE}{_MMA}{text}{_RUN}"
 
 
 class EmulatedInt8:

@@ -13,6 +13,7 @@ from treeflash.bench.tuning import candidates
 from treeflash.gguf.types import QuantType
 from treeflash.kernels.quant_matmul.cuda import (
     defines,
+    grouped_source,
     matmul_source,
     resident_blocks,
     row_tiles,
@@ -68,6 +69,21 @@ def test_large_buckets_spill_nothing(bucket: int, tmp_path: Path) -> None:
     card, tiling = CARDS["H200"], built_in(CARDS["H200"], bucket)
     found = resources(card, LAYOUTS[QuantType.Q5_K], bucket, tiling, tmp_path)["matmul"]
     assert found["stack"] == 0 and fits(card, found["registers"], tiling)
+
+
+@pytest.mark.parametrize("bucket", [8, 24, 64])
+def test_warp_group_mma_spill_nothing_and_do_not_wait_for_each_other(bucket: int, tmp_path: Path) -> None:
+    card, tiling = CARDS["H200"], Tiling(3, wide=False, halfway=True)
+    for layout in HOT:
+        path, macros = tmp_path / "grouped.cubin", defines(card, layout, bucket, tiling, grouped=True)
+        source = grouped_source(bucket)
+        path.write_bytes(compile_cubin(source, defines=macros, arch="sm_90a", cached=False))
+        text = tool_output("cuobjdump", "--dump-resource-usage", str(path))
+        [(registers, stack)] = re.findall(r"Function matmul:\s+REG:(\d+) STACK:(\d+)", text)
+        assert stack == "0" and fits(card, int(registers), tiling)
+        code = tool_output("nvdisasm", "-c", str(path))
+        # Two mma of 16 columns for each wait.
+        assert code.count("HGMMA") == layout.unit // 16 >= 2 * code.count("WARPGROUP.DEPBAR")
 
 
 def test_every_tiling_that_is_tried_fits(tmp_path: Path) -> None:

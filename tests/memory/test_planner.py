@@ -197,7 +197,7 @@ def test_the_whole_context_of_a_27b(
     assert (format_names(plan.kv), plan.max_ctx, plan.host_embedding) == (chosen, 262144, host)
     assert plan.total <= plan.budget.limit == gib * GIB
     assert (EMBEDDING in plan.parts) != host and plan.parts["in use before"] == CUDA_CONTEXT
-    assert plan.prefill_chunk == (1024 if gib == 24 else 2048)
+    assert plan.prefill_chunk == {24: 1024, 32: 2048, 48: 2048, 141: 4096}[gib]
     assert plan.parts["prefill"] == plan.estimate.prefill[plan.prefill_chunk]
     assert chosen in plan.line() and ("host memory" in plan.line()) == host
 

@@ -1,15 +1,20 @@
 """The attention scorer against attention written out, and what it keeps between questions."""
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.session.fake_gpu import GPU, fake_gpu
 from treeflash.compress.scorer import Query, ScoringFailed
 from treeflash.errors import Cancelled
 from treeflash.gguf.reader import GGUFFile
+from treeflash.kernels.attention import prefill
 from treeflash.kernels.norm_rope.reference import rope, rope_angles
+from treeflash.kernels.runtime.dry_run import DryRun
 from treeflash.models import scoring
 from treeflash.models.decoder import Decoder
 from treeflash.models.scoring import attention_mass, scoring_layers
@@ -18,6 +23,8 @@ from treeflash.models.step import Step
 from treeflash.session import attention_scorer
 from treeflash.session.attention_scorer import AttentionScorer
 from treeflash.state.sequences import SequenceStates
+from treeflash.text.template import ChatTemplate
+from treeflash.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 UNITS = [
@@ -111,6 +118,33 @@ def test_mass_is_the_mean_of_causal_softmax() -> None:
     torch.testing.assert_close(attention_mass(q, k), expected / (37 * 6), rtol=1e-5, atol=1e-7)
 
 
+def test_what_a_unit_gets_from_neutral_questions_does_not_count(tiny_model: Callable[..., Path]) -> None:
+    kept = scorer(tiny_model("qwen3"))
+    found = kept.score(UNITS, QUERIES[:1])
+    lengths = [len(ids) for ids in kept.tokenizer.encode_all(UNITS)]
+    tokens = kept._tokens[len(kept._before) :]
+    counted = torch.tensor([bool(kept.tokenizer.token_bytes(id).strip()) for id in tokens])
+    counted[: attention_scorer.SINKS] = False
+
+    @torch.inference_mode()
+    def mass(text: str) -> torch.Tensor:
+        return kept._ask(kept._question(text))[len(kept._before) :] * counted
+
+    asked = mass(QUERIES[0].text)
+    one, other = (mass(text) / mass(text).sum() * asked.sum() for text in attention_scorer.NEUTRAL)
+    parts = zip(asked.split(lengths), torch.maximum(one, other).split(lengths), lengths, strict=True)
+    expected = [
+        float(max(attention_scorer.LEAST * got.sum(), got.sum() - anyway.sum())) / (length + 16)
+        for got, anyway, length in parts
+    ]
+    assert found == pytest.approx(expected, rel=1e-3)
+    # No unit has more to do with a neutral question than others: a little of its attention still ranks them.
+    neutral = kept.score(UNITS, [Query(attention_scorer.NEUTRAL[0])])
+    got = [float(part.sum()) for part in mass(attention_scorer.NEUTRAL[0]).split(lengths)]
+    least = [attention_scorer.LEAST * each / (length + 16) for each, length in zip(got, lengths, strict=True)]
+    assert neutral == pytest.approx(least, rel=1e-3)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen35"])
 def test_a_second_question_costs_its_own_tokens_and_scores_the_same(
     tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +154,7 @@ def test_a_second_question_costs_its_own_tokens_and_scores_the_same(
     first = kept.score(UNITS, QUERIES[:1])
     rows: list[int] = []
     run = kept._run
-    monkeypatch.setattr(kept, "_run", lambda tokens: rows.append(len(tokens)) or run(tokens))
+    monkeypatch.setattr(kept, "_run", lambda tokens, **how: rows.append(len(tokens)) or run(tokens, **how))
     second = kept.score(UNITS, QUERIES[1:])
     assert rows == [len(kept.tokenizer.encode("\n\nthe sea"))]
     assert second == pytest.approx(scorer(path).score(UNITS, QUERIES[1:]), rel=1e-4)
@@ -138,11 +172,11 @@ def test_a_failure_leaves_no_trace(tiny_model: Callable[..., Path], monkeypatch:
     expected = kept.score(UNITS, QUERIES)
     run, calls = kept._run, [0]
 
-    def failing(tokens: list[int]):
+    def failing(tokens: list[int], **how: bool):
         calls[0] += 1
         if calls[0] == 3:
             raise RuntimeError("out of memory")
-        return run(tokens)
+        return run(tokens, **how)
 
     monkeypatch.setattr(kept, "_run", failing)
     with pytest.raises(RuntimeError):
@@ -169,8 +203,59 @@ def test_a_text_beyond_the_trained_length_is_scored_in_windows(tiny_model: Calla
     text = UNITS * 8
     lengths = [len(ids) for ids in kept.tokenizer.encode_all(text)]
     windows = kept._windows(lengths)
-    assert len(windows) > 2 and windows[0][0] == 0 and windows[-1][1] == len(text)
-    assert all(sum(lengths[a:b]) + len(kept._before) <= 120 for a, b in windows)
+    assert len(windows) > 2 and windows[0][0] == 0 and windows[-1][1] == sum(lengths)
+    assert all(b - a + len(kept._before) <= 120 for a, b in windows)
+    assert {end for _, end in windows} <= set(accumulate(lengths))
+    assert all(end == start for (_, end), (start, _) in pairwise(windows))
     assert len(kept.score(text, QUERIES)) == len(text)
     with pytest.raises(ScoringFailed):
         kept.score(["word " * 400], QUERIES)
+
+
+class Watched(DryRun):
+    """Records what would have to wait for the GPU."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.waits: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__", "__float__"):
+            self.waits += [name] * bool(args and isinstance(args[0], torch.Tensor) and args[0].is_meta)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def unloaded(path: Path, work: Callable[[AttentionScorer], object]) -> Watched:
+    """Return what a scorer without weights launches on a GPU that is not there."""
+    with fake_gpu(), GGUFFile.open(path) as file:
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+        template = ChatTemplate.from_metadata(file.metadata)
+        with torch.inference_mode(), Watched(GPU) as found:
+            made = AttentionScorer(scoring.unloaded_scoring(file, GPU), tokenizer, template, name="x")
+            work(made)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_a_dry_run_finds_every_kernel_of_a_scorer(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were compiled at the first text of a length, which took seconds."""
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 1 << 18)
+    path = tiny_model(family, layers=12, context=8192)
+
+    def every(scorer: AttentionScorer) -> None:
+        for rows in (1, 2, 7, 16, 20, 31, 40, 57, 64, 65, 100, 1000, 4096, 6001):
+            scorer._window([0] * rows, [(1.0, [0] * min(rows, 64)), (0.5, [0] * max(1, rows % 64))])
+
+    found, needed = unloaded(path, AttentionScorer.rehearse), unloaded(path, every)
+    assert set(needed.launches) <= set(found.launches) and len(needed.modules) == len(found.modules)
+    options = [dict(each.options) for each in found.launches if each.name == "_chunk_attention_kernel"]
+    assert {(each["BEGIN"], each["END"]) for each in options} == set(product([True, False], repeat=2))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_nothing_of_a_window_waits_for_the_gpu(tiny_model: Callable[..., Path], family: str) -> None:
+    path = tiny_model(family, layers=12, context=8192)
+    assert not unloaded(path, lambda scorer: scorer._window([0] * 5000, [(1.0, [0] * 20)])).waits

@@ -18,10 +18,9 @@ from tests.session.fake_gpu import GPU, dry_run, fake_gpu
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
 from treeflash.kernels.attention import prefill
 from treeflash.kernels.kv_cache import rotation
-from treeflash.kernels.quant_matmul import packed
 from treeflash.kernels.runtime import ahead
 from treeflash.kernels.runtime.ahead import CompileAhead
-from treeflash.kernels.runtime.dry_run import DryRun, Launch, current
+from treeflash.kernels.runtime.dry_run import DryRun, Launch, Tiles, current
 from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
 
 
@@ -49,7 +48,7 @@ def test_kernels_are_compiled_once_for_arguments_of_one_kind(found: DryRun) -> N
     names = Counter(launch.name for launch in found.launches)
     assert names["noise_kernel"] == 1 and names["shortlist_kernel"] == 2  # sampling, and a draft's ranking
     assert names["_pad_kernel"] == names["_commit_kernel"] == names["accept_path_kernel"] == 1
-    assert sum(names.values()) <= 42
+    assert sum(names.values()) <= 45
 
 
 def test_a_dry_run_finds_the_slices_of_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,17 +71,20 @@ def test_eight_sequences_on_other_cards(name: str) -> None:
     assert len(found.modules) >= 30
 
 
-def test_row_scales_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_scales_are_fused(found: DryRun) -> None:
     """Into the norm and the activation of a chunk; the other matmuls are scaled by a kernel of ours."""
-    monkeypatch.setattr(packed, "FUSE_ROW_SCALES", True)
-    launches = dry_run(embedded_pair()[0], EngineConfig("cuda", speculation=SpecConfig(mtp="off"))).launches
-    options = [(launch.name, dict(launch.options)) for launch in launches]
+    options = [(launch.name, dict(launch.options)) for launch in found.launches]
     assert ("_norm_kernel", 2) in [(name, given.get("ADD")) for name, given in options]
     assert ("_silu_rows_kernel", True) in [(name, given.get("SCALED")) for name, given in options]
     assert "_scale_rows_kernel" in [name for name, _ in options]
 
 
-def test_launches_are_what_triton_compiles(found: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "warps"), [("_pad_kernel", 1), ("_chunk_attention_kernel", 8)])
+def test_launches_are_what_triton_compiles(
+    found: DryRun, monkeypatch: pytest.MonkeyPatch, name: str, warps: int
+) -> None:
+    """The attention of a chunk reads through tensor descriptors."""
+
     class Driver:
         def get_current_device(self) -> int:
             return 0
@@ -93,12 +95,13 @@ def test_launches_are_what_triton_compiles(found: DryRun, monkeypatch: pytest.Mo
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
 
-    launch = next(each for each in found.launches if each.name == "_pad_kernel")
+    launch = next(each for each in found.launches if each.name == name)
+    assert any(isinstance(each, Tiles) for each in launch.arguments) == (warps == 8)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
     launch.touch(GPU)
     try:
-        compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.options))
-        assert compiled.metadata.num_warps == 1 and "cubin" in compiled.asm
+        compiled = launch.compile()
+        assert compiled.metadata.num_warps == warps and "cubin" in compiled.asm
         assert len(launch.kernel.device_caches[0][0]) == 1
     finally:
         launch.kernel.device_caches.clear()

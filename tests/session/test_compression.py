@@ -12,13 +12,15 @@ import pytest
 from tests.compress.conversations import prose
 from treeflash.config import CompressConfig, EngineConfig
 from treeflash.engine.sampler import SamplingParams
+from treeflash.errors import Cancelled, PromptTooLong
 from treeflash.session.attention_scorer import AttentionScorer
 from treeflash.session.compression import Compression, PromptCompression
 from treeflash.session.loading import load_session
 from treeflash.session.prompts import Prompts
-from treeflash.session.requests import CompressOptions, Finished, Grammar, TextRequest
+from treeflash.session.requests import CompressOptions, Finished, Grammar, Prompt, TextRequest
 from treeflash.session.session import Session
 from treeflash.session.worker import EngineWorker
+from treeflash.text.tokenizer import EncodeLimit
 
 FACT = "The password of the harbour office is KESTREL-4471."
 QUESTION = "What is the password of the harbour office?"
@@ -146,6 +148,30 @@ def test_a_scorer_that_breaks_leaves_the_prompt_exact(session: Session) -> None:
         found.compressed is not None and found.compressed.report.reason == "compression failed (RuntimeError)"
     )
     assert found.ids == prompts.encode(request).ids
+
+
+@pytest.mark.parametrize("asked", [asking(), asking("Summarise it.")])
+def test_no_prompt_is_tokenised_twice(
+    session: Session, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, str]]
+) -> None:
+    prompts = Prompts(session.tokenizer, session.template)
+    request, seen = TextRequest(messages=asked), []
+    encode = prompts.encode
+
+    def counted(request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
+        seen.append(request.messages)
+        return encode(request, limit)
+
+    monkeypatch.setattr(prompts, "encode", counted)
+    compression = PromptCompression(prompts, session.tokenizer, Compression(AUTO))
+    found = compression.encode(request, EncodeLimit(8192))
+    assert found.compressed is not None and seen and all(seen.count(each) == 1 for each in seen)
+    read_as = replace(request, messages=found.compressed.messages)
+    assert (found.ids, found.boundaries) == ((whole := encode(read_as)).ids, whole.boundaries)
+    with pytest.raises(PromptTooLong):
+        PromptCompression(prompts, session.tokenizer, Compression(AUTO)).encode(request, EncodeLimit(20))
+    with pytest.raises(Cancelled):
+        compression.encode(request, EncodeLimit(8192, lambda: True))
 
 
 def test_turns_share_their_prefix_and_get_what_they_need(tiny_model: Callable[..., Path]) -> None:

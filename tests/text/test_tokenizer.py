@@ -305,3 +305,22 @@ def test_encoding_stops_when_it_is_too_long_or_cancelled(monkeypatch: pytest.Mon
     with pytest.raises(Cancelled):
         tokenizer.encode("x y " * 10_000, limit=limit)
     assert len(asked) == 3
+
+
+def test_texts_that_were_counted_are_encoded_once(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, texts, calls = TOKENIZERS["qwen35"], ["Hello there", "", " \ud800 x\n"], []
+    expected, encodings = tokenizer.encode_all(texts), tokenizer._encodings
+    monkeypatch.setattr(tokenizer, "_encodings", lambda texts: calls.append(texts) or encodings(texts))
+    assert tokenizer.count_all(texts) == [len(ids) for ids in expected]
+    assert tokenizer.encode_all(list(texts)) == expected and len(calls) == 1
+    assert tokenizer.encode_all(texts) == expected and len(calls) == 2  # nothing is kept for longer
+    tokenizer.count_all(["other"])
+    assert tokenizer.encode_all(texts) == expected and len(calls) == 4
+
+
+def test_tokenizers_that_encode_alike():
+    first, second = (Tokenizer.from_metadata(changed()) for _ in range(2))
+    assert first.encodes_like(second)
+    merges = changed()[f"{KEY}merges"]
+    assert not first.encodes_like(Tokenizer.from_metadata(changed(merges=merges[:-1])))
+    assert not first.encodes_like(Tokenizer.from_metadata(changed(pre="gpt-2")))

@@ -59,7 +59,7 @@ def measure(
     """Yield what every rule keeps of a context; `chunks`: the scorer in PFlash's rule, if any."""
     # All questions of one rule at one ratio together: a scorer then reads the text once for them.
     for scorer in scorers:
-        compressor = Compressor(scorer, lambda texts: [len(ids) for ids in tokenizer.encode_all(texts)])
+        compressor = Compressor(scorer, tokenizer.count_all)
         for ratio in keep:
             for question in context.questions:
                 yield _ours(context, question, compressor, tokenizer, ratio)

@@ -69,8 +69,20 @@ class Templates:
 
 
 CHOSEN_ON = Templates(
-    single=(("The magic number of {city} is {number}.", "What is the magic number of {city}?"),),
-    multikey=(("The code of the depot in {city} is {number}.", "What is the code of the depot in {city}?"),),
+    single=(
+        ("The magic number of {city} is {number}.", "What is the magic number of {city}?"),
+        (
+            "Tram {number} is the only one that stops at the zoo in {city}.",
+            "Which tram stops at the zoo in {city}?",
+        ),
+    ),
+    multikey=(
+        ("The code of the depot in {city} is {number}.", "What is the code of the depot in {city}?"),
+        (
+            "The plant in {city} made {number} lamps last year.",
+            "How many lamps did the plant in {city} make?",
+        ),
+    ),
     chains=(
         Chain(
             "VAR {a} = {value}.",
@@ -78,7 +90,14 @@ CHOSEN_ON = Templates(
             "Which variables have the value {value}? Follow the assignments.",
         ),
     ),
-    code_chains=(),
+    code_chains=(
+        Chain(
+            "{a} = register({value})",
+            "{b} = copy_of({a})",
+            "Which slots hold what was registered with {value}?",
+            ("slot_red", "slot_blue", "slot_pink", "slot_teal", "slot_gold", "slot_grey", "slot_lime"),
+        ),
+    ),
     paraphrases=(
         (
             "Marta hides her savings under a loose floorboard.",
@@ -167,6 +186,88 @@ CHOSEN_ON = Templates(
             "def mirror(w):\n    w = w.lower()\n    return w == w[::-1]\n",
             "Which function tests for palindromes?",
             "mirror",
+        ),
+        (
+            "def tilt(m):\n    return [list(c) for c in zip(*m)]\n",
+            "Which function exchanges rows and columns of a matrix?",
+            "tilt",
+        ),
+        (
+            "def summit(xs):\n    return max(range(len(xs)), key=xs.__getitem__)\n",
+            "Which function finds the position of the largest entry?",
+            "summit",
+        ),
+        (
+            "def common(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
+            "Which function computes the greatest number that divides both?",
+            "common",
+        ),
+        (
+            "def brief(name):\n    return ''.join(part[0].upper() for part in name.split())\n",
+            "Which function turns a person into initials?",
+            "brief",
+        ),
+        (
+            "def warm(f):\n    return (f - 32) * 5 / 9\n",
+            "Which function converts temperatures?",
+            "warm",
+        ),
+        (
+            "def veil(s):\n    return '*' * (len(s) - 4) + s[-4:]\n",
+            "Which function hides most of a card number?",
+            "veil",
+        ),
+        (
+            "def lazy(f):\n    seen = {}\n    def inner(x):\n        if x not in seen:\n"
+            "            seen[x] = f(x)\n        return seen[x]\n    return inner\n",
+            "Which function remembers earlier results?",
+            "lazy",
+        ),
+        (
+            "def sole(n):\n    return n > 1 and all(n % d for d in range(2, int(n ** 0.5) + 1))\n",
+            "Which function recognises primes?",
+            "sole",
+        ),
+        (
+            "def drift(v, k):\n    return [sum(v[i:i + k]) / k for i in range(len(v) - k + 1)]\n",
+            "Which function smooths a series of measurements?",
+            "drift",
+        ),
+        (
+            "def clock(s):\n    return f'{s // 3600:02}:{s // 60 % 60:02}:{s % 60:02}'\n",
+            "Which function shows a duration in hours and minutes?",
+            "clock",
+        ),
+        (
+            "def rest(d):\n    return d.weekday() >= 5\n",
+            "Which function knows Saturdays and Sundays?",
+            "rest",
+        ),
+        (
+            "def gap(p, q):\n    return ((p[0] - q[0]) ** 2 + (p[1] - q[1]) ** 2) ** 0.5\n",
+            "Which function says how far apart two points are?",
+            "gap",
+        ),
+        (
+            "def toss(n):\n    return sum(random.randint(1, 6) for _ in range(n))\n",
+            "Which function simulates dice?",
+            "toss",
+        ),
+        (
+            "def halve(a, x):\n    lo, hi = 0, len(a)\n    while lo < hi:\n        m = (lo + hi) // 2\n"
+            "        lo, hi = (m + 1, hi) if a[m] < x else (lo, m)\n    return lo\n",
+            "Which function looks for an entry of a sorted array quickly?",
+            "halve",
+        ),
+        (
+            "def grow(p, r, n):\n    return p * (1 + r / 100) ** n\n",
+            "Which function calculates compound interest?",
+            "grow",
+        ),
+        (
+            "def melt(x):\n    return [z for y in x for z in (melt(y) if isinstance(y, list) else [y])]\n",
+            "Which function flattens arbitrarily deep lists?",
+            "melt",
         ),
     ),
 )

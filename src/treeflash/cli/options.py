@@ -341,8 +341,8 @@ class EngineOptions:
         Prefill,
         _engine(
             "--prefill",
-            help="Matmuls of prompts. int8: with 8 bits, on a GPU; faster and approximate, "
-            "docs/long-context.md has the cost.",
+            help="Matmuls of prompts. int8: with 8 bits, on a GPU; approximate, and slower on an H200: "
+            "docs/long-context.md has the figures.",
         ),
     ] = Prefill.exact
     device: Annotated[

@@ -1,13 +1,14 @@
 """What a scorer of units is, and the mixture of two."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from treeflash.errors import TreeFlashError
 
-WORDS_WEIGHT = 0.25  # of the words score beside attention: measured on 60 questions at keep 0.05 to 0.5
+WORDS_WEIGHT = 0.25  # of the words score beside attention; docs/compression.md has the measurement
+LEAST_START = 0.25  # of its score a unit without a word of the question starts hops
 
 
 class ScoringFailed(TreeFlashError):
@@ -37,8 +38,19 @@ class Scorer(Protocol):
     def score(
         self, units: Sequence[str], queries: Sequence[Query], cancelled: Callable[[], bool] = never
     ) -> list[float]:
-        """Return how much each unit of a text matters to the queries; 0 or more."""
+        """Return how much each unit of a text matters to the queries; 0 or more.
+
+        `cancelled` is asked again and again, on a GPU while that works.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """How well units match the words of the queries, and how far that can be trusted."""
+
+    scores: list[float]  # 1 for the best unit of a query, times the query's weight
+    shares: list[float]  # of a query's words, by their rarity; 1 with a name or number of it
 
 
 class Words(Protocol):
@@ -46,12 +58,18 @@ class Words(Protocol):
 
     @property
     def name(self) -> str: ...
-    def matches(self, units: Sequence[str], queries: Sequence[Query]) -> list[float]: ...
-    def spread(self, units: Sequence[str], scores: Sequence[float]) -> list[float]: ...
+    def indexing(self, units: Sequence[str]) -> Iterator[None]: ...
+    def matches(self, units: Sequence[str], queries: Sequence[Query]) -> Matches: ...
+    def spread(
+        self, units: Sequence[str], scores: Sequence[float], starts: Sequence[float]
+    ) -> list[float]: ...
 
 
 class MixedScorer:
-    """The scores of a model and, with less weight, of words; hops start from the best of both."""
+    """The scores of a model and, with less weight, of words; hops start from the best of both.
+
+    Words and hops count by the share of the question that a unit has: one common word of it proves nothing.
+    """
 
     def __init__(self, model: Scorer, words: Words):
         self._model, self._words = model, words
@@ -67,10 +85,18 @@ class MixedScorer:
     def score(
         self, units: Sequence[str], queries: Sequence[Query], cancelled: Callable[[], bool] = never
     ) -> list[float]:
-        model = scaled(self._model.score(units, queries, cancelled))
-        words = scaled(self._words.matches(units, queries))
-        both = [a + WORDS_WEIGHT * b for a, b in zip(model, words, strict=True)]
-        return self._words.spread(units, both)
+        steps = self._words.indexing(units)
+
+        def asked() -> bool:
+            next(steps, None)  # the host has time while a GPU scores
+            return cancelled()
+
+        model = scaled(self._model.score(units, queries, asked))
+        words = self._words.matches(units, queries)
+        parts = zip(model, scaled(words.scores), words.shares, strict=True)
+        both = [a + WORDS_WEIGHT * b * share for a, b, share in parts]
+        starts = [score * max(share, LEAST_START) for score, share in zip(both, words.shares, strict=True)]
+        return self._words.spread(units, both, starts)
 
 
 def scaled(scores: Sequence[float]) -> list[float]:

@@ -35,24 +35,24 @@ class Selection:
     def price(self, indices: Iterable[int]) -> int:
         """Return the tokens that keeping these units adds; less than 0 where they close gaps."""
         new = [index for index in indices if index not in self.kept]
-        before = self._gaps(new, self.kept)
-        return (
-            sum(self.passage.costs[index] for index in new)
-            + (self._gaps(new, self.kept | set(new)) - before) * self._gap
-        )
+        return sum(self.passage.costs[index] for index in new) + self._more_gaps(new) * self._gap
 
-    def _gaps(self, around: Sequence[int], kept: set[int]) -> int:
-        """Return how many gaps begin at or right after one of these units."""
-        count = len(self.passage.units)
-        places = {place for index in around for place in (index, index + 1) if place < count}
-        return sum(place not in kept and (place == 0 or place - 1 in kept) for place in places)
+    def _more_gaps(self, new: Sequence[int]) -> int:
+        """Return how many more gaps there are with these units: those that begin at one or right after it."""
+        kept, added, count = self.kept, set(new), len(self.passage.units)
+        places = {place for index in new for place in (index, index + 1) if place < count}
+        more = 0
+        for place in places - kept:
+            began = place == 0 or place - 1 in kept
+            more += (place not in added and (began or place - 1 in added)) - began
+        return more
 
     def with_needed(self, index: int) -> list[int]:
         return [*self.passage.units[index].needs, index]
 
-    def add(self, indices: Iterable[int]) -> None:
-        indices = list(indices)
-        self.cost += self.price(indices)
+    def add(self, indices: Sequence[int], price: int | None = None) -> None:
+        """Keep these units; `price`: what that adds, where it is known."""
+        self.cost += self.price(indices) if price is None else price
         self.kept.update(indices)
 
 
@@ -107,7 +107,7 @@ def _take(selection: Selection, index: int, room: int) -> int:
     price = selection.price(wanted)
     if price > room:
         return 0
-    selection.add(wanted)
+    selection.add(wanted, price)
     return price
 
 

@@ -6,13 +6,14 @@ JSON. The units of a text cover all of it, in order.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["sentence", "line", "block", "row", "element"]
 
 MAX_LINES = 40  # of a function or another block that is kept whole
+PARAGRAPH = 10  # lines; a shorter one of a divided function, up to a blank line, stays together
 MAX_DEPTH = 20  # of blocks within blocks that are divided
 MAX_SENTENCE = 600  # characters; a longer one that has several lines is split into them
 
@@ -33,6 +34,7 @@ CODE = re.compile(
     |\s*+[\w.\[\]"']++(?:\s*+:\s*+[\w\[\], |."]++)?+\s*+[-+*/|&]?=\s*\S|\s*+[\w.]++\(.*\)\s*$""",
     re.VERBOSE,
 )
+CODE_ENDS = tuple(";{}([,")
 DEFINITION = re.compile(r"\s*(?:(?:async\s+)?def\s+\w+\(|class\s+\w+.*:\s*$|@\w+|#include\b)")
 CONTINUES = re.compile(r"\s*(?:[)\]}]|else\b|elif\b|except\b|finally\b|catch\b|end\b)")
 ATTACHED = re.compile(r"\s*(?:@|#(?!include)|//|/\*|\*|export\s*$|template\s*<)")
@@ -48,7 +50,7 @@ class Unit:
     needs: tuple[int, ...] = ()  # units without which this one says little: a table's header, a `def` line
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Line:
     start: int
     end: int
@@ -60,11 +62,11 @@ class _Line:
     def of(cls, match: re.Match[str]) -> "_Line":
         text = match[0]
         rest = text.lstrip()
-        indent = len(text[: len(text) - len(rest)].expandtabs(4))
-        return cls(match.start(), match.end(), text, not rest, indent)
+        indent = len(text[: len(text) - len(rest)].expandtabs(4)) if len(rest) < len(text) else 0
+        return cls(*match.span(), text, not rest, indent)
 
     def is_code(self) -> bool:
-        return self.text.rstrip()[-1:] in (*";{}([,",) or CODE.match(self.text) is not None
+        return self.text.rstrip().endswith(CODE_ENDS) or CODE.match(self.text) is not None
 
 
 def split_units(text: str, most: int = 4000) -> list[Unit]:
@@ -97,14 +99,14 @@ def _blocks(lines: list[_Line]) -> Iterator[tuple[str, list[_Line]]]:
 def _paragraphs(lines: list[_Line]) -> Iterator[tuple[str, list[_Line]]]:
     block: list[_Line] = []
     before, fenced = "", False
-    for index, line in enumerate(lines):
+    fences = [FENCE.match(line.text) is not None for line in lines]
+    for index, (line, fence) in enumerate(zip(lines, fences, strict=True)):
         block.append(line)
-        fence = FENCE.match(line.text) is not None
         if fence:
             fenced = not fenced
         following = lines[index + 1] if index + 1 < len(lines) else None
         ends = following is None or (line.blank and not following.blank) or (fence and not fenced)
-        ends |= following is not None and not fenced and not fence and FENCE.match(following.text) is not None
+        ends |= following is not None and not fenced and not fence and fences[index + 1]
         if ends and not (fenced and following is not None):
             before = _kind_of(block, before)
             yield before, block
@@ -135,9 +137,9 @@ def _is_markdown(lines: list[_Line]) -> bool:
 def _is_table(lines: list[_Line]) -> bool:
     if len(lines) > 2 and RULE.match(lines[1].text):
         return True
-    for separator in ("\t", "|", ";", ","):
-        counts = {line.text.count(separator) for line in lines}
-        if len(lines) >= 4 and len(counts) == 1 and counts.pop() >= 2:
+    for separator in ("\t", "|", ";", ",") if len(lines) >= 4 else ():
+        count = lines[0].text.count(separator)
+        if count >= 2 and all(line.text.count(separator) == count for line in lines):
             # Code and prose have commas, too, but hardly the same number in every line, none at its end.
             return not any(line.text.rstrip().endswith((",", "{", "(", ":")) for line in lines)
     return False
@@ -203,7 +205,7 @@ def _code(text: str, lines: list[_Line], most: int, out: list[Unit]) -> None:
 
 
 def _statements(lines: list[_Line], most: int, out: list[Unit], needs: tuple[int, ...]) -> None:
-    for group in _groups(lines):
+    for group in _groups(lines) if not needs else _joined(_groups(lines), most):
         start, end = group[0].start, group[-1].end
         whole = (len(group) <= MAX_LINES and end - start <= most) or len(needs) > MAX_DEPTH
         head = 0 if whole else _head(group)
@@ -212,6 +214,18 @@ def _statements(lines: list[_Line], most: int, out: list[Unit], needs: tuple[int
             continue
         _add(out, start, group[head - 1].end, "block", needs)
         _statements(group[head:], most, out, (*needs, len(out) - 1))
+
+
+def _joined(groups: Iterable[list[_Line]], most: int) -> Iterator[list[_Line]]:
+    """Yield short paragraphs whole, and the statements of longer ones."""
+    held: list[list[_Line]] = []
+    for group in (*groups, []):
+        if held and (not group or held[-1][-1].blank):
+            lines = [line for part in held for line in part]
+            short = len(lines) <= PARAGRAPH and lines[-1].end - lines[0].start <= most
+            yield from [lines] if short else held
+            held = []
+        held.append(group)
 
 
 def _groups(lines: list[_Line]) -> Iterator[list[_Line]]:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treeflash.engine.chunk import ChunkForward, Pace
 from treeflash.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
 from treeflash.engine.runner import Accepted, EagerRunner, Forward, GraphRunner, Masks, StepTimes, Verify
 from treeflash.engine.sampler import SamplingParams, token_logprobs
@@ -29,6 +30,7 @@ from treeflash.engine.sequence import (
 )
 from treeflash.engine.stats import RequestStats, StepRecord
 from treeflash.errors import ModelFileError
+from treeflash.kernels.runtime.device import on_device
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.memory.device import kv_formats
 from treeflash.memory.estimate import chunk_size
@@ -94,7 +96,7 @@ class Engine:
         self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
         # On a CPU a chunk of a few tokens takes no longer than a step.
         self.short = SHORT if graphs and target.device.type == "cuda" else 0
-        self._scheduler = Scheduler(slots)
+        self._scheduler, self._pace = Scheduler(slots), Pace(target.device)
         self._pool_pages = cache.pages or self.states.buffers.page_table.numel()
         self._prompts: dict[Sequence, PromptState] = {}  # of sequences whose prompt others wait for
         self._asked_ahead = False  # the draft was launched for the next step of several sequences
@@ -182,7 +184,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Event]]:
-        """Run one step: admit a sequence, process a chunk of a prompt, or verify a tree of each that decodes.
+        """Run one step: admit a sequence, process layers of a chunk, or verify a tree of each that decodes.
 
         Short chunks are processed by the steps of those that decode, if there are any.
 
@@ -272,7 +274,7 @@ class Engine:
             elif slot >= 0 and sequence.request.prefill_only:
                 self._cache_progress(sequence, slot)
         finally:
-            sequence.phase, sequence.launched = Phase.FINISHED, None
+            sequence.phase, sequence.launched, sequence.chunk = Phase.FINISHED, None, None
             if slot >= 0:
                 self.states.close(slot)
             self._drop_parked(sequence)
@@ -369,9 +371,10 @@ class Engine:
 
     def _prefill(self, chunk: PrefillChunk) -> list[Event]:
         sequence = chunk.sequence
-        if not self._provide(sequence, self._needed_rows(chunk)):
+        if sequence.chunk is None and not self._provide(sequence, self._needed_rows(chunk)):
             return []
-        return self._processed(sequence, chunk.stop, self._process(chunk))
+        logits = self._process(chunk)
+        return [self._progress(sequence)] if logits is None else self._processed(sequence, chunk.stop, logits)
 
     def _needed_rows(self, chunk: PrefillChunk) -> int:
         """Return the rows that need pages for a chunk: the last of the steps that read it is padded."""
@@ -411,12 +414,14 @@ class Engine:
             self._cache_progress(sequence, slot)
         finally:
             self._scheduler.put_back(sequence)
-            sequence.slot, sequence.phase, sequence.processed = -1, Phase.WAITING, 0
+            sequence.slot, sequence.phase, sequence.processed, sequence.chunk = -1, Phase.WAITING, 0, None
             sequence.stats.cached_tokens = 0
             self.states.close(slot)
 
     def _cache_progress(self, sequence: Sequence, slot: int) -> None:
         """Take a snapshot after the last chunk, unless it failed in its middle or nothing is new."""
+        if not self._finish_chunk(sequence, slot):
+            return
         done = sequence.processed
         if sequence.stats.cached_tokens < done == self.states.lengths[slot]:
             self._cache_prefix(sequence, sequence.request.prompt[:done], "turn", slot)
@@ -427,15 +432,35 @@ class Engine:
         for leader in [each for each in self._prompts if each not in wanted]:
             self.prefixes.store.release(self._prompts.pop(leader).state)
 
-    def _process(self, chunk: PrefillChunk) -> Tensor:
+    def _finish_chunk(self, sequence: Sequence, slot: int) -> bool:
+        """Run a chunk that was begun to its end; return whether the sequence's state is whole."""
+        if sequence.chunk is None:
+            return True
+        try:
+            sequence.chunk.run()
+        except Exception:  # of any kind: what is cached is a help, no more
+            return False
+        sequence.processed, sequence.chunk = self.states.lengths[slot], None
+        return True
+
+    def _process(self, chunk: PrefillChunk) -> Tensor | None:
         """Process a chunk; return the logits [1, V] after the prompt, nothing of use before its end.
 
-        Which way a chunk is processed follows from its tokens alone: its bits do not depend on load.
+        None: not all layers have run. Which way a chunk is processed follows from its tokens alone: its bits
+        do not depend on load.
         """
         if chunk.stop - chunk.start <= self.short:
             return self._read_short(chunk)
-        hidden = self._forward_chunk(chunk)
-        return self.target.logits(hidden) if chunk.stop == len(chunk.sequence.request.prompt) else hidden
+        sequence, rows = chunk.sequence, chunk.stop - chunk.start
+        if sequence.chunk is None:
+            layers = len(self.target.spec.layers)
+            sequence.chunk = ChunkForward(self._forward_chunk(chunk), rows=rows, total=layers)
+        self._pace.run(sequence.chunk)
+        hidden = sequence.chunk.hidden
+        if hidden is None:
+            return None
+        sequence.chunk = None
+        return self.target.logits(hidden) if chunk.stop == len(sequence.request.prompt) else hidden
 
     def _read_short(self, chunk: PrefillChunk) -> Tensor:
         """Process a few tokens by the captured forward of decode steps: a chunk's launches take longer."""
@@ -452,21 +477,25 @@ class Engine:
         self.drafter.append(slot, tokens, forward.features[: len(tokens)])
         return forward
 
-    def _forward_chunk(self, chunk: PrefillChunk) -> Tensor:
+    def _forward_chunk(self, chunk: PrefillChunk) -> Generator[None, None, Tensor]:
         """Return the last row's hidden state [1, width]; all else of a chunk is large and freed here."""
         sequence, device = chunk.sequence, self.target.device
+        slot = sequence.slot
         tokens = sequence.request.prompt[chunk.start : chunk.stop]
-        slots = torch.tensor([sequence.slot], device=device)
+        slots = on_device([slot], device)
         lengths = self.states.buffers.lengths[slots]
-        step = Step.chunk(slots, torch.tensor([tokens], device=device), lengths)
+        span = self.states.lengths[slot] + len(tokens)
+        step = Step.chunk(slots, on_device([tokens], device), lengths, span=span)
         kept = snapshot_positions(sequence.chunk_ends, sequence.request.boundaries or {})
         ends = {*kept, len(sequence.request.prompt)}
         if sequence.request.prefill_only:
             ends = {chunk.stop}  # it may have to give way here
         rows = feature_rows(chunk.start, chunk.stop, ends, self.drafter.context_length)
-        output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps, tapped=rows)
-        self.states.advance(step)
-        self.drafter.append(sequence.slot, tokens, output.features.flatten(0, -2))
+        output = yield from self.target.forward_by_layers(
+            step, lambda: self.states.buffers, self.drafter.taps, rows
+        )
+        self.states.advance(step, [slot])
+        self.drafter.append(slot, tokens, output.features.flatten(0, -2))
         return output.hidden.flatten(0, -2)[-1:].clone()
 
     def _first_token(self, sequence: Sequence, logits: Tensor) -> list[Event]:
@@ -732,7 +761,9 @@ class Engine:
         return events
 
     def _progress(self, sequence: Sequence) -> Progress:
-        return Progress(sequence.processed, len(sequence.request.prompt), sequence.stats.cached_tokens)
+        whole, total, cached = sequence.processed, len(sequence.request.prompt), sequence.stats.cached_tokens
+        done = whole + (sequence.chunk.processed if sequence.chunk is not None else 0)
+        return Progress(done, total, cached, whole)
 
     def _end(self, sequence: Sequence) -> Done | Failed:
         return self._done(sequence) if sequence.error is None else Failed(sequence.error)
@@ -790,6 +821,10 @@ class Engine:
     def _park(self, sequence: Sequence) -> None:
         """Move a sequence's state to host memory, whole, until there are pages for it again."""
         assert not sequence.in_flight
+        if sequence.chunk is not None:
+            working, self.working = self.working, [sequence]
+            sequence.chunk.run()  # what it returns is read when the sequence is back
+            self.working = working
         self._scheduler.park(sequence)
         slot, sequence.slot, sequence.launched = sequence.slot, -1, None
         draft = self.drafter.save(slot)

@@ -1,6 +1,6 @@
 """What the engine reports of a sequence."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from treeflash.engine.sampler import TokenLogprob
@@ -11,11 +11,15 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Prompt tokens processed so far; `cached` of them came from the prefix cache."""
+    """Prompt tokens processed so far, of a chunk in parts as many as its layers stand for.
+
+    `cached` of them came from the prefix cache; `whole`: those of whole chunks.
+    """
 
     done: int
     total: int
     cached: int = 0
+    whole: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 A short chunk needs no step of its own while others decode: its tokens are rows of their steps.
 
 First come, first served. A sequence is admitted when a slot and pages for its prompt are free. While some
-sequences decode and others have prompts to process, chunks get a share of the time: after a chunk, decode
-steps run until they have had their part. A chunk's size never depends on load, only when it runs does. When
-pages run out, the youngest sequence is parked, its state whole; it comes back before any other is admitted.
+sequences decode and others have prompts to process, chunks get a share of the time: after some layers of a
+chunk, decode steps run until they have had their part. A chunk's size never depends on load, only when it
+runs does. When pages run out, the youngest sequence is parked, its state whole; it comes back before any
+other is admitted.
 Requests for prefill alone run only while there are no others, one at a time, and give way to any that comes.
 """
 
@@ -27,7 +28,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Process the prompt's tokens from `start` up to `stop`."""
+    """Process the prompt's tokens from `start` up to `stop`, or go on with them for some layers."""
 
     sequence: Sequence
     start: int
@@ -111,7 +112,8 @@ class Scheduler:
             (each for each in self.running if each.phase is Phase.PREFILL), key=lambda each: each.arrival
         )
         readers = [each for each in prefilling if decoding and each.chunk_end - each.processed <= short]
-        chunked = next((each for each in prefilling if each not in readers), None)
+        begun = [each for each in prefilling if each.chunk is not None]  # one at a time: they hold memory
+        chunked = next((each for each in (*begun, *prefilling) if each not in readers), None)
         if chunked is not None and not (decoding and self._owed_s > 0):
             return PrefillChunk(chunked, chunked.processed, chunked.chunk_end)
         return Decode(decoding, readers) if decoding else None

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from treeflash.engine.chunk import ChunkForward
 from treeflash.engine.events import FinishReason
 from treeflash.engine.runner import Forward
 from treeflash.engine.sampler import SamplingParams
@@ -145,6 +146,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     chunk_ends: list[int] = field(default_factory=list)  # of the prompt
     processed: int = 0  # prompt tokens
+    chunk: ChunkForward | None = None  # of the prompt, begun: the state is between two of its layers
     tokens: list[int] = field(default_factory=list)  # prompt and generated tokens
     arrival: int = 0  # its number in the order of arrival
     # A sequence with the same prompt that processes it for both.

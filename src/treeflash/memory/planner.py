@@ -52,6 +52,8 @@ OPT_IN_FORMATS: tuple[str, str] = ("tq3_0", "tq3_0")  # only on request
 DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
 _PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
 _MIN_CTX = 256
+_CHUNK_SHARE = 0.03  # of the memory, for a chunk of a prompt that is larger than the ordinary one
+_ORDINARY_CHUNK = 2048  # tokens
 _SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
 # Sequences to try on a GPU where their number was not requested, and the share of memory that those beyond
 # the first may take from a context that had to be shortened anyway.
@@ -280,9 +282,14 @@ class MemoryPlanner:
         preferred, *smaller = self.estimate.prefill
         if not self._on_gpu:
             return [_LoadOptions(False, preferred)]
+        # The largest chunk is a few percent faster: not worth context on a small card.
+        room = _CHUNK_SHARE * self.budget.limit
+        if preferred > _ORDINARY_CHUNK and smaller and self.estimate.prefill[preferred] > room:
+            preferred, *smaller = smaller
+        ordinary = [size for size in (preferred, *smaller) if size <= _ORDINARY_CHUNK] or [preferred]
         return [
-            _LoadOptions(False, preferred),
-            *(_LoadOptions(True, chunk) for chunk in (preferred, *smaller)),
+            *(_LoadOptions(False, chunk) for chunk in dict.fromkeys((preferred, ordinary[0]))),
+            *(_LoadOptions(True, chunk) for chunk in ordinary),
         ]
 
     def _total(self, formats: KVFormats, context: int, options: _LoadOptions) -> int:

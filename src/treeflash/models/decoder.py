@@ -1,8 +1,8 @@
 """The target model, built from a GGUF file's metadata. Owns the weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,15 @@ from treeflash.models.layers import (
     ForwardContext,
     GatedDelta,
     Mixer,
-    PackedInput,
     by_sequence,
+    takes_packed,
 )
 from treeflash.models.measure import MeasuringLoader, measured, weight_loader
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.models.weights import Embedding, Matrix, Progress, WeightLoader
 
+Result = TypeVar("Result")
 EMBEDDING_TAP = -1  # as a tap: the embedding of the token
 
 
@@ -72,6 +73,10 @@ class Target(Protocol):
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output: ...
 
+    def forward_by_layers(
+        self, step: Step, buffers: Callable[[], Buffers], taps: Sequence[int], tapped: int | None
+    ) -> Generator[None, None, Output]: ...
+
     def verify(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), into: VerifyBuffers | None = None
     ) -> tuple[Tensor, Tensor]: ...
@@ -102,9 +107,10 @@ class Block:
         """Return the matrices of routed experts."""
         return self._ffn.routed if isinstance(self._ffn, Experts) else ()
 
-    def takes_packed(self, rows: int) -> bool:
+    @property
+    def takes_packed(self) -> bool:
         """Return whether the first norm packs its rows, and so can reduce partial sums."""
-        return self._mixer.takes_packed(rows)
+        return self._mixer.takes_packed
 
     def __call__(
         self,
@@ -120,8 +126,7 @@ class Block:
         x [B, T, width] and `add`, the previous block's output, are the residual stream before this block.
         Additions are fused with the following norm. `partial_sums`: the next norm can reduce partial sums.
         """
-        rows = x.shape[0] * x.shape[1]
-        pack, pack_ffn = self.takes_packed(rows), self._ffn.takes_packed(rows)
+        pack, pack_ffn = self.takes_packed, self._ffn.takes_packed
         residual, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=pack)
         mixed = self._mixer(h, context, buffers, partial_sums=pack_ffn)
         x, h = add_rms_norm(residual, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
@@ -146,7 +151,7 @@ class Decoder:
         self._norm = loader.vector("output_norm.weight", spec.width)
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
-        self._head_takes_packed = PackedInput(self._head)
+        self._head_takes_packed = takes_packed(self._head)
         self._draft_head: Matrix | None = None
         self._frequencies = rope_frequencies(spec, loader, device)
 
@@ -200,7 +205,16 @@ class Decoder:
         lengths and pages. A tap is the residual stream after a layer, or before the first one (-1), of the
         last `tapped` rows; None: all.
         """
-        hidden, features = self._forward(step, buffers, taps, tapped, pack=False)
+        return _to_end(self.forward_by_layers(step, lambda: buffers, taps, tapped))
+
+    def forward_by_layers(
+        self, step: Step, buffers: Callable[[], Buffers], taps: Sequence[int], tapped: int | None
+    ) -> Generator[None, None, Output]:
+        """Do the same and pause after every layer but the last: others may decode meanwhile.
+
+        The sequences of the step must not be used before the end; `buffers` are asked for after every pause.
+        """
+        hidden, features = yield from self._forward(step, buffers, taps, tapped, pack=False)
         assert isinstance(hidden, Tensor)
         return Output(hidden, features)
 
@@ -211,9 +225,10 @@ class Decoder:
 
         `into`: where they are put, for one batch item.
         """
-        pack = self._head_takes_packed(step.tokens.numel())
+        pack = self._head_takes_packed
         features = None if into is None else into.features[None, : step.rows]
-        hidden, features = self._forward(step, buffers, taps, None, pack=pack, features=features)
+        layers = self._forward(step, lambda: buffers, taps, None, pack=pack, features=features)
+        hidden, features = _to_end(layers)
         logits = self._head(hidden, exact=True, into=None if into is None else into.logits)
         return features, by_sequence((logits,), len(step.tokens))[0]
 
@@ -242,32 +257,34 @@ class Decoder:
     def _forward(
         self,
         step: Step,
-        buffers: Buffers,
+        buffers: Callable[[], Buffers],
         taps: Sequence[int],
         tapped: int | None,
         *,
         pack: bool,
         features: Tensor | None = None,
-    ) -> tuple[Tensor | PackedRows, Tensor]:
+    ) -> Generator[None, None, tuple[Tensor | PackedRows, Tensor]]:
         """Return hidden states, packed for the head with `pack`, and features, in `features` if given."""
         check_taps(self.spec, taps)
-        context = self._context(step, buffers)
+        context = self._context(step, buffers())
         x, add = self.embed(step.tokens), None
         skipped = 0 if tapped is None else max(0, step.rows - tapped)
         if features is None:
             features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
         parts = features.split(self.spec.width, -1) if taps else ()
-        rows, copies = step.tokens.numel(), []
-        for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=True)):
+        copies = []
+        for index, block in enumerate(self._blocks):
             last = index + 1 == len(self._blocks)
-            partial_sums = pack if last else self._blocks[index + 1].takes_packed(rows)
-            residual, x, add = block(x, add, context, layer, partial_sums=partial_sums)
+            partial_sums = pack if last else self._blocks[index + 1].takes_packed
+            residual, x, add = block(x, add, context, buffers().layers[index], partial_sums=partial_sums)
             copies += [(part, residual) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
             # A chunk's streams are large; a tree's are copied at the end, off the critical path.
             if step.is_chunk:
                 _copy_taps(copies, skipped)
+            if not last:
+                yield
         # Every delta layer has committed its path. A slot without rows has none: it may be that of another.
-        buffers.pending.count.index_add_(0, step.slots, context.pending.count, alpha=-1)
+        buffers().pending.count.index_add_(0, step.slots, context.pending.count, alpha=-1)
         total, hidden = add_rms_norm(x, add, self._norm, self.spec.eps, pack=pack)
         end = len(self._blocks) - 1
         copies += [(part, total) for tap, part in zip(taps, parts, strict=True) if tap == end]
@@ -303,9 +320,18 @@ class Decoder:
             pages=mapping.pages,
             offsets=mapping.offsets,
             window=None if step.is_chunk else buffers.window,
-            span=int(mapping.lengths.max()) + step.rows if step.is_chunk else 0,
+            span=(step.span or int(mapping.lengths.max()) + step.rows) if step.is_chunk else 0,
             pending=pending,
         )
+
+
+def _to_end(parts: Generator[None, None, Result]) -> Result:
+    """Run a generator to its end; return what it returns."""
+    try:
+        while True:
+            next(parts)
+    except StopIteration as end:
+        return end.value
 
 
 def rope_frequencies(spec: ModelSpec, loader: WeightLoader, device: torch.device | str = "cpu") -> Tensor:

@@ -16,7 +16,7 @@ from treeflash.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms
 from treeflash.kernels.quant_matmul import PackedRows
 from treeflash.kernels.tree import MAX_ROWS
 from treeflash.models.draft_spec import OWN_IDS, DraftSpec
-from treeflash.models.layers import FeedForward, PackedInput, by_sequence
+from treeflash.models.layers import FeedForward, by_sequence, takes_packed
 from treeflash.models.measure import measured, weight_loader
 from treeflash.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from treeflash.models.spec import ModelSpec
@@ -134,8 +134,8 @@ class DraftLayer:
         self._norm = loader.vector(f"{block}.attn_norm.weight", width)
         self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
-        self._takes_packed = PackedInput(self._query, self.to_key_value)
-        self.key_value_takes_packed = PackedInput(self.to_key_value)
+        self._takes_packed = takes_packed(self._query, self.to_key_value)
+        self.key_value_takes_packed = takes_packed(self.to_key_value)
         self._convolutions: tuple[DynamicConvolution, DynamicConvolution] | None = None
         if spec.second is not None:
             self._convolutions = (
@@ -178,11 +178,10 @@ class DraftLayer:
 
         x [B, T, width] and `add`, the previous layer's output, are the residual stream before this layer.
         """
-        rows = x.shape[0] * x.shape[1]
         if self._convolutions is None:
-            x, h = add_rms_norm(x, add, self._norm, self._spec.eps, pack=self._takes_packed(rows))
+            x, h = add_rms_norm(x, add, self._norm, self._spec.eps, pack=self._takes_packed)
             out = self._attend(h, positions, angles, slots, buffers)
-            pack = self._ffn.takes_packed(rows)
+            pack = self._ffn.takes_packed
             x, h = add_rms_norm(x, out, self._ffn_norm, self._spec.eps, pack=pack)
             return x, self._ffn(h).view_as(x)
         around_attention, around_ffn = self._convolutions
@@ -353,11 +352,11 @@ class DFlashDraft:
 
         after [B]: positions of the same slot that other items of the batch append before.
         """
-        batch, rows = features.shape[:2]
+        rows = features.shape[1]
         positions = buffers.lengths[slots][:, None] + self._columns[:rows]
         if after is not None:
             positions = positions + after[:, None]
-        pack = all(layer.key_value_takes_packed(batch * rows) for layer in self._layers)
+        pack = all(layer.key_value_takes_packed for layer in self._layers)
         fused = self._fuse(features)
         _, x = add_rms_norm(fused, None, self._fuse_norm, self.spec.eps, pack=pack)
         angles = rope_angles(positions, self._frequencies)

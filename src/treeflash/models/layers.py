@@ -14,7 +14,7 @@ from treeflash.kernels.delta_rule import fold_path, slot_delta, tree_delta
 from treeflash.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
 from treeflash.kernels.experts import reference as plain_experts
 from treeflash.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
-from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, Unfinished, max_rows, pack_rows
+from treeflash.kernels.quant_matmul import PackedRows, PackedWeight, Unfinished, pack_rows
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, DeltaBuffers, Pending
 from treeflash.models.weights import Matrix, Projections, WeightLoader
@@ -42,19 +42,14 @@ class ForwardContext:
     pending: Pending  # of these slots only; P path rows, the first `count` to be committed
 
 
-class PackedInput:
-    """Decides whether the input rows of these matrices are packed, as matmuls with tiles read them."""
+def takes_packed(*users: Matrix | Projections) -> bool:
+    """Return whether the input rows of these matrices are packed, as matmuls with tiles read them.
 
-    def __init__(self, *users: Matrix | Projections):
-        matrices = [m for user in users for m in (user.matrices if isinstance(user, Projections) else [user])]
-        tiles = [matrix.data for matrix in matrices if isinstance(matrix.data, PackedWeight)]
-        self._most = 0
-        if len(tiles) == len(matrices) and tiles[0].data.is_cuda:
-            self._most = max_rows((tile.layout for tile in tiles), tiles[0].data.device)
-
-    def __call__(self, rows: int) -> bool:
-        # A card with little shared memory takes fewer rows at a time; more rows use the dense matmul.
-        return bool(self._most) and not self._most < rows <= BUCKETS[-1]
+    Of any number of rows: those that a card multiplies in parts must have the bits of others.
+    """
+    matrices = [m for user in users for m in (user.matrices if isinstance(user, Projections) else [user])]
+    tiles = [matrix.data for matrix in matrices if isinstance(matrix.data, PackedWeight)]
+    return len(tiles) == len(matrices) and tiles[0].data.is_cuda
 
 
 def by_sequence(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
@@ -65,7 +60,7 @@ def by_sequence(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
 class Mixer(Protocol):
     """A layer that mixes tokens; `buffers` are those of its kind."""
 
-    takes_packed: PackedInput
+    takes_packed: bool
 
     def __call__(
         self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any, *, partial_sums: bool = False
@@ -82,7 +77,7 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
-        self.takes_packed, self._out_takes_packed = PackedInput(self._qkv), PackedInput(self._out)
+        self.takes_packed, self._out_takes_packed = takes_packed(self._qkv), takes_packed(self._out)
         self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
@@ -116,7 +111,7 @@ class Attention:
             tree = (context.ancestors, context.first)
             out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
         out = out.flatten(-2)
-        if not (partial_sums and self._out_takes_packed(out.shape[0] * out.shape[1])):
+        if not (partial_sums and self._out_takes_packed):
             return self._out(out)[0]
         sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
         return sums if isinstance(sums, Unfinished) else by_sequence((sums,), context.batch)[0]
@@ -137,7 +132,7 @@ class GatedDelta:
         self._decay = loader.vector(f"{block}.ssm_a", heads)
         self._time_bias = loader.vector(f"{block}.ssm_dt.bias", heads)
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
-        self.takes_packed, self._out_takes_packed = PackedInput(self._in), PackedInput(self._out)
+        self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
 
     def __call__(
         self,
@@ -153,7 +148,7 @@ class GatedDelta:
         out = (self._chunk if context.ancestors is None else self._tree)(
             inputs, alpha, beta, context, buffers
         )
-        pack = self._out_takes_packed(batch * gate.shape[1])
+        pack = self._out_takes_packed
         h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
         sums = self._out.partial_sums(h) if partial_sums else self._out(h)
         return sums if isinstance(sums, Unfinished) else by_sequence((sums,), batch)[0]
@@ -211,7 +206,7 @@ class FeedForward:
         names = [f"{block}.ffn_{part}{suffix}.weight" for part in ("gate", "up")]
         self._in = loader.projections(names, [inner, inner], width)
         self._out = loader.matrix(f"{block}.ffn_down{suffix}.weight", width, inner)
-        self.takes_packed, self._out_takes_packed = PackedInput(self._in), PackedInput(self._out)
+        self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
 
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
         """Return [..., width] of x [..., width], or [M, width] of packed rows [M, width]."""
@@ -223,7 +218,7 @@ class FeedForward:
         return self._out.partial_sums(self._activated(x, x.rows))
 
     def _activated(self, x: Tensor | PackedRows, rows: int) -> Tensor | PackedRows:
-        pack = self._out_takes_packed(rows)
+        pack = self._out_takes_packed
         gate, up = self._in.partial_sums(x) if pack else self._in(x)
         return silu_mul(gate, up, pack=pack)
 
@@ -250,9 +245,7 @@ class Experts:
         """Return the matrices of which a row uses some."""
         return (*self._gate_up, self._down)
 
-    def takes_packed(self, rows: int) -> bool:
-        """Return False: the router reads floats."""
-        return False
+    takes_packed = False  # the router reads floats
 
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
         assert isinstance(x, Tensor), "packed rows for a router"
@@ -266,7 +259,7 @@ class Experts:
         packed, logits, routing = route_rows(
             x, self._router, self._shared_gate, used=self._used, layouts=layouts
         )
-        shared = self._shared(packed if self._shared.takes_packed(len(x)) else x)
+        shared = self._shared(packed if self._shared.takes_packed else x)
         *inner, down = stacks
         parts = [expert_matmul(packed, stack, routing) for stack in inner]
         gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)

@@ -5,7 +5,7 @@ function with activations rounded to 16 bits.
 """
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -189,6 +189,13 @@ class NativeDecoder:
         """See Decoder.forward."""
         hidden = torch.empty(*step.tokens.shape, self.spec.width)
         return Output(hidden, self._run(step, buffers, taps, tapped, hidden=hidden))
+
+    def forward_by_layers(
+        self, step: Step, buffers: Callable[[], Buffers], taps: Sequence[int], tapped: int | None
+    ) -> Generator[None, None, Output]:
+        """See Decoder.forward_by_layers; without pauses: the native library runs all layers."""
+        yield from ()
+        return self.forward(step, buffers(), taps=taps, tapped=tapped)
 
     def verify(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), into: VerifyBuffers | None = None

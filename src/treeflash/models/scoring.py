@@ -15,6 +15,7 @@ from treeflash.kernels.native import Library
 from treeflash.kernels.norm_rope import head_rope, rms_norm, rope_angles
 from treeflash.kernels.quant_matmul import Layout
 from treeflash.models.decoder import Block, Decoder, rope_frequencies
+from treeflash.models.measure import MeasuringLoader
 from treeflash.models.native import NativeDecoder, NativeLoader, native_gap
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import Buffers, Step
@@ -44,7 +45,7 @@ def scoring_layers(spec: ModelSpec) -> tuple[int, ...]:
 class LayerHeads:
     """What one scoring layer computes of some rows."""
 
-    queries: Tensor  # [T, H, D], after norm and rope
+    queries: Tensor | None  # [T, H, D], after norm and rope; None: not asked for
     keys: Tensor  # [T, KV, D]
 
 
@@ -62,21 +63,21 @@ class _ScoringLayer:
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", dim) for part in "qk"]
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> LayerHeads:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, queries: bool) -> LayerHeads:
         """Return the heads of the residual stream x [1, T, width] before the layer."""
         spec = self._spec
         x = rms_norm(x, self._norm, spec.eps)
-        q, k = self._query(x)[0], self._key(x)[0]
-        if spec.family.gated_query:
-            q = q.unflatten(-1, (spec.heads, 2 * spec.head_dim))[..., : spec.head_dim]
-        else:
-            q = q.unflatten(-1, (spec.heads, spec.head_dim))
-        k = k.unflatten(-1, (spec.kv_heads, spec.head_dim))
-        q, k = (
-            head_rope(part.contiguous(), norm, spec.eps, cos, sin, interleaved=spec.family.rope_interleaved)
-            for part, norm in zip((q, k), self._norms, strict=True)
-        )
-        return LayerHeads(q[0], k[0])
+        k = self._key(x)[0].unflatten(-1, (spec.kv_heads, spec.head_dim))
+        keys = self._turned(k, self._norms[1], cos, sin)
+        if not queries:
+            return LayerHeads(None, keys)
+        q = self._query(x)[0].unflatten(-1, (spec.heads, -1))[..., : spec.head_dim]
+        return LayerHeads(self._turned(q, self._norms[0], cos, sin), keys)
+
+    def _turned(self, part: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return heads [T, heads, D] after norm and rope."""
+        spec, part = self._spec, part.contiguous()
+        return head_rope(part, norm, spec.eps, cos, sin, interleaved=spec.family.rope_interleaved)[0]
 
 
 class Scoring(Protocol):
@@ -88,8 +89,8 @@ class Scoring(Protocol):
     layouts: set[Layout]
     layers: tuple[int, ...]  # that score
 
-    def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
-        """Run a chunk through the blocks; return queries and keys of each scoring layer."""
+    def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
+        """Run a chunk through the blocks; return keys, and queries, of each scoring layer."""
         ...
 
 
@@ -117,6 +118,14 @@ def load_scoring(
     return ScoringDecoder(
         spec, WeightLoader(file, device=device, dtype=dtype, progress=progress), device, chosen
     )
+
+
+def unloaded_scoring(
+    file: GGUFFile, device: torch.device, layers: Sequence[int] | None = None
+) -> "ScoringDecoder":
+    """Return the same on a GPU without weights, for a dry run that finds its kernels."""
+    spec = ModelSpec.from_gguf(file)
+    return ScoringDecoder(spec, MeasuringLoader(file, tiles=True), device, layers or scoring_layers(spec))
 
 
 def _held(spec: ModelSpec, last: int) -> ModelSpec:
@@ -147,12 +156,13 @@ class NativeScoringDecoder:
         self._scoring = [_ScoringLayer(spec, loader, index) for index in self.layers]
         self._frequencies = rope_frequencies(spec, loader)
 
-    def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
+    def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
         taps = [index - 1 for index in self.layers]
         features = self._below.forward(step, buffers, taps=taps).features
         cos, sin = rope_angles(step.positions, self._frequencies)
         streams = features.split(self.spec.width, -1)
-        return [layer(x, cos, sin) for layer, x in zip(self._scoring, streams, strict=True)]
+        layers = zip(self._scoring, streams, strict=True)
+        return [layer(x, cos, sin, queries=queries) for layer, x in layers]
 
 
 class ScoringDecoder(Decoder):
@@ -171,17 +181,17 @@ class ScoringDecoder(Decoder):
         self._scoring = {index: _ScoringLayer(spec, loader, index) for index in self.layers}
         self._frequencies = rope_frequencies(spec, loader, device)
 
-    def heads(self, step: Step, buffers: Buffers) -> list[LayerHeads]:
+    def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
         context = self._context(step, buffers)
         x, add = self.embed(step.tokens), None
-        found = []
+        angles, found = (context.cos, context.sin), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=False)):
             before, x, add = block(x, add, context, layer, partial_sums=False)
             if index in self._scoring:
-                found.append(self._scoring[index](before, context.cos, context.sin))
+                found.append(self._scoring[index](before, *angles, queries=queries))
         assert isinstance(add, Tensor), "no partial sums were asked for"
         buffers.pending.count.index_fill_(0, step.slots, 0)
-        return [*found, self._scoring[self.layers[-1]](x + add, context.cos, context.sin)]
+        return [*found, self._scoring[self.layers[-1]](x + add, *angles, queries=queries)]
 
 
 def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class Step:
     first: Tensor | None = None
     owners: RowOwners | None = None  # of all rows, where they were computed with the rows
     most: int = MAX_ROWS  # rows of one slot, at most
+    span: int = 0  # tokens of a chunk's longest sequence, its rows included; 0: the device is asked
 
     @property
     def is_chunk(self) -> bool:
@@ -57,10 +58,10 @@ class Step:
         return self.tokens.shape[1]
 
     @classmethod
-    def chunk(cls, slots: Tensor, tokens: Tensor, lengths: Tensor) -> Self:
+    def chunk(cls, slots: Tensor, tokens: Tensor, lengths: Tensor, *, span: int = 0) -> Self:
         """Return a chunk of prompt text after `lengths` [B] committed tokens."""
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return cls(slots, tokens, positions, None, None)
+        return cls(slots, tokens, positions, None, None, span=span)
 
     @classmethod
     def tree(cls, slots: Tensor, tokens: Tensor, parents: Tensor, lengths: Tensor) -> Self:

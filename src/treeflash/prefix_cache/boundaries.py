@@ -14,9 +14,10 @@ from typing import Literal
 SnapshotKind = Literal["head", "question", "turn", "answer", "grid"]
 
 GRID = 8192  # tokens
-# A chunk ends at a turn if it then has at least this fraction of the chunk size and of the text so far: a
-# chunk of a few tokens costs nearly as much as one of a hundred, and conversations may have a thousand turns.
-_CHUNK_FRACTION, _TEXT_FRACTION = 16, 16
+# A chunk ends at a turn if it then has at least this fraction of the chunk size, or _ENOUGH tokens, and of
+# the text so far: a chunk of a few tokens costs nearly as much as one of a hundred, and a conversation may
+# have a thousand turns.
+_CHUNK_FRACTION, _TEXT_FRACTION, _ENOUGH = 16, 16, 128
 
 
 def chunk_ends(length: int, boundaries: Mapping[int, SnapshotKind], chunk: int) -> list[int]:
@@ -24,9 +25,8 @@ def chunk_ends(length: int, boundaries: Mapping[int, SnapshotKind], chunk: int) 
     ends, last = [], 0
     inside = (position for position in boundaries if 0 < position < length)
     for position in sorted({*range(chunk, length, chunk), *inside}):
-        if position % chunk == 0 or position - last >= max(
-            chunk // _CHUNK_FRACTION, position // _TEXT_FRACTION
-        ):
+        least = max(min(chunk // _CHUNK_FRACTION, _ENOUGH), position // _TEXT_FRACTION)
+        if position % chunk == 0 or position - last >= least:
             ends.append(position)
             last = position
     return [*ends, length]

@@ -163,7 +163,7 @@ class Service:
             "complete": complete,
             "prompt_tokens": done.total,
             "cached_tokens": done.cached,
-            "ready_tokens": done.done,
+            "ready_tokens": done.whole,
             "lifetime": lifetime_s,
         }
 

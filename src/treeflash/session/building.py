@@ -82,15 +82,21 @@ def compile_ahead(
     file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device
 ) -> AbstractContextManager[Ahead]:
     """Begin to compile the kernels of a model in threads; on a CPU there is nothing to do."""
+    facts = _facts(file, config, plan) if device.type == "cuda" else ""
+    return compile_found(lambda placed: rehearse(file, config, plan, placed), device, facts=facts)
+
+
+def compile_found(
+    rehearse: Callable[[torch.device], object], device: torch.device, *, facts: str
+) -> AbstractContextManager[Ahead]:
+    """Begin to compile the kernels of any work; see `CompileAhead`."""
     if device.type != "cuda":
         return nullcontext(_Nothing())
     from treeflash.kernels.runtime.ahead import CompileAhead
 
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return CompileAhead(
-        lambda: rehearse(file, config, plan, device), device, facts=_facts(file, config, plan)
-    )
+    return CompileAhead(lambda: rehearse(device), device, facts=facts)
 
 
 class _Nothing:
@@ -121,10 +127,14 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
 
 def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:
     """Return what decides a model's kernels, in words."""
-    tensors = sorted({(info.type.name, info.shape) for info in file.tensors.values()})
     files = [config.draft.path] if config.draft else []
     drafts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     kv = [format.name for format in plan.kv]
     shape = (plan.max_ctx, plan.sequences, plan.kv_pages, plan.prefill_chunk, plan.host_embedding)
     settings = (config.draft, config.speculation, config.window, config.prefill)
-    return repr((plan.estimate.spec, tensors, drafts, settings, kv, shape))
+    return repr((plan.estimate.spec, tensor_kinds(file), drafts, settings, kv, shape))
+
+
+def tensor_kinds(file: GGUFFile) -> list[tuple[str, tuple[int, ...]]]:
+    """Return which types and shapes the tensors of a file have."""
+    return sorted({(info.type.name, info.shape) for info in file.tensors.values()})

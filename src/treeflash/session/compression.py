@@ -1,9 +1,12 @@
 """Compression of a session's prompts: what is wanted of a request, and its prompt after it."""
 
+import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from treeflash.compress.compressor import Compressed, Compressor, Measure, Report
 from treeflash.compress.conversation import Message, Wanted
@@ -43,9 +46,7 @@ class Elsewhere:
 class PromptCompression:
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer, compression: Compression):
         self._prompts, self._config = prompts, compression.config
-        self._compressor = Compressor(
-            compression.scorer, lambda texts: [len(ids) for ids in tokenizer.encode_all(texts)]
-        )
+        self._compressor = Compressor(compression.scorer, tokenizer.count_all)
         self._lock = threading.Lock()  # the turns of conversations, and the scorer's state
 
     @property
@@ -93,15 +94,14 @@ class PromptCompression:
         wanted = self.wanted(request)
         if wanted.mode == "off":
             return self._prompts.encode(request, limit)
-
-        def measure(messages: Sequence[Message]) -> int:
-            most = EncodeLimit(MAX_TOKENS, request.cancelled, stops_at_tokens=False)
-            return len(self._prompts.encode(_with(request, messages), most).ids)
-
-        found = self._compress(request, wanted, measure)
+        encoded = _Encoded(self._prompts, request)
+        found = self._compress(request, wanted, encoded.measure)
+        if found is None or not found.documents:
+            prompt = encoded.within(_messages(request), limit)
+        else:
+            prompt = encoded.within(found.messages, limit)
         if found is None:
-            return self._prompts.encode(request, limit)
-        prompt = self._prompts.encode(_with(request, found.messages) if found.documents else request, limit)
+            return prompt
         kept = len(prompt.ids)
         sent = found.report.sent_tokens if found.documents else kept
         report = replace(found.report, sent_tokens=sent, kept_tokens=kept)
@@ -111,7 +111,7 @@ class PromptCompression:
         """Return the compressed conversation; whatever goes wrong, the prompt is read exactly."""
         messages = _messages(request)
         try:
-            with self._lock:
+            with self._lock, _no_collection():
                 return self._compressor.compress(messages, wanted, measure, request.cancelled)
         except (UsageError, TemplateFailed, Cancelled):
             raise  # the request is refused, or has no client, whatever is done to its prompt
@@ -119,6 +119,46 @@ class PromptCompression:
             log.warning("compression failed, the prompt is read exactly: %r", error)
             reason = f"compression failed ({type(error).__name__})"
             return Compressed(messages, Report(0, 0, scorer=self._compressor.scorer.name, reason=reason), {})
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Pause Python's collector of cycles: it would read all objects of a loaded model, in 0.1 to 0.3 s."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
+
+
+class _Encoded:
+    """The prompts of one request that were measured: none is tokenised twice."""
+
+    def __init__(self, prompts: Prompts, request: TextRequest):
+        self._prompts, self._request = prompts, request
+        self._known: list[tuple[Sequence[Message], Prompt]] = []
+
+    def measure(self, messages: Sequence[Message]) -> int:
+        prompt = self._find(messages)
+        if prompt is None:
+            most = EncodeLimit(MAX_TOKENS, self._request.cancelled, stops_at_tokens=False)
+            prompt = self._prompts.encode(_with(self._request, messages), most)
+            self._known.append((messages, prompt))
+        return len(prompt.ids)
+
+    def within(self, messages: Sequence[Message], limit: EncodeLimit | None) -> Prompt:
+        """Return the prompt; one that is too long is refused as it is without compression."""
+        prompt = self._find(messages)
+        if prompt is None or (limit is not None and len(prompt.ids) > limit.tokens):
+            return self._prompts.encode(_with(self._request, messages), limit)
+        if limit is not None:
+            limit.count(len(prompt.ids), more=False)
+        return prompt
+
+    def _find(self, messages: Sequence[Message]) -> Prompt | None:
+        return next((prompt for known, prompt in self._known if known == messages), None)
 
 
 def _messages(request: TextRequest) -> Sequence[Message]:
@@ -138,5 +178,17 @@ def _long(request: TextRequest, above: int) -> bool:
     """Return whether the prompt can have more than `above` tokens: none is shorter than a byte."""
     if request.messages is None:
         return isinstance(request.prompt, str) and len(request.prompt.encode(errors="replace")) > above
+    if sum(_text_lengths(request.messages)) > above:
+        return True  # without a copy of it all
     text = f"{request.messages}{request.tools or ''}"
     return (len(text) if text.isascii() else len(text.encode(errors="replace"))) > above
+
+
+def _text_lengths(messages: Sequence[Any]) -> Iterator[int]:
+    """Yield the characters of each text in messages that nobody has checked yet."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield len(text)

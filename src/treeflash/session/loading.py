@@ -55,6 +55,7 @@ from treeflash.text.tokenizer import Tokenizer
 
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
 # Our name of a sampling parameter, and the file's below general.sampling.
+_KERNELS = 2  # raised when a GPU's kernels give prompts other bits than those that wrote saved states
 _FILE_SAMPLING = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -81,11 +82,11 @@ def load_session(
     device = pick_device(config.device)
     _check_speculation(config)
     _check_prefill(config, device)
-    # Before memory is planned: the target gets what the scorer leaves.
-    scorer = _scorer(config, device)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
         tokenizer, template = _text_of(file, spec)
+        # Before memory is planned: the target gets what the scorer leaves.
+        scorer = _scorer(config, device, tokenizer)
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
@@ -176,7 +177,7 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
         )
 
 
-def _scorer(config: EngineConfig, device: torch.device) -> Scorer:
+def _scorer(config: EngineConfig, device: torch.device, tokenizer: Tokenizer) -> Scorer:
     """Return what scores the units of long prompts: words, and a model's attention beside them."""
     words = WordScorer()
     if config.compress.scorer is None:
@@ -184,6 +185,7 @@ def _scorer(config: EngineConfig, device: torch.device) -> Scorer:
     model = AttentionScorer.load(
         config.compress.scorer,
         device=device,
+        target=tokenizer,
         native=config.cpu_backend != "torch",
         threads=checked_threads(config.threads) or _TORCH_THREADS,
     )
@@ -303,7 +305,7 @@ def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
 def _computing(plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
-        return device_name(device)
+        return f"{device_name(device)}, kernels {_KERNELS}"
     return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
 
 

@@ -1,6 +1,7 @@
 """Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -106,9 +107,7 @@ class Prompts:
                 found[len(ids)] = kinds[end]
             start = end
         openers = {ids[position] for position in found}
-        turns: dict[int, SnapshotKind] = {
-            position: "turn" for position, id in enumerate(ids) if position and id in openers
-        }
+        turns: dict[int, SnapshotKind] = dict.fromkeys(_positions(ids, openers), "turn")
         return ids, turns | found
 
     def _with_bos(self, ids: list[int]) -> list[int]:
@@ -219,6 +218,17 @@ class Prompts:
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self._tokenizer)
+
+
+def _positions(ids: list[int], wanted: Iterable[int]) -> list[int]:
+    """Return where these ids are, without the first place; a list searches faster than a loop."""
+    found = []
+    for id in wanted:
+        at = 0
+        with contextlib.suppress(ValueError):
+            while True:
+                found.append(at := ids.index(id, at + 1))
+    return sorted(found)
 
 
 def _continued(request: TextRequest, text: str) -> TextRequest:

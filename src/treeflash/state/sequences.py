@@ -7,7 +7,7 @@ rollback. Recurrent states advance over the accepted path at the start of the ne
 """
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from treeflash.errors import ResourceError
 from treeflash.kernels.commit import commit_path, host, move_rows
 from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, KVFormat, approximations
+from treeflash.kernels.runtime.device import on_device
 from treeflash.models.spec import ModelSpec
 from treeflash.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from treeflash.state.pages import PageAllocator
@@ -131,7 +132,7 @@ class SequenceStates:
         start = len(self.pages.owned[slot])
         new = self.pages.extend(slot, pages)
         if new:
-            self.buffers.page_table[slot, start:pages] = torch.tensor(new, device=self._device)
+            self.buffers.page_table[slot, start:pages] = on_device(new, self._device)
 
     def grant(self, count: int) -> list[int]:
         """Return pages of the pool that the caller owns."""
@@ -146,11 +147,11 @@ class SequenceStates:
                 raise ResourceError(f"{needed} KV pages needed, the pool has {self._most_pages}")
             self._grow(min(max(needed, 3 * self.pages.capacity // 2), self._most_pages))
 
-    def advance(self, step: Step) -> None:
-        """Commit all rows of a prompt chunk."""
+    def advance(self, step: Step, slots: Iterable[int] | None = None) -> None:
+        """Commit all rows of a prompt chunk; `slots`: its own, where the host knows them."""
         assert step.is_chunk
         self.buffers.lengths[step.slots] += step.rows
-        for slot in step.slots.tolist():
+        for slot in step.slots.tolist() if slots is None else slots:
             self.lengths[slot] += step.rows
 
     def commit(self, step: Step, last: Tensor) -> None:

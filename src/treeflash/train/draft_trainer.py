@@ -200,7 +200,7 @@ class Trainer:
             state.step, state.cursor = state.step + 1, state.cursor + 1
             state.tokens, text = state.tokens + batch.real, text + batch.real
             now = time.perf_counter()
-            if now - shown > 1 or state.step == 1:
+            if now - shown > 1 or state.step in (1, self._steps):
                 shown = now
                 self._show(running, text / (now - text_at), before + now - begun)
 

@@ -17,7 +17,7 @@ from treeflash.kernels.kv_cache.triton_kernels import tensors
 from treeflash.kernels.runtime.device import Card, card_of, usable
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.nvrtc import compile_cubin
-from treeflash.kernels.runtime.sources import pdl_source
+from treeflash.kernels.runtime.sources import pdl_source, warp_group_mma
 
 DIM = 256  # of a head
 BLOCK = 64  # keys at a time
@@ -26,6 +26,8 @@ STORED = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 NARROW, WIDE = (8, 16, 24), (48, 96, 144)
 GROUPED = True  # use warp-group mma where the card has it
 _MAX_STAGES = 4
+# Rows of 128 bytes in shared memory, groups of eight rows 1024 bytes apart, in the 128-byte swizzle.
+_SWIZZLED = 1024 >> 4 | 1 << 30
 _RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 # The fixed cost of a tile, in queries: each tile reads and decodes the whole KV cache again.
 _TILE_COST = 48
@@ -65,10 +67,10 @@ class Tile:
         parts = []
         if self.grouped:
             groups = 1 if self.queries in NARROW else 2
-            parts.append(_warp_group_mma("score_mma", self.queries // groups, self.keys))
-            parts.append(_warp_group_mma("sum_mma", self.queries, self.values))
-            parts.append(_warp_group_mma("team_score_mma", 8, self.keys))
-            parts.append(_warp_group_mma("team_sum_mma", 8, self.values))
+            sizes = {"score_mma": (self.queries // groups, self.keys), "sum_mma": (self.queries, self.values)}
+            sizes |= {"team_score_mma": (8, self.keys), "team_sum_mma": (8, self.values)}
+            for name, (columns, stored) in sizes.items():
+                parts.append(warp_group_mma(name, columns, _SWIZZLED, bf16=stored == "bf16"))
         return "\n".join([*parts, pdl_source("attention", "pages.cu", "tree.cu")])
 
     def defines(self, overlap: bool) -> dict[str, int]:
@@ -106,28 +108,6 @@ def _fixed_bytes(queries: int, grouped: bool) -> int:
     """Return the bytes of shared memory outside the rings: the size of `Memory` in tree.cu."""
     of_query, unit = 2 * DIM + 2 * BLOCK + 4 * (4 + 4 + 2), 1024 if grouped else 128
     return -(-(queries * of_query + 3 * 4 * BLOCK + 4 * 8) // unit) * unit
-
-
-def _warp_group_mma(name: str, columns: int, stored: str) -> str:
-    """Return a CUDA function that adds one step of 16 to a warp group's sums [columns / 8][4].
-
-    `more` = 0 starts new sums. The first operand is in registers, the second in shared memory: rows of 128
-    bytes, groups of eight rows 1024 bytes apart, in the hardware's 128-byte swizzle.
-    """
-    kind, count = "bf16" if stored == "bf16" else "f16", columns // 2
-    sums = ",".join(f"%{i}" for i in range(count))
-    a, b, more = ",".join(f"%{count + i}" for i in range(4)), f"%{count + 4}", f"%{count + 5}"
-    layout = 1024 >> 4 | 1 << 30
-    outputs = ",".join(f'"+f"(c[{i}])' for i in range(count))
-    return (
-        f"__device__ __forceinline__ void {name}(float* c, const unsigned* a, unsigned b, int more) {{\n"
-        f'  asm volatile("{{.reg .pred p; .reg .b64 d; "\n'
-        f'    "setp.ne.b32 p,{more},0; mov.b64 d,{{{b},{layout}}}; "\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "\n'
-        f'    "{{{sums}}},{{{a}}},d,p,1,1,0;}}"\n'
-        f"    : {outputs}\n"
-        f'    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(more));\n}}'
-    )
 
 
 def tile_of(

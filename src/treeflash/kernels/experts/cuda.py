@@ -93,6 +93,7 @@ def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, out: Tensor) -> 
     blocks = -(-stack.rows // (16 * shape.tiles))
     sizes = (blocks, depth, stack.rows, all_tiles, stack.expert_tiles, routing.pairs // x.rows)
     tensors = (stack.data, stack.row_scale, x.data, x.scale, out)
+    assert not x.grouped
     strides = (c_longlong(2 * stride) for stride in x.strides)
     kernel(
         (shape.resident * card_of(device).processors, 1),

@@ -7,6 +7,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from treeflash.kernels.quant_matmul import cuda as matmuls
 from treeflash.kernels.quant_matmul.partial_sums import PartialSums
 from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 from treeflash.kernels.runtime import sources
@@ -112,7 +113,8 @@ def _launch(
     eps: float = 0.0,
 ) -> PackedRows:
     like = x if isinstance(x, Tensor) else x.out
-    packed = empty_rows(like.numel() // shape.width, shape.width, like.device)
+    grouped = matmuls.grouped(card_of(like.device))
+    packed = empty_rows(like.numel() // shape.width, shape.width, like.device, grouped=grouped)
     pointers = [part if part is not None else c_void_p(None) for part in (weight, total)]
     rest = (*pointers, packed.data, packed.scale, *map(c_longlong, packed.strides), c_float(eps))
     launched = kernel_of(shape, like.device)

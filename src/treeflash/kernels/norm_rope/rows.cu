@@ -155,7 +155,8 @@ DEVICE Found of_row(Found own, Exchange& exchange) {
 }
 
 // x, y: aligned to 16 bytes. KIND 0: without y, x itself is normed and total not written.
-// Column k of row m of out is at (k / 32) * group_stride + m * row_stride + k % 32.
+// Column k of row m of out is at (k / 32) * group_stride + m * row_stride + k % 32; with a row_stride of 8 in groups of eight
+// columns, see quant_matmul/rows.py.
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1)
 rows(const Operand x, const Operand y, const float* __restrict__ weight, float* total, unsigned short* out, float* scale,
      long long group_stride, long long row_stride, float eps) {
@@ -217,7 +218,13 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
     if (i * THREADS + (int)threadIdx.x >= SHARE) continue;
     const float4 v = value[i];
     const int k = column(i);
-    store(out + (k >> 5) * group_stride + row * row_stride + (k & 31),
-          to_half2(v.x * norm * up, v.y * norm * up), to_half2(v.z * norm * up, v.w * norm * up));
+    const u32 low = to_half2(v.x * norm * up, v.y * norm * up), high = to_half2(v.z * norm * up, v.w * norm * up);
+    unsigned short* to = out + (k >> 5) * group_stride + row * row_stride;
+    if (row_stride == 8) {
+      u32* pair = (u32*)(to + (k & 4) / 2 * (group_stride / 4) + (k & 31) / 8 * 2);
+      pair[0] = low, pair[group_stride / 8] = high;
+    } else {
+      store(to + (k & 31), low, high);
+    }
   }
 }

@@ -13,14 +13,14 @@ from torch import Tensor
 from treeflash.kernels.quant_matmul.int8 import Int8Matrix
 from treeflash.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
 from treeflash.kernels.quant_matmul.partial_sums import PartialSums
-from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
+from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from treeflash.kernels.quant_matmul.tuned import TunedFile
 from treeflash.kernels.runtime.device import Card, card_of, kind_of
 from treeflash.kernels.runtime.driver import Kernel, Module
 from treeflash.kernels.runtime.dry_run import cache_tensor
 from treeflash.kernels.runtime.nvrtc import compile_cubin
-from treeflash.kernels.runtime.sources import source
+from treeflash.kernels.runtime.sources import source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _BLOCK_TILES = ROW_BLOCK // 16
@@ -34,6 +34,9 @@ _MIN_HALFWAY_STAGES = 3
 _MAX_GROUP = 4  # launches with the same x that may overlap
 # Position of a launch in a group of launches with the same x.
 _ALONE, _FIRST, _FOLLOWING = range(3)
+# Whether Hopper multiplies by warp-group mma. Off until benchmarks/gpu/warp_group_matmul.py has measured it.
+GROUPED = False
+EIGHT_ROWS = 128 >> 4  # from eight rows of x to the next in shared memory, for warp-group mma, in 16 bytes
 
 
 @cache
@@ -50,6 +53,11 @@ def resident_blocks(card: Card) -> int:
 def row_tiles(card: Card, tiling: Tiling) -> int:
     """Return the row tiles of a warp. Half as many warps need a second resident block."""
     return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
+
+
+def grouped(card: Card) -> bool:
+    """Return whether warp-group mma multiply rows that are packed for them there."""
+    return GROUPED and card.arch == "sm_90"
 
 
 def stage_bytes(layout: Layout, bucket: int) -> int:
@@ -70,6 +78,13 @@ def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
     return min(count, most) if count >= 2 else 0
 
 
+@cache
+def max_rows(card: Card, layout: Layout) -> int:
+    """Return the largest bucket that fits, with any tiling."""
+    tilings = built_in_tilings(card.arch)
+    return max(bucket for bucket in BUCKETS if stages(card, layout, bucket, tilings[bucket]))
+
+
 def layout_defines(layout: Layout) -> dict[str, int]:
     """Return the macros of weights.cu for a layout."""
     result = {
@@ -85,20 +100,29 @@ def layout_defines(layout: Layout) -> dict[str, int]:
     return result
 
 
-def defines(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> dict[str, int]:
+def defines(
+    card: Card, layout: Layout, bucket: int, tiling: Tiling, *, grouped: bool = False
+) -> dict[str, int]:
     """Return the macros of tiles.cu for one variant."""
     depth = stages(card, layout, bucket, tiling)
-    return layout_defines(layout) | {
+    macros = layout_defines(layout) | {
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
-        "ROW_TILES": row_tiles(card, tiling),
+        "ROW_TILES": 1 if grouped else row_tiles(card, tiling),
         "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
     }
+    return macros | {"GROUPED": 1} if grouped else macros
 
 
 def matmul_source() -> str:
     return source("quant_matmul", "weights.cu", "tiles.cu")
+
+
+def grouped_source(bucket: int) -> str:
+    """Return the same with warp-group mma."""
+    mma = warp_group_mma("group_mma", bucket, EIGHT_ROWS)
+    return "\n".join([mma, source("quant_matmul", "weights.cu", "group.cu", "tiles.cu")])
 
 
 def int8_source() -> str:
@@ -121,11 +145,15 @@ class Variant:
 
 
 @cache
-def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device) -> Variant:
+def variant(
+    layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool = False
+) -> Variant:
     card = card_of(device)
-    macros = defines(card, layout, bucket, tiling)
+    macros = defines(card, layout, bucket, tiling, grouped=grouped)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
-    module = Module(partial(compile_cubin, matmul_source(), defines=macros, arch=card.target), device)
+    text = grouped_source(bucket) if grouped else matmul_source()
+    arch = f"{card.target}a" if grouped else card.target
+    module = Module(partial(compile_cubin, text, defines=macros, arch=arch), device)
     return Variant(
         module.kernel(
             "matmul",
@@ -160,7 +188,7 @@ def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: to
         if stages(card, layout, bucket, tiling)
     ]
 
-    modules = [variant(*item, device).matmul.module for item in wanted]
+    modules = [variant(*item, device, grouped=grouped(card)).matmul.module for item in wanted]
     modules.append(_pack_rows_kernel(device).module)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(Module.load, modules))
@@ -188,7 +216,7 @@ def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
 
 def pack_rows(x: Tensor) -> PackedRows:
     rows, columns = x.shape
-    packed = empty_rows(rows, columns, x.device)
+    packed = empty_rows(rows, columns, x.device, grouped=grouped(card_of(x.device)))
     group_stride, row_stride = packed.strides
     arguments = [
         x,
@@ -255,7 +283,7 @@ def _launch(
     sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
     numbers = (*sizes, share, extra, position, int(partial_sums))
     chosen = tiling or tilings_of(out.device)[x.bucket]
-    variant(weight.layout, x.bucket, chosen, out.device).matmul(
+    variant(weight.layout, x.bucket, chosen, out.device, grouped=x.grouped).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
     )
@@ -265,7 +293,8 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    variant(weight.layout, 8, tilings_of(out.device)[8], out.device).expand(
+    tiling, own = tilings_of(out.device)[8], grouped(card_of(out.device))
+    variant(weight.layout, 8, tiling, out.device, grouped=own).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )

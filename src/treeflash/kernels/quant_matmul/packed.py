@@ -18,9 +18,6 @@ from treeflash.kernels.quant_matmul.rows import BUCKETS, PackedRows
 
 _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
 _INT8_SLICE = 1 << 27  # the same in int8
-# Whether kernels that read a matmul of many rows apply its row scales, and a kernel of ours elsewhere. The
-# bits are the same. Off until benchmarks/gpu/prefill.py has measured it.
-FUSE_ROW_SCALES = False
 
 
 @cache
@@ -60,20 +57,15 @@ def prepare(layouts: Iterable[Layout], device: torch.device, buckets: Iterable[i
         cuda.prepare(layouts, {bucket: tilings[bucket] for bucket in buckets}, device)
 
 
-def max_rows(layouts: Iterable[Layout], device: torch.device) -> int:
-    """Return the largest bucket whose kernels fit on this card for all of these layouts."""
+def max_rows(layout: Layout, device: torch.device) -> int:
+    """Return the largest bucket whose kernel fits on this card; more rows up to 64 are several launches."""
     device = _numbered(device)
     if backend(device) != "cuda":
         return BUCKETS[-1]
     from treeflash.kernels.quant_matmul import cuda
     from treeflash.kernels.runtime.device import card_of
 
-    card, tilings, layouts = card_of(device), cuda.tilings_of(device), list(layouts)
-    return max(
-        bucket
-        for bucket in BUCKETS
-        if all(cuda.stages(card, layout, bucket, tilings[bucket]) for layout in layouts)
-    )
+    return cuda.max_rows(card_of(device), layout)
 
 
 def pack_rows(x: Tensor) -> PackedRows:
@@ -102,16 +94,15 @@ def packed_matmul(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor | No
             return out
         if weight.data.device.type == "cpu":
             return out.copy_(x.float() @ unpack(weight).T)
-        limit = max_rows([weight.layout], weight.data.device)
-        if limit < rows <= BUCKETS[-1]:  # a card with little shared memory
-            for part, target in zip(x.split(limit), out.split(limit), strict=True):
-                packed_matmul(part, weight, target)
-            return out
         x = pack_rows(x)
     if x.bucket is None:
         _many_rows(x, weight, out)
-    else:
+    elif _fits(x, weight):
         _kernels(out.device).matmul(x, weight, out)
+    else:  # a card with little shared memory
+        limit = max_rows(weight.layout, weight.data.device)
+        for part, target in zip(x.split(limit), out.split(limit), strict=True):
+            _kernels(out.device).matmul(part, weight, target)
     return out
 
 
@@ -129,11 +120,10 @@ def packed_matmuls(
     if not rows:
         return out
     if isinstance(x, Tensor) and device.type != "cpu":
-        limit = max_rows((weight.layout for weight in weights), device)
-        if not limit < rows <= BUCKETS[-1]:
-            x = pack_rows(x)
+        x = pack_rows(x)
     outs = out.split(sizes, 1)
-    if isinstance(x, PackedRows) and x.bucket is not None and backend(device) == "cuda":
+    fits = isinstance(x, PackedRows) and all(_fits(x, weight) for weight in weights)
+    if isinstance(x, PackedRows) and fits and backend(device) == "cuda":
         assert all(x.columns == weight.columns for weight in weights), (x.columns, weights[0].columns)
         from treeflash.kernels.quant_matmul import cuda
 
@@ -148,8 +138,13 @@ def packed_matmuls(
 
 
 def supports_partial_sums(x: PackedRows, weight: PackedWeight) -> bool:
-    """Return whether `partial_matmul` takes them: at most 64 rows, the CUDA kernels, columns in fours."""
-    return x.bucket is not None and weight.rows % 4 == 0 and backend(weight.data.device) == "cuda"
+    """Return whether `partial_matmul` takes them: one launch of the CUDA kernels, columns in fours."""
+    return _fits(x, weight) and weight.rows % 4 == 0 and backend(weight.data.device) == "cuda"
+
+
+def _fits(x: PackedRows, weight: PackedWeight) -> bool:
+    """Return whether one launch for at most 64 rows multiplies them."""
+    return x.bucket is not None and x.bucket <= max_rows(weight.layout, weight.data.device)
 
 
 def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
@@ -163,7 +158,7 @@ def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
 
 def supports_row_scales(x: PackedRows, weight: PackedWeight) -> bool:
     """Return whether `row_scaled_matmul` takes them: more than 64 rows, in 16 bits."""
-    return FUSE_ROW_SCALES and x.bucket is None and not weight.int8_rows
+    return x.bucket is None and not weight.int8_rows
 
 
 def row_scaled_matmul(x: PackedRows, weight: PackedWeight) -> RowScaled:
@@ -241,13 +236,9 @@ def _exact_rest(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor, first
 def _many_rows(x: PackedRows, weight: PackedWeight, out: Tensor, begin: int = 0) -> None:
     """Multiply with the rows of the matrix from `begin` on."""
     _unscaled_rows(x, weight, out, begin)
-    scale = x.scale * weight.expand_scale
-    if FUSE_ROW_SCALES:
-        from treeflash.kernels.quant_matmul import triton_kernels
+    from treeflash.kernels.quant_matmul import triton_kernels
 
-        triton_kernels.scale_rows(out, scale)
-    else:
-        out.mul_(scale[:, None])
+    triton_kernels.scale_rows(out, x.scale * weight.expand_scale)
 
 
 def _unscaled_rows(x: PackedRows, weight: PackedWeight, out: Tensor, begin: int = 0) -> None:

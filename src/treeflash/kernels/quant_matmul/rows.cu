@@ -12,7 +12,8 @@ typedef unsigned u32;
 #endif
 
 // x [tokens, x_stride] float32 to float16, each row times the power of two that scales its largest magnitude into
-// [2^14, 2^15), and the inverses. Column k of row m goes to (k / 32) * group_stride + m * row_stride + k % 32.
+// [2^14, 2^15), and the inverses. Column k of row m goes to (k / 32) * group_stride + m * row_stride + k % 32; with a
+// row_stride of 8 to groups of eight columns, see rows.py.
 // Loads go past L1, which may hold older values than x: with PDL this kernel starts before x is written.
 extern "C" __global__ void __launch_bounds__(512)
 pack_rows(const float* __restrict__ x, unsigned short* __restrict__ out, float* __restrict__ scale, long long x_stride, int columns,
@@ -52,6 +53,12 @@ pack_rows(const float* __restrict__ x, unsigned short* __restrict__ out, float* 
     uint2 halves;
     asm("{.reg .f32 a,b; mul.f32 a,%1,%3; mul.f32 b,%2,%3; cvt.rn.f16x2.f32 %0,b,a;}" : "=r"(halves.x) : "f"(v[0]), "f"(v[1]), "f"(times));
     asm("{.reg .f32 a,b; mul.f32 a,%1,%3; mul.f32 b,%2,%3; cvt.rn.f16x2.f32 %0,b,a;}" : "=r"(halves.y) : "f"(v[2]), "f"(v[3]), "f"(times));
-    *(uint2*)(to + (size_t)(k >> 5) * group_stride + (k & 31)) = halves;
+    unsigned short* at = to + (size_t)(k >> 5) * group_stride;
+    if (row_stride == 8) {
+      u32* pair = (u32*)(at + (k & 4) / 2 * (group_stride / 4) + (k & 31) / 8 * 2);
+      pair[0] = halves.x, pair[group_stride / 8] = halves.y;
+    } else {
+      *(uint2*)(at + (k & 31)) = halves;
+    }
   }
 }

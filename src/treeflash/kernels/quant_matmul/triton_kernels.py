@@ -313,7 +313,7 @@ def scale_rows(out: Tensor, scale: Tensor) -> None:
 
 
 def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
-    assert x.bucket is not None
+    assert x.bucket is not None and not x.grouped
     blocks, depth = weight.padded_rows // _ROWS, weight.data.shape[0]
     splits = min(depth, max(1, _PROGRAMS // blocks))
     parts = out if splits == 1 else torch.empty(splits, x.rows, weight.rows, device=out.device)

@@ -217,6 +217,7 @@ DEVICE uint4 load_low(u32 at, int j, int h, int lane) {
   return load128(at + (LOW == 4 ? j : 2 * j + h) * 512 + lane * 16);
 }
 
+#ifndef GROUPED
 // One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two mma of 32 columns
 // are apart, so that the second need not wait for the first. Returns bits of the last loads.
 template <class Between>
@@ -250,3 +251,4 @@ DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Cons
   }
   return last;
 }
+#endif

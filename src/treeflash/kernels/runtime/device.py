@@ -5,10 +5,13 @@ and shared memory, and CUDA C++ kernels as PTX of that architecture, which the d
 one. Triton's kernels are compiled for the real card.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from treeflash.config import pretended_card
 from treeflash.errors import UsageError
@@ -49,6 +52,13 @@ class Card:
     def pdl(self) -> bool:
         """Whether it has programmatic dependent launch: from Hopper on."""
         return int(self.arch.removeprefix("sm_")) >= 90
+
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Return integers as a tensor; a GPU's copy does not wait for what is enqueued there."""
+    if device.type != "cuda":
+        return torch.tensor(values, device=device)
+    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
 
 
 def usable(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +60,20 @@ class Pointer:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """All that Triton reads of a tensor descriptor."""
+
+    dtype: torch.dtype
+    block: tuple[int, ...]
+
+    def descriptor(self) -> Any:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        strides = [prod(self.block[place + 1 :]) for place in range(len(self.block))]
+        return TensorDescriptor(Pointer(self.dtype, 0), list(self.block), strides, list(self.block))
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """A Triton kernel with arguments of the kind that it is compiled for."""
 
@@ -73,13 +88,18 @@ class Launch:
     def load(self, device: torch.device) -> None:
         """Compile the kernel, or find it in Triton's cache, and load it. Thread-safe after `touch`."""
         with torch.cuda.device(device):
-            compiled = self.kernel.warmup(*self.arguments, grid=(1,), **dict(self.options))
+            compiled = self.compile()
             loaded = copy(compiled)
             with load_in_turn():
                 loaded._init_handles()
         # All handles at once: another thread may be about to launch it, and would find a part of them.
         vars(compiled).update(vars(loaded))
         loaded.module = None  # it has one owner, with which newer versions of Triton unload it
+
+    def compile(self) -> Any:
+        """Return the compiled kernel, from Triton's cache if it is there."""
+        given = [each.descriptor() if isinstance(each, Tiles) else each for each in self.arguments]
+        return self.kernel.warmup(*given, grid=(1,), **dict(self.options))
 
     def touch(self, device: torch.device) -> None:
         """Create Triton's table of the kernel's variants: two threads would create two of them."""
@@ -118,9 +138,7 @@ class DryRun(TorchFunctionMode):
         _patching.release()
 
     def add(self, kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
-        """Record a launch; one that reads through tensor descriptors is compiled when it is launched."""
-        if any(hasattr(value, "block_shape") for value in args):
-            return
+        """Record a launch."""
         by_name = {param.name: param for param in kernel.params}
         arguments = tuple(_kind(*pair) for pair in zip(args, kernel.params, strict=False))
         options = tuple(
@@ -165,6 +183,8 @@ def _kind(value: Any, param: Any = None) -> Hashable:
     """Return an argument that stands for all those for which a kernel is compiled alike."""
     if isinstance(value, Tensor):
         return Pointer(value.dtype, value.data_ptr() % _ALIGNMENT)
+    if hasattr(value, "block_shape"):
+        return Tiles(value.base.dtype, tuple(value.block_shape))
     constant = param is None or param.is_constexpr or isinstance(value, bool)
     if constant or not isinstance(value, int | float):
         return value

@@ -1,0 +1,95 @@
+"""Times matmuls of few rows by warp-group mma beside those by mma of single warps, on a Hopper card.
+
+    PYTHONPATH=src:. python benchmarks/gpu/warp_group_matmul.py --out FILE [--types Q4_K Q6_K]
+
+Each of a block's eight warps reads all rows of x from shared memory for its 16 rows of weights, which bounds
+steps of 32 rows and more; a warp group's mma reads them once for 64 rows (kernels/quant_matmul/group.cu).
+Microseconds of a matmul with weights that are not in the L2 cache, by the stages of the ring, beside the time
+of its bytes at 4.4 TB/s. Checks that sums do not depend on the number of rows.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.report import Report
+from tests.gpu.inputs import DEVICE
+from treeflash.bench.tuning import random_rows, timed
+from treeflash.gguf.types import QuantType
+from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, cuda, pack, pack_rows
+from treeflash.kernels.quant_matmul.tiling import Tiling
+from treeflash.kernels.runtime.device import card_of
+
+SHAPES = ((34816, 5120), (5120, 17408), (12800, 5120), (5120, 6144))
+STAGES = (2, 3, 4)
+TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
+
+
+def multiply(x: PackedRows, out: Tensor, tiling: Tiling | None, weight: PackedWeight) -> None:
+    cuda.matmuls(x, [weight], [out], tiling)
+
+
+def in_turn(weights: list[PackedWeight], work: Callable[[PackedWeight], None]) -> Callable[[], None]:
+    def all_of_them() -> None:
+        for weight in weights:
+            work(weight)
+
+    return all_of_them
+
+
+def packed(values: Tensor, *, grouped: bool) -> PackedRows:
+    cuda.GROUPED = grouped
+    return pack_rows(values)
+
+
+def measure(report: Report, type: QuantType, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    weight = pack(random_rows(type, rows, columns, generator), type)
+    copies = [weight, *(replace(weight, data=weight.data.clone()) for _ in range(int(4e8 / weight.nbytes)))]
+    values, first = torch.randn(64, columns, device=DEVICE), None
+    for bucket in BUCKETS:
+        plain, grouped = (packed(values[:bucket], grouped=each) for each in (False, True))
+        expected, found = (torch.empty(bucket, rows, device=DEVICE) for _ in range(2))
+        us = {"bytes_us": round(weight.nbytes / 4.4e12 * 1e6, 2)}
+        work = partial(multiply, plain, expected, None)
+        us["warps_us"] = round(timed(in_turn(copies, work)) / len(copies) * 1e6, 2)
+        for stages in STAGES:
+            tiling = Tiling(stages, wide=False, halfway=True)
+            if cuda.stages(card_of(DEVICE), weight.layout, bucket, tiling) == stages:
+                work = partial(multiply, grouped, found, tiling)
+                us[f"groups_{stages}_us"] = round(timed(in_turn(copies, work)) / len(copies) * 1e6, 2)
+        multiply(plain, expected, None, weight)
+        multiply(grouped, found, None, weight)
+        error = float((found - expected).norm() / expected.norm())
+        first = found[:8].clone() if first is None else first
+        same = torch.equal(found[:8], first)
+        facts = {"rows": bucket, "error": float(f"{error:.1e}"), "same": same, **us}
+        report.check(f"{type.name} {shape}", error < 1e-5 and same, **facts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--types", nargs="+", default=TYPES)
+    parser.add_argument("--seconds", type=float, default=120)
+    options = parser.parse_args()
+    report = Report(options.out, options.seconds)
+    for name in options.types:
+        for shape in SHAPES:
+
+            def work(report: Report, name: str = name, shape: tuple[int, int] = shape) -> None:
+                measure(report, QuantType[name], shape)
+
+            report.part(work, needs=5)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
