@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.interpreter import sum_in_order
 from tests.kernels.test_quant_matmul_layout import random_blocks
 from treeflash.convert.tiny import make_tiny
 from treeflash.gguf.reader import GGUFFile
@@ -16,6 +17,8 @@ from treeflash.kernels.quant_matmul.layout import pack
 from treeflash.models.layers import Experts
 from treeflash.models.spec import ModelSpec
 from treeflash.models.weights import WeightLoader
+
+sum_in_order()
 
 EXPERTS, USED, WIDTH = 11, 3, 96
 

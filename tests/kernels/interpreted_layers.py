@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.interpreter import sum_in_order
 from treeflash.kernels.attention import reference as attention
 from treeflash.kernels.attention import triton_kernels as attention_kernel
 from treeflash.kernels.causal_conv import reference as conv
@@ -20,6 +21,8 @@ from treeflash.kernels.quant_matmul.partial_sums import RowScaled
 from treeflash.kernels.quant_matmul.rows import PackedRows
 from treeflash.kernels.quant_matmul.triton_kernels import pack_rows, scale_rows
 from treeflash.models.step import Step
+
+sum_in_order()
 
 torch.set_num_threads(1)
 
