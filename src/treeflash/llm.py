@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig, environment
 from treeflash.engine import sampler
@@ -487,8 +487,8 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(given, str):
         return [given]
     if given and all(isinstance(each, int) for each in given):
-        return [given]  # ty: ignore[invalid-return-type]
-    return list(given)  # ty: ignore[invalid-return-type]
+        return [cast(Prompt, given)]
+    return list(cast(Sequence[Prompt], given))
 
 
 def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card | None, bool]:

@@ -106,8 +106,10 @@ def _pin_in_threads() -> None:
     settings = f"pinned_use_cuda_host_register:True,pinned_num_register_threads:{threads}"
     set_up = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # in torch 2.10 and newer
     set_up = set_up or getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if set_up is None:
+        return
     with contextlib.suppress(TypeError, RuntimeError, ValueError):  # it is only slower without
-        set_up(f"{given},{settings}" if given else settings)  # ty: ignore[call-non-callable]
+        set_up(f"{given},{settings}" if given else settings)
 
 
 class HostReserve:
