@@ -63,7 +63,8 @@ def variants(report: Report) -> None:
     for type in (*TUNED_TYPES, Q.F16):
         found = []
         for bucket, tiling in tilings.items():
-            matmul = cuda.variant(layout_of(type), bucket, tiling, DEVICE).matmul
+            grouped = cuda.grouped(card)
+            matmul = cuda.variant(layout_of(type), bucket, tiling, DEVICE, grouped=grouped).matmul
             depth = cuda.stages(card, layout_of(type), bucket, tiling)
             found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")
             report.write(

@@ -192,6 +192,25 @@ def test_parts_take_a_tenth_of_a_second() -> None:
     assert pace.layers(2000) == 5
 
 
+@pytest.mark.parametrize(
+    ("attention", "other"), [(0.066, 0.013), (0.088, 0.005), (0.176, 0.005), (0.01, 0.01)]
+)
+def test_parts_stay_short_where_layers_differ(attention: float, other: float) -> None:
+    """A part is noted after the next has begun. None takes long but for a layer that does so alone."""
+    costs = [attention if index % 4 == 3 else other for index in range(40)]
+    pace, rows, noted, taken = Pace(torch.device("cuda")), 4096, None, []
+    for _ in range(6):
+        left = list(costs)
+        while left:
+            part, left = left[: (count := pace.layers(rows))], left[count:]
+            if noted is not None:
+                pace.note(*noted)
+            noted = (sum(part), rows * len(part))
+            taken.append(sum(part))
+    settled = taken[len(taken) // 6 :]
+    assert max(settled) < 0.1 + attention and sum(settled) / len(settled) > 0.02
+
+
 def test_a_chunk_is_whole_on_a_cpu() -> None:
     made = ChunkForward(layers(10, []), rows=40, total=10)
     Pace(torch.device("cpu")).run(made)

@@ -70,10 +70,10 @@ def compiled() -> None:
 @pytest.mark.parametrize("type", [*TUNED_TYPES, Q.F16], ids=lambda type: type.name)
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_bucket_has_a_kernel_that_fits(type: QuantType, bucket: int) -> None:
-    layout, tiling = layout_of(type), cuda.tilings_of(DEVICE)[bucket]
-    if not cuda.stages(card_of(DEVICE), layout, bucket, tiling):
+    layout, tiling, card = layout_of(type), cuda.tilings_of(DEVICE)[bucket], card_of(DEVICE)
+    if not cuda.stages(card, layout, bucket, tiling):
         pytest.skip("more shared memory than this card has")
-    variant = cuda.variant(layout, bucket, tiling, DEVICE).matmul
+    variant = cuda.variant(layout, bucket, tiling, DEVICE, grouped=cuda.grouped(card)).matmul
     assert variant.registers > 0 and variant.occupancy >= 1
 
 

@@ -90,6 +90,10 @@ class ScriptedSession:
     def idle(self) -> bool:
         return not self._generations
 
+    @property
+    def amid_chunk(self) -> bool:
+        return False
+
     def use_idle_time(self) -> bool:
         return False
 

@@ -1,6 +1,7 @@
 """The worker thread: order, limits, cancellation, errors."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Coroutine
@@ -409,3 +410,32 @@ def test_cancelling_one_of_many_leaves_the_others():
         assert worker.submit(ask("y")).ahead == 0
 
     run(main(), worker)
+
+
+def test_the_turn_is_kept_until_a_chunk_is_whole():
+    """Two models on one device plan memory for one chunk each: only one may be in the middle of one."""
+
+    class InParts(ScriptedSession):
+        steps = 0
+
+        @property
+        def amid_chunk(self) -> bool:
+            return self.steps % 3 != 0
+
+        def step(self):
+            self.steps += 1
+            return super().step()
+
+    session, left = InParts(lambda request: (Text(f"{index} ") for index in range(20))), []
+
+    class Turn(contextlib.nullcontext):
+        def __exit__(self, *exception):
+            left.append((session.steps, session.amid_chunk))
+
+    worker = started(session, turn=Turn())
+
+    async def main():
+        assert await text_of(worker.submit(ask("x"))) == "".join(f"{index} " for index in range(20))
+
+    run(main(), worker)
+    assert left[-1][0] > 6 and not any(amid for _, amid in left)

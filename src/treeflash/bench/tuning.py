@@ -61,7 +61,7 @@ class Found:
 def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tiling]:
     """Return the built-in tiling, and those that differ in one or two settings; each variant once."""
     built_in, layouts = built_in_tilings(card.arch)[bucket], list(layouts)
-    other = not built_in.halfway
+    other, grouped = not built_in.halfway, cuda.grouped(card)
     tried = [
         built_in,
         replace(built_in, wide=not built_in.wide),
@@ -71,7 +71,7 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
     ]
     distinct: dict[object, Tiling] = {}
     for tiling in tried:
-        macros = [cuda.defines(card, layout, bucket, tiling) for layout in layouts]
+        macros = [cuda.defines(card, layout, bucket, tiling, grouped=grouped) for layout in layouts]
         # Without bulk copies a stage is always filled at the start.
         made = [(each["STAGES"], each["ROW_TILES"], each["BULK"] and each["HALFWAY"]) for each in macros]
         distinct.setdefault(tuple(made), tiling)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 _PART_S = 0.1  # of a part, about; it has one layer at least
 _FIRST_LAYERS = 4  # of a part before anything has been timed
+_FALL = 0.8  # of the time that is expected of a layer remains, at least, after a part that took less
 
 
 class ChunkForward:
@@ -46,7 +47,7 @@ class Pace:
     """Runs chunks in parts of a tenth of a second on a GPU; on a CPU, where they are short, whole.
 
     The GPU always has a part enqueued beside the one that runs, and no more: new requests, cancellations and
-    progress wait for two parts at most.
+    progress wait for two parts at most. What only reads ahead gives way after its chunk.
     """
 
     def __init__(self, device: torch.device):
@@ -74,6 +75,10 @@ class Pace:
         return max(1, int(_PART_S / (rows * self._seconds))) if self._seconds else _FIRST_LAYERS
 
     def note(self, seconds: float, rows: int) -> None:
-        """Note what a part took; rows: of the chunk, times the part's layers."""
+        """Note what a part took; rows: of the chunk, times the part's layers.
+
+        Attention layers take ten times as long as others after a long text. The part after one without any
+        may have them again: what is expected falls slowly.
+        """
         if rows:
-            self._seconds = seconds / rows
+            self._seconds = max(seconds / rows, _FALL * self._seconds)

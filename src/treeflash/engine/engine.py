@@ -153,6 +153,11 @@ class Engine:
         """Return whether `step` has nothing to do."""
         return self._scheduler.idle
 
+    @property
+    def amid_chunk(self) -> bool:
+        """Return whether a chunk has been begun: it holds the memory that is planned for prefill."""
+        return any(sequence.chunk is not None for sequence in self._scheduler.running)
+
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Do a piece of work that later steps will profit from; return whether there was any."""

@@ -96,6 +96,11 @@ class Session(RequestReader):
         """Return whether `step` has nothing to do."""
         return self.engine.idle and not self._undelivered
 
+    @property
+    def amid_chunk(self) -> bool:
+        """Return whether a part of a prompt is being processed between steps."""
+        return self.engine.amid_chunk
+
     def use_idle_time(self) -> bool:
         """Do a piece of work that later requests will profit from; return whether there was any."""
         return self.engine.use_idle_time()

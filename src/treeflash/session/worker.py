@@ -51,6 +51,8 @@ class TextSession(TextReader, Protocol):
     def running(self) -> int: ...
     @property
     def idle(self) -> bool: ...
+    @property
+    def amid_chunk(self) -> bool: ...
     def begin(self, request: TextRequest, *, beside: Any = None) -> Any: ...
     def step(self) -> list[tuple[Any, SessionEvent | Failed]]: ...
     def end(self, generation: Any) -> None: ...
@@ -382,6 +384,10 @@ class EngineWorker:
             with self._turn:
                 self._begin_requests()
                 self._step()
+                # Each model plans memory for its own chunks alone.
+                while self._session.amid_chunk:
+                    self._begin_requests()
+                    self._step()
         self._session, self._submitted = None, []
 
     def _on_load(self, done: int, total: int) -> None:

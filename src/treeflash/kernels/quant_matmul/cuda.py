@@ -34,7 +34,8 @@ _MIN_HALFWAY_STAGES = 3
 _MAX_GROUP = 4  # launches with the same x that may overlap
 # Position of a launch in a group of launches with the same x.
 _ALONE, _FIRST, _FOLLOWING = range(3)
-# Whether Hopper multiplies by warp-group mma. Off until benchmarks/gpu/warp_group_matmul.py has measured it.
+# Whether Hopper multiplies by warp-group mma, for any number of rows: their bits may be other ones. Off until
+# benchmarks/gpu/warp_group_matmul.py has measured it. To be changed here: other processes read it, too.
 GROUPED = False
 EIGHT_ROWS = 128 >> 4  # from eight rows of x to the next in shared memory, for warp-group mma, in 16 bytes
 
