@@ -194,3 +194,22 @@ def test_tool_results_are_shortened_and_calls_are_not() -> None:
     assert found is not None and FACT in found.messages[2]["content"]
     assert len(found.messages[2]["content"]) < len(messages[2]["content"]) / 3
     assert [found.messages[index] for index in (0, 1, 3, 4)] == [messages[index] for index in (0, 1, 3, 4)]
+
+
+def test_a_choice_that_is_too_long_is_made_again_with_less() -> None:
+    """A text may have more tokens than its units. A little less room may lead to the same choice."""
+    rest = "of the harbour and of all that is in it, boats and ropes and nets and fish, " * 3
+    lines = "\n".join(f"row {index:04} has the value {index * 7919 % 1000:03} {rest}" for index in range(100))
+    messages = [
+        {"role": "user", "content": lines},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Which row of the harbour has the value 791?"},
+    ]
+    for more in range(0, 90):
+
+        def longer(read, more=more) -> int:
+            return measure(read) + more * (list(read) != messages)
+
+        found = compressor().compress(messages, Wanted(mode="on", above=400, to=432.0), longer)
+        assert found is not None and found.documents, (more, found)
+        assert 216 < longer(found.messages) <= 432

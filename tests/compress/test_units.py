@@ -151,3 +151,9 @@ def test_elements_of_json() -> None:
 
 def test_items_of_a_list_have_their_further_lines() -> None:
     assert texts("- one\n  and more\n- two\n") == ["- one\n  and more\n", "- two\n"]
+
+
+def test_a_long_name_after_class_takes_no_long_time() -> None:
+    began = time.perf_counter()
+    assert split_units("class " + "a" * 200_000)
+    assert time.perf_counter() - began < 2  # 8 s where each end of the name was tried

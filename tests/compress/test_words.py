@@ -1,5 +1,8 @@
 """The words scorer finds what shares words with the question, and what is linked to it by names."""
 
+from collections.abc import Callable
+from itertools import count
+
 import pytest
 
 from treeflash.compress import words
@@ -53,6 +56,29 @@ def test_words_are_read_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stepped.score(UNITS, query) == expected
         next(stepped.indexing([*UNITS, "More."]), None)
         assert stepped.score(UNITS, query) == expected
+
+
+def test_an_interrupted_index_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, scorer = [Query("Which variable holds 77120 in the end?")], WordScorer()
+    expected = WordScorer().score(UNITS, query)
+    for owner, name, fails_at in ((words.Postings, "add", 3), (words.Links, "__init__", 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing(getattr(owner, name), at=fails_at))
+            with pytest.raises(MemoryError):
+                scorer.score(UNITS, query)
+        assert scorer.score(UNITS, query) == expected
+        scorer.score(["Another text."], query)
+
+
+def failing(method: Callable[..., None], *, at: int) -> Callable[..., None]:
+    calls = count(1)
+
+    def called(self: object, *given: object) -> None:
+        if next(calls) == at:
+            raise MemoryError
+        method(self, *given)
+
+    return called
 
 
 class Slow:

@@ -212,6 +212,38 @@ def test_a_text_beyond_the_trained_length_is_scored_in_windows(tiny_model: Calla
         kept.score(["word " * 400], QUERIES)
 
 
+def test_no_window_is_short(tiny_model: Callable[..., Path]) -> None:
+    """Its tokens would get more attention than others. Here whole units need a window more than tokens do."""
+    kept = scorer(tiny_model("qwen3"))
+    kept._limit = 3270 + len(kept._before)
+    windows = kept._windows([100] * 65)
+    assert len(windows) == 3 and {end - start for start, end in windows} <= {2100, 2200, 2300}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_chunks_do_not_depend_on_what_was_read_before(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's kernels are chosen by the number of rows: other chunks could have other bits."""
+    monkeypatch.setitem(attention_scorer.CHUNKS, "cpu", 16)
+    path, rows = tiny_model(family), []
+    kept, alone = scorer(path), scorer(path)
+    for each in (kept, alone):
+
+        def seen(tokens, *, run=each._run, **how):
+            rows.append(tuple(tokens))
+            return run(tokens, **how)
+
+        monkeypatch.setattr(each, "_run", seen)
+    texts = [UNITS, [*UNITS, " And more of it."], [*UNITS[:2], " Another end."], [" Another thing.", *UNITS]]
+    for text in texts:
+        rows.clear()
+        found, own = kept.score(text, QUERIES), set(rows)
+        rows.clear()
+        alone._shorten(0)
+        assert alone.score(text, QUERIES) == found and own <= set(rows)
+
+
 class Watched(DryRun):
     """Records what would have to wait for the GPU."""
 

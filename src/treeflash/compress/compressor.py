@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from treeflash.compress.conversation import (
     CHARACTERS,
@@ -25,7 +26,7 @@ from treeflash.compress.conversation import (
 )
 from treeflash.compress.history import Document, History, Turn
 from treeflash.compress.scorer import Query, Scorer, ScoringFailed, never, scaled
-from treeflash.compress.selection import Passage, choose, gap_line, kept_text
+from treeflash.compress.selection import Passage, choose, gap_line, kept_text, price_of
 from treeflash.compress.units import Unit, split_units
 
 EDGE = 512  # tokens kept at both ends of a last message that holds its own question
@@ -150,7 +151,8 @@ class Compressor:
         # What was read before has had its own budget.
         read = turn.kept if since else 0
         budget = wanted.budget(sent - read)
-        passages = [self._passage(body.text, most=budget * CHARACTERS // WHOLE_UNITS) for body in found]
+        most = max(MIN_DIVIDED, budget * CHARACTERS // WHOLE_UNITS)
+        passages = self._passages([body.text for body in found], most=most)
         room = budget - (sent - read - sum(sum(passage.costs) for passage in passages))
         if room <= 0:
             raise _Exact(f"what is always kept has {budget - room} tokens, the budget is {budget}")
@@ -159,9 +161,9 @@ class Compressor:
             replace(passage, forced=_forced(passage, wanted, room, edges=body.message == asking))
             for body, passage in zip(found, passages, strict=True)
         ]
-        scores = self._scores(passages, asked)
+        scores, gap = self._scores(passages, asked), self._gap_cost()
         for _ in range(ATTEMPTS):
-            kept = choose(passages, scores, room=room, gap_cost=self._gap_cost())
+            kept = choose(passages, scores, room=room, gap_cost=gap)
             if kept is None or not any(kept):
                 break
             documents = {
@@ -172,7 +174,9 @@ class Compressor:
             excess = measure(_apply(messages, new)) - read - budget
             if excess <= 0:
                 return new
-            room -= excess
+            # Less than this choice takes, not only less room: it may have left more than the excess.
+            taken = sum(price_of(passage, units, gap) for passage, units in zip(passages, kept, strict=True))
+            room = min(room, taken) - excess
         raise _Exact(f"the budget of {budget} tokens is too small")
 
     def _add(self, messages: Sequence[Message], wanted: Wanted, turn: Turn, earlier: Turn) -> Turn:
@@ -233,10 +237,11 @@ class Compressor:
             start += len(passage.units)
         return out
 
-    def _passage(self, text: str, *, most: int) -> Passage:
-        units = split_units(text, most=max(MIN_DIVIDED, most))
-        costs = self._count([text[unit.start : unit.end] for unit in units])
-        return Passage(text, tuple(units), tuple(costs))
+    def _passages(self, texts: Sequence[str], *, most: int) -> list[Passage]:
+        """Divide texts into units of at most `most` characters; the scorer gets the same units at once."""
+        found = [(text, tuple(split_units(text, most=most))) for text in texts]
+        costs = iter(self._count([text[unit.start : unit.end] for text, units in found for unit in units]))
+        return [Passage(text, units, tuple(islice(costs, len(units)))) for text, units in found]
 
     def _gap_cost(self) -> int:
         line = gap_line([Unit(0, 1, "sentence")] * 10, "x")

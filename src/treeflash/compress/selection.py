@@ -56,6 +56,12 @@ class Selection:
         self.kept.update(indices)
 
 
+def price_of(passage: Passage, kept: frozenset[int], gap_cost: int) -> int:
+    """Return the tokens of these units and of the lines in the gaps."""
+    selection = Selection(passage, gap_cost)
+    return selection.cost + selection.price(kept)
+
+
 def choose(
     passages: Sequence[Passage],
     scores: Sequence[Sequence[float]],

@@ -35,7 +35,7 @@ CODE = re.compile(
     re.VERBOSE,
 )
 CODE_ENDS = tuple(";{}([,")
-DEFINITION = re.compile(r"\s*(?:(?:async\s+)?def\s+\w+\(|class\s+\w+.*:\s*$|@\w+|#include\b)")
+DEFINITION = re.compile(r"\s*(?:(?:async\s+)?def\s+\w+\(|class\s+\w++.*:\s*$|@\w+|#include\b)")
 CONTINUES = re.compile(r"\s*(?:[)\]}]|else\b|elif\b|except\b|finally\b|catch\b|end\b)")
 ATTACHED = re.compile(r"\s*(?:@|#(?!include)|//|/\*|\*|export\s*$|template\s*<)")
 RULE = re.compile(r"\s*+\|?\s*+:?-{2,}+:?\s*+(?:\|\s*+:?-{2,}+:?\s*+)++\|?\s*+$")

@@ -203,7 +203,15 @@ class _Index:
     def __init__(self, units: list[str]):
         self.units = units
         self.postings, self.links = Postings(), Links({})
-        self.steps = self._read()
+        self.failed = False
+        self.steps = self._steps()
+
+    def _steps(self) -> Iterator[None]:
+        try:
+            yield from self._read()
+        except BaseException:  # whatever it was: half an index is of no use
+            self.failed = True
+            raise
 
     def _read(self) -> Iterator[None]:
         identifiers: list[set[str]] = []
@@ -232,7 +240,7 @@ class WordScorer:
 
     def indexing(self, units: Sequence[str]) -> Iterator[None]:
         """Read the words of a text in small steps; what the caller leaves of them is done when needed."""
-        if self._last.units != units:
+        if self._last.failed or self._last.units != units:
             self._last = _Index(list(units))
         return self._last.steps
 

@@ -282,8 +282,8 @@ class MemoryPlanner:
         preferred, *smaller = self.estimate.prefill
         if not self._on_gpu:
             return [_LoadOptions(False, preferred)]
-        # The largest chunk is a few percent faster: not worth context on a small card. The card's size decides,
-        # not what is free on it: bits depend on the chunk, and should not on other programs.
+        # The largest chunk is a few percent faster: not worth context on a small card. The size of the card
+        # decides, not what is free on it: bits depend on the chunk, and should not on other programs.
         room = _CHUNK_SHARE * self.budget.limit
         if preferred > _ORDINARY_CHUNK and smaller and self.estimate.prefill[preferred] > room:
             preferred, *smaller = smaller

@@ -167,14 +167,12 @@ class AttentionScorer:
         total = sum(lengths)
         if max(lengths, default=0) > room:
             raise ScoringFailed(f"a unit has more tokens than the {self._limit} that {self.name} reads")
-        share = -(-total // -(-total // room)) if total else 0
-        found, start, end = [], 0, 0
-        for length in lengths:
-            if end > start and (end + length - start > room or end - start >= share):
-                found.append((start, end))
-                start = end
-            end += length
-        return [*found, (start, end)]
+        count, found = -(-total // room), []
+        # Whole units may need a window more. Not a short one at the end: its tokens would get more attention.
+        while not found or len(found) > max(1, count):
+            count = max(count, len(found))
+            found = _packed(lengths, room=room, share=-(-total // max(1, count)))
+        return found
 
     def _window(self, ids: Sequence[int], asked: Sequence[tuple[float, list[int]]]) -> Tensor:
         """Return the attention [1 + neutral questions, N] that these tokens get."""
@@ -194,13 +192,15 @@ class AttentionScorer:
 
     def _read(self, tokens: list[int]) -> None:
         """Bring the state to exactly these tokens; what it has in common with them is not read again."""
+        size = CHUNKS[self._decoder.device.type]
         common = _common(self._tokens, tokens)
+        if common < len(tokens):
+            common -= common % size  # the chunks of a text do not depend on what was read before it
         if common < max(len(self._tokens), len(tokens)):
             self._neutral = []
         if common < len(self._tokens):
             # A recurrent state cannot go back.
             self._shorten(0 if self._decoder.spec.delta_layers else common)
-        size = CHUNKS[self._decoder.device.type]
         for start in range(len(self._tokens), len(tokens), size):
             self._run(tokens[start : start + size], queries=False)
             if self._cancelled():
@@ -260,6 +260,17 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     if a[:most] == b[:most]:  # a hundred times faster than to look for a difference
         return most
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+def _packed(lengths: Sequence[int], *, room: int, share: int) -> list[tuple[int, int]]:
+    """Return runs of whole units that have `share` tokens or a unit more, and at most `room`."""
+    found, start, end = [], 0, 0
+    for length in lengths:
+        if end > start and (end + length - start > room or end - start >= share):
+            found.append((start, end))
+            start = end
+        end += length
+    return [*found, (start, end)]
 
 
 def _split(masses: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,11 @@ class PromptCompression:
         self._lock = threading.Lock()  # the turns of conversations, and the scorer's state
 
     @property
+    def _scores_long(self) -> bool:
+        """Return whether a model scores on a CPU, for minutes, while other threads go on."""
+        return self._config.scorer is not None and self._compressor.scorer.any_thread
+
+    @property
     def by_default(self) -> bool:
         return self._config.mode != "off"
 
@@ -75,8 +80,7 @@ class PromptCompression:
 
     def scored_by_model(self, request: TextRequest) -> bool:
         """Return whether a model may read the prompt before it is encoded, in any thread."""
-        scorer = self._compressor.scorer
-        return self._config.scorer is not None and scorer.any_thread and self.wanted(request).mode != "off"
+        return self._scores_long and self.wanted(request).mode != "off"
 
     def check_read_whole(self, request: TextRequest, tokens: int) -> None:
         """Raise if a request with a prompt of at least this length would be compressed."""
@@ -111,13 +115,13 @@ class PromptCompression:
         """Return the compressed conversation; whatever goes wrong, the prompt is read exactly."""
         messages = _messages(request)
         try:
-            with self._lock, _no_collection():
+            with self._lock, nullcontext() if self._scores_long else _no_collection():
                 return self._compressor.compress(messages, wanted, measure, request.cancelled)
         except (UsageError, TemplateFailed, Cancelled):
             raise  # the request is refused, or has no client, whatever is done to its prompt
         except Exception as error:
-            log.warning("compression failed, the prompt is read exactly: %r", error)
             reason = f"compression failed ({type(error).__name__})"
+            log.warning("%s, the prompt is read exactly", reason)  # some errors hold all of the prompt
             return Compressed(messages, Report(0, 0, scorer=self._compressor.scorer.name, reason=reason), {})
 
 

@@ -70,7 +70,7 @@ class EncodeLimit:
 
     def check(self, longest: int, text: str) -> None:
         """Raise for a text that has more bytes than `tokens` of the `longest` token."""
-        size = len(text) if text.isascii() else len(text.encode()) // COMPOSITION
+        size = len(text) if text.isascii() else len(text.encode(errors="replace")) // COMPOSITION
         if size > self.tokens * longest:
             raise self._too_long(-(-size // longest))
 
