@@ -172,6 +172,15 @@ class Unsure:
         return [1.0 if index == 4 else 0.2 if index == 3 else 0.1 for index in range(len(units))]
 
 
+def test_a_number_inside_another_is_not_that_of_the_question() -> None:
+    units = ["The checksum is 1404055.", "Error 404 means that nothing was found.", "See lib.v404."]
+    assert WordScorer().matches(units, [Query("What does error 404 mean?")]).shares[:2] == [0.0, 1.0]
+    assert WordScorer().matches(units, [Query("Who wrote lib.v404?")]).shares[1:] == [
+        pytest.approx(0.3, abs=0.2),
+        1.0,
+    ]
+
+
 def test_one_common_word_does_not_outweigh_the_model() -> None:
     units = ["This function is old.", "A function.", "No function at all.", "a = b[::-1]", "return spin(a)"]
     scores = MixedScorer(Unsure(), WordScorer()).score(units, [Query("Which function reverses sequences?")])

@@ -280,8 +280,9 @@ class WordScorer:
             scores, shares = postings.bm25(
                 {word: NAMED if word in parts else 1.0 for word in terms(query.text)}
             )
+            whole = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(named)))})(?!\w)")
             for index, unit in enumerate(units) if named else ():
-                if any(name in unit for name in named):
+                if whole.search(unit):
                     shares[index] = 1.0
             yield query, scores, shares
 
