@@ -18,6 +18,7 @@ from treeflash.bench.measure import LocalEndpoint, Settings
 from treeflash.bench.runner import PLAIN, Key, Result, ResultFile, cases, key_of, measure
 from treeflash.bench.suites import Prompt, load
 from treeflash.config import DraftConfig, EngineConfig, SpecConfig
+from treeflash.prefix_cache.files import identity
 from treeflash.session.loading import load_session
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,6 +56,7 @@ def main() -> None:
     session = load_session(options.model, config)
     facts = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     facts |= {"model": options.model.stem, "draft": options.draft.name if options.draft else None}
+    facts |= {"files": identity([options.model, *([options.draft] if options.draft else [])])}
     command = shlex.join(["python", *sys.argv])
     head = machine.head(facts, command) | machine.of_session(session)
     thinking = False if session.template.supports_thinking else None

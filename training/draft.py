@@ -11,6 +11,7 @@ Needs torch, numpy, safetensors, tokenizers and jinja2; one process, or several 
 import argparse
 import json
 import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from treeflash.train.draft_run import Job, train_draft
 from treeflash.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress
 
 EVERY_S = 10.0  # between progress lines
+STOPPED = 3  # exit code: ended before it was done, `--resume` goes on
 
 
 def arguments() -> argparse.Namespace:
@@ -106,7 +108,7 @@ class Log:
                 )
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
     log = Log(args.events)
     part, parts = map(int, args.part.split("/"))
@@ -161,7 +163,8 @@ def main() -> None:
         data_only=args.data_only,
     )
     log.say(f"{'done' if result.finished else 'stopped, continue with --resume'}: {result}")
+    return 0 if result.finished else STOPPED
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -40,6 +40,7 @@ from treeflash.session.loading import load_session
 from treeflash.train.draft_model import DraftModel, new_spec
 from treeflash.train.shards import pack_shards, read_shard, shard_files
 
+STOPPED = 3  # of training/draft.py
 MOST_BYTES = 16 << 20  # of a file in --out
 MOST_PARAMETERS = 30_000_000
 STAGES = ("split", "join", "answers", "train", "measure")
@@ -213,7 +214,7 @@ def answers(pair: Pair) -> bool:
     stop = threading.Event()
     packing = threading.Thread(target=pack_often, args=(pair, stop))
     packing.start()
-    good = pair.wait(processes, reserve=30)
+    good = pair.wait(processes, reserve=30, good_codes=(0, STOPPED))
     stop.set()
     packing.join()
     pack_shards(pair.tokens, pair.out)
@@ -265,8 +266,11 @@ def train(pair: Pair) -> bool:
     command += ["--minutes", pair.options.train_seconds / 60, "--save-every", sizes.save_every]
     command += ["--portable", pair.portable, "--gguf", "--no-vocabulary", "--device", pair.device]
     command += ["--events", pair.out / "results.jsonl"]
-    good = pair.wait({"train": pair.start("train", *command)}, reserve=15)
-    if good:
+    process = pair.start("train", *command)
+    good = pair.wait({"train": process}, reserve=15)
+    if process.returncode == STOPPED:
+        pair.log("stopped", why="no time was left; the same command goes on from the last checkpoint")
+    elif good:
         shutil.copy(pair.draft / "draft-q8_0.gguf", pair.out)
         found = json.loads((pair.draft / "training.json").read_text())
         facts = {name: found[name] for name in ("steps", "seconds", "texts", "tokens", "parity", "engine")}
@@ -309,7 +313,10 @@ def measure(pair: Pair) -> bool:
 
 def read_lines(path: Path) -> Iterator[Result]:
     for text in path.read_text().splitlines() if path.exists() else ():
-        line = json.loads(text)
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # of a run that was killed
         if "prompt" in line and "skipped" not in line:
             yield line
 

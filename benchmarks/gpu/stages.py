@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+GRACE_S = 10  # from the end of a script's time until it is killed
 
 
 class Stages:
@@ -38,7 +40,13 @@ class Stages:
                 arguments, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def wait(self, processes: dict[str, subprocess.Popen[bytes]], *, reserve: float = 0.0) -> bool:
+    def wait(
+        self,
+        processes: dict[str, subprocess.Popen[bytes]],
+        *,
+        reserve: float = 0.0,
+        good_codes: Collection[int] = (0,),
+    ) -> bool:
         """Wait for all; end those that leave less than `reserve` seconds; return whether all succeeded."""
         good = True
         for name, process in processes.items():
@@ -46,9 +54,13 @@ class Stages:
                 process.wait(max(1.0, self.left - reserve))
             except subprocess.TimeoutExpired:
                 process.terminate()
-                process.wait()
+                try:
+                    process.wait(GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
             tail = (self.logs / f"{name}.log").read_bytes()[-600:].decode(errors="replace")
             self.log(name, code=process.returncode, tail=tail if process.returncode else tail[-200:])
-            good &= process.returncode == 0
+            good &= process.returncode in good_codes
         self.failed |= not good
         return good

@@ -59,6 +59,17 @@ def test_an_incomplete_line_is_ignored(tmp_path):
     with file.path.open("a") as stream:
         stream.write('{"prompt": "b", "bud')
     assert list(file.resume(1)) == [("a", 0, 0.0)]
+    # It is gone when the next run begins, or that would be the last one that can be resumed.
+    record(file, {"settings": 1}, file.resume(1), iter(()))
+    assert list(file.resume(1)) == [("a", 0, 0.0)] and len(file.runs()) == 2
+
+
+def test_a_whole_line_without_its_end_stays(tmp_path):
+    file = ResultFile(tmp_path / "lines.jsonl")
+    record(file, {"settings": 1}, {}, measure(Parrot(), cases(prompts("a", "b"), [0], [0.0]), {}))
+    file.path.write_bytes(file.path.read_bytes().rstrip(b"\n"))
+    file.begin({"settings": 2})
+    assert list(file.resume(1)) == [("a", 0, 0.0), ("b", 0, 0.0)] and len(file.runs()) == 2
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

@@ -108,11 +108,25 @@ class ResultFile:
 
     def begin(self, head: Result) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        self._write(("\n" if torn and self.path.stat().st_size else "") + json.dumps({"run": head}))
+        if self.path.exists():
+            self._drop_incomplete_line()
+        self._write(json.dumps({"run": head}))
 
     def add(self, line: Result) -> None:
         self._write(json.dumps(line, ensure_ascii=False))
+
+    def _drop_incomplete_line(self) -> None:
+        """Remove what a killed run left of its last line; a whole one without its end is completed."""
+        content = self.path.read_bytes()
+        whole, last = content[: content.rfind(b"\n") + 1], content[content.rfind(b"\n") + 1 :]
+        if not last:
+            return
+        try:
+            json.loads(last)
+        except ValueError:
+            self.path.write_bytes(whole)
+        else:
+            self._write("")
 
     def _write(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -213,10 +213,13 @@ def measure_local(
     """Measure the suites with a model that is loaded here; the sweep has a session of its own."""
     from treeflash.bench import machine
     from treeflash.bench.measure import LocalEndpoint
+    from treeflash.prefix_cache.files import identity
 
     run.head["settings"] |= {
         "model": target.card.name if target.card else target.path.stem,
         "draft": config.draft.path.name if config.draft else None,
+        # A draft that was trained again has the same name.
+        "files": identity([target.path, *([config.draft.path] if config.draft else [])]),
     }
     trees = {
         suite: grid.trees(suite, config.speculation.budget) if config.speculation else [] for suite in loaded

@@ -18,7 +18,7 @@ from torch import Tensor
 from treeflash.errors import ModelFileError
 from treeflash.train.files import write_whole
 
-PIECE = 16 << 20  # bytes of a file, at most
+PIECE = 15 << 20  # bytes of a file, at most: what carries them may allow less than 16 MiB
 _NAME = re.compile(r"portable-(\d{7})\.(\d\d)-of-(\d\d)")
 _FACTS = "treeflash"  # key of the metadata
 
