@@ -56,7 +56,7 @@ def main() -> None:
     session = load_session(options.model, config)
     facts = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     facts |= {"model": options.model.stem, "draft": options.draft.name if options.draft else None}
-    facts |= {"files": identity([options.model, *([options.draft] if options.draft else [])])}
+    facts |= {"files": identity([options.model, *([options.draft] if options.draft else [])])[:12]}
     command = shlex.join(["python", *sys.argv])
     head = machine.head(facts, command) | machine.of_session(session)
     thinking = False if session.template.supports_thinking else None

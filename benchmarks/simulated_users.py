@@ -1,4 +1,4 @@
-"""Several users on a GPU that is not there: the engine and its texts on a CPU, with the step times of an H200.
+"""Several users, simulated: the engine and its texts on a CPU, with the step times of an H200.
 
     PYTHONPATH=src:. python benchmarks/simulated_users.py --data DIR [--users 1 2 4 8 16] [--least 128]
 
@@ -118,13 +118,13 @@ def session_of(users: int, budget: int) -> Session:
 
 
 def run(
-    engine: Engine, clock: Clock, requests: Iterator[Request], users: int, least: float
+    engine: Engine, clock: Clock, requests: Iterator[Request], users: int, window_s: float
 ) -> dict[str, Any]:
     """Return what `users` users get in a window of simulated time after a short start."""
     running: dict[Any, float] = {}
-    tokens, firsts, begin = 0, [], clock.now + least / 4
+    tokens, firsts, begin = 0, [], clock.now + window_s / 4
     start_rows = 0
-    while clock.now < begin + least:
+    while clock.now < begin + window_s:
         for _ in range(users - len(running)):
             running[engine.add(next(requests))] = clock.now
         counts = clock.now >= begin
@@ -132,11 +132,9 @@ def run(
         for sequence, event in engine.step():
             if isinstance(event, Tokens):
                 tokens += counts * len(event.ids)
-                if (sent := running.get(sequence)) is not None and sequence.stats.generated_tokens <= len(
-                    event.ids
-                ):
+                if sequence in running and sequence.stats.generated_tokens <= len(event.ids):
                     clock.now += clock.costs.first_token / 1000 / users
-                    firsts.append(clock.now - sent)
+                    firsts.append(clock.now - running[sequence])
         running = {each: sent for each, sent in running.items() if not each.finished}
     seconds = clock.now - begin
     for sequence in running:
@@ -181,9 +179,7 @@ def main() -> None:
     parser.add_argument("--n-gen", type=int, default=256)
     parser.add_argument("--least", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--budget", type=int, default=22)
-    parser.add_argument(
-        "--rows-64", type=float, help="milliseconds of a forward pass of 64 rows; between: less"
-    )
+    parser.add_argument("--rows-64", type=float, help="milliseconds of a forward pass of 64 rows")
     parser.add_argument("--label", default="")
     options = parser.parse_args()
     costs = Costs()

@@ -50,6 +50,18 @@ def test_a_run_that_is_gone_on_with_and_compared(treeflash, here, tiny_model):
     assert "Not the same in both: n_gen was 6, is 8." in other.stdout
 
 
+def test_a_model_that_has_changed_is_measured_again(treeflash, here, tiny_model):
+    model = tiny_model()
+    command = ["bench", "builtin", model, "--prompts", "1", "-n", "4"]
+    before = last_line(treeflash(*command))["run"]["settings"]
+    path = here / model
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # of some weight
+    path.write_bytes(content)
+    again = last_line(treeflash(*command, "--resume"))["run"]["settings"]
+    assert again["model"] == before["model"] and again["files"] != before["files"]
+
+
 def test_single_steps(treeflash, here, tiny_model):
     found = last_line(treeflash("bench", "step", tiny_model(), "--budget", "7", "--max-ctx", "1k"))
     assert {row["rows"] for row in found["sizes"]} >= {1, 8}

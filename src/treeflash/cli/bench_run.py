@@ -219,7 +219,7 @@ def measure_local(
         "model": target.card.name if target.card else target.path.stem,
         "draft": config.draft.path.name if config.draft else None,
         # A draft that was trained again has the same name.
-        "files": identity([target.path, *([config.draft.path] if config.draft else [])]),
+        "files": identity([target.path, *([config.draft.path] if config.draft else [])])[:12],
     }
     trees = {
         suite: grid.trees(suite, config.speculation.budget) if config.speculation else [] for suite in loaded
