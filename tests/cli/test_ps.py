@@ -29,6 +29,7 @@ def test_no_server(treeflash, monkeypatch, tmp_path):
     monkeypatch.setattr("treeflash.cli.ps.ServerConfig", lambda: ServerConfig(port=1))
     nothing = treeflash("ps")
     assert nothing.exit_code == 0 and "treeflash serve starts one" in nothing.stdout
+    assert "No server answers at http://127.0.0.1:1" in nothing.stdout
 
 
 @pytest.mark.parametrize("spelling", [("{}", "{}"), ("--model", "{}", "-m", "{}")])

@@ -158,6 +158,20 @@ def test_a_body_over_the_limit():
         assert httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "the body is []; needs an object"),
+        ({"messages": []}, "messages is []; needs 1 or more items"),
+        (CHAT | {"n": 0}, "n is 0; needs at least 1"),
+        (CHAT | {"n": 1000}, "n is 1000; needs at most 128"),
+    ],
+)
+def test_what_a_field_needs(http: httpx2.Client, body: object, message: str):
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+
+
 def test_malformed_bodies(http: httpx2.Client):
     for content in (
         b"",

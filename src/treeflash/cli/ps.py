@@ -46,7 +46,10 @@ def ps(
     if as_json:
         view.print_json({"models": models})
     elif not models:
-        view.plain("No server answers here: treeflash serve starts one.")
+        view.plain(
+            f"No server answers at {default} and none runs in the background."
+            " --url names another one, treeflash serve starts one."
+        )
     else:
         for base in dict.fromkeys(each["address"] for each in models):
             rows = [_row(each) for each in models if each["address"] == base]

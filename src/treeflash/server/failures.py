@@ -119,6 +119,16 @@ def _names(error: Mapping[str, Any]) -> list[str]:
 
 
 def _wanted(error: Mapping[str, Any]) -> str:
+    limits = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal":
+            return f"needs at least {limits['ge']}"
+        case "less_than_equal":
+            return f"needs at most {limits['le']}"
+        case "too_short":
+            return f"needs {limits['min_length']} or more items"
+        case "model_attributes_type" | "model_type" | "dict_type":
+            return "needs an object"
     return error["msg"][:1].lower() + error["msg"][1:]
 
 
