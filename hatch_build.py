@@ -1,6 +1,6 @@
 """Build hook: compiles the native CPU library for a wheel, and in the source tree for an editable install.
 
-Without a C compiler the `ziglang` package is one. TREEFLASH_NATIVE=0 builds a wheel without native code,
+Without a C compiler the `ziglang` package is one. BOUGH_NATIVE=0 builds a wheel without native code,
 which decodes with PyTorch on a CPU.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_FOLDER = "src/treeflash/kernels/native"
+_FOLDER = "src/bough/kernels/native"
 
 
 class NativeBuildHook(BuildHookInterface):

@@ -10,11 +10,11 @@ from typing import Any
 
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
-from treeflash import errors
-from treeflash.cli.command import BROKEN_PIPE, INTERRUPTED, UNEXPECTED
-from treeflash.cli.program import app
-from treeflash.cli.streams import OUTPUT_FAILED
-from treeflash.hub import catalog
+from bough import errors
+from bough.cli.command import BROKEN_PIPE, INTERRUPTED, UNEXPECTED
+from bough.cli.program import app
+from bough.cli.streams import OUTPUT_FAILED
+from bough.hub import catalog
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 HEAD = """\
@@ -25,21 +25,21 @@ A MODEL is a `.gguf` file, a folder that holds one, a [short name](#short-names)
 huggingface.co. Downloads go to the Hugging Face cache, which other programs share. Answers, tables and JSON
 go to standard output, everything else to standard error; with `--json` errors are an object
 `{"error": {"type", "message", "hint"}}` on standard output, mistakes on the command line too. `-h` after any
-command shows its help; `treeflash --install-completion` teaches your shell to complete.
+command shows its help; `bough --install-completion` teaches your shell to complete.
 """
 TAIL = """\
 ## Environment
 
 | variable | meaning |
 |---|---|
-| `TREEFLASH_MODEL` | the model when none is named; also `DFLASH_TARGET` |
-| `TREEFLASH_DRAFT` | the draft when none is named; `none`: plain decoding; also `DFLASH_DRAFT` |
+| `BOUGH_MODEL` | the model when none is named; also `DFLASH_TARGET` |
+| `BOUGH_DRAFT` | the draft when none is named; `none`: plain decoding; also `DFLASH_DRAFT` |
 | `HF_HOME`, `HF_HUB_CACHE` | where downloads are kept |
 | `HF_TOKEN` | for gated and private repositories |
 | `HF_HUB_OFFLINE` | like `--offline` |
 | `NO_COLOR` | no colours |
-| `TREEFLASH_API_KEY` | the key of the server: `serve` requires it, `chat --url` and `launch` send it |
-| `TREEFLASH_DEBUG` | like `--debug` |
+| `BOUGH_API_KEY` | the key of the server: `serve` requires it, `chat --url` and `launch` send it |
+| `BOUGH_DEBUG` | like `--debug` |
 """
 
 
@@ -67,7 +67,7 @@ def describe(name: str, callback: Callable[..., Any]) -> str:
     found = parameters(callback)
     arguments = [each for each in found if isinstance(each.info, ArgumentInfo)]
     options = [each for each in found if isinstance(each.info, OptionInfo)]
-    usage = " ".join([f"treeflash {name}", *(each.usage for each in arguments), "[OPTIONS]"])
+    usage = " ".join([f"bough {name}", *(each.usage for each in arguments), "[OPTIONS]"])
     parts = [f"## {usage}\n", prose(inspect.getdoc(callback) or "")]
     if arguments:
         parts += [table(arguments), ""]
@@ -82,7 +82,7 @@ def prose(text: str) -> str:
     """Return paragraphs; those that are a command line as code."""
     parts = []
     for paragraph in text.split("\n\n"):
-        is_command = paragraph.startswith("treeflash ") or "| treeflash " in paragraph
+        is_command = paragraph.startswith("bough ") or "| bough " in paragraph
         parts.append(f"```\n{paragraph}\n```\n" if is_command else f"{paragraph}\n")
     return "\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""`treeflash bench --fixed` for machines that have torch but not the command line's packages.
+"""`bough bench --fixed` for machines that have torch but not the command line's packages.
 
     python benchmarks/acceptance.py --data FOLDER --model FILE --draft PATH [--temperature 0.8]
 
@@ -13,13 +13,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from treeflash.bench import machine, report
-from treeflash.bench.measure import LocalEndpoint, Settings
-from treeflash.bench.runner import PLAIN, Key, Result, ResultFile, cases, key_of, measure
-from treeflash.bench.suites import Prompt, load
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.prefix_cache.files import identity
-from treeflash.session.loading import load_session
+from bough.bench import machine, report
+from bough.bench.measure import LocalEndpoint, Settings
+from bough.bench.runner import PLAIN, Key, Result, ResultFile, cases, key_of, measure
+from bough.bench.suites import Prompt, load
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.prefix_cache.files import identity
+from bough.session.loading import load_session
 
 RESULTS = Path(__file__).parent / "results"
 

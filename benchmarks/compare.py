@@ -4,7 +4,7 @@
         [--target T.gguf --draft D.gguf] [--prompts 10] [--n-gen 256] [--rounds 2] [--label NAME]
         [--budget 23] [--sizes 1 8 24]
 
-FOLDER holds the package `treeflash` of the other version (`git worktree add ../before REF`: ../before/src).
+FOLDER holds the package `bough` of the other version (`git worktree add ../before REF`: ../before/src).
 Every round runs before, after, after, before in processes of their own. DATA holds humaneval/test.jsonl.gz.
 Without --target the embedded pair is measured. Greedy and sampled text, plain and with trees, is compared
 token for token.
@@ -88,22 +88,22 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    import treeflash
-    from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-    from treeflash.engine.sampler import SamplingParams
+    import bough
+    from bough.config import DraftConfig, EngineConfig, SpecConfig
+    from bough.engine.sampler import SamplingParams
 
     # Also runs on commits before the package was reshaped.
     try:
-        from treeflash.bench.step import measure_steps
-        from treeflash.session.loading import load_session
-        from treeflash.session.requests import TextRequest
+        from bough.bench.step import measure_steps
+        from bough.session.loading import load_session
+        from bough.session.requests import TextRequest
     except ImportError:
-        from treeflash.bench_step import measure_steps  # ty: ignore
-        from treeflash.engine.session import Session, TextRequest  # ty: ignore
+        from bough.bench_step import measure_steps  # ty: ignore
+        from bough.engine.session import Session, TextRequest  # ty: ignore
 
         load_session = Session.load
 
-    pair = Path(str(treeflash.__file__)).parent / "pair"
+    pair = Path(str(bough.__file__)).parent / "pair"
     draft = DraftConfig(options.draft or pair / "draft.gguf")
     speculation = SpecConfig(budget=options.budget, adaptive=False)
     config = EngineConfig(options.device, 4096, speculation=speculation, draft=draft, prefix_cache=0)

@@ -17,16 +17,16 @@ from typing import Any
 
 import jsonschema
 
-import treeflash
+import bough
+from bough.config import DraftConfig, EngineConfig
+from bough.engine.sampler import SamplingParams
+from bough.engine.stats import RequestStats
+from bough.hub.catalog import named
+from bough.memory.device import device_name
+from bough.session.loading import load_session
+from bough.session.requests import Finished, Grammar, Text, TextRequest
+from bough.session.session import Session
 from tests.session.schemas import random_schema
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.stats import RequestStats
-from treeflash.hub.catalog import named
-from treeflash.memory.device import device_name
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, Grammar, Text, TextRequest
-from treeflash.session.session import Session
 
 QUESTIONS = [
     "Describe a person as JSON.",
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     session = load_session(
@@ -120,7 +120,7 @@ def main() -> None:
     constrained, unconstrained = held.line(measured), free.line(measured)
     result = {
         "case": "constrained",
-        "version": treeflash.__version__,
+        "version": bough.__version__,
         "device": device_name(session.engine.target.device),
         "schemas": measured,
         "valid": valid,

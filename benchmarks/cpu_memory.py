@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-import treeflash
-from treeflash.bench.machine import head
-from treeflash.config import EngineConfig
-from treeflash.convert.tiny import make_tiny
-from treeflash.engine.engine import Request
-from treeflash.gguf.reader import GGUFFile
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
-from treeflash.text.tokenizer import Tokenizer
+import bough
+from bough.bench.machine import head
+from bough.config import EngineConfig
+from bough.convert.tiny import make_tiny
+from bough.engine.engine import Request
+from bough.gguf.reader import GGUFFile
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.session.session import Session
+from bough.text.tokenizer import Tokenizer
 
 PROMPT = "Count the words of this sentence. " * 40
 
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = options.model or Path(str(treeflash.__file__)).parent / "pair" / "target.gguf"
+    model = options.model or Path(str(bough.__file__)).parent / "pair" / "target.gguf"
     with tempfile.TemporaryDirectory() as folder:
         run(load(make_tiny(Path(folder, "tiny.gguf")), options))
     settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str)}

@@ -5,7 +5,7 @@
         [--prefill 512] [--host] [--busy 2] [--data DATA] [--out FILE]
 
 FOLDER: see llama_library.py. Without --model the embedded pair is measured. DATA holds the suites' files
-(treeflash.bench.suites); the suite `builtin` needs none, and `edit` asks for a changed copy of a file. There
+(bough.bench.suites); the suite `builtin` needs none, and `edit` asks for a changed copy of a file. There
 is a result for each number of threads and each suite. Every round decodes each prompt in every way;
 llama.cpp is timed with its choice of the likeliest token. A step during which the system took the CPU from
 the process (involuntary context switches) is dropped and counted; medians and least times are of the rest,
@@ -32,15 +32,15 @@ from typing import Any
 import torch
 from llama_library import LlamaCpp
 
-import treeflash
-from treeflash.bench import suites
-from treeflash.bench.machine import head
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Request, Tokens
-from treeflash.kernels.native import library
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
+import bough
+from bough.bench import suites
+from bough.bench.machine import head
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Request, Tokens
+from bough.kernels.native import library
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.session.session import Session
 
 # What runs in native code during a step.
 NATIVE = ("tf_step", "tf_draft_block", "tf_draft_append", "tf_matmul", "tf_embed", "tf_argmax", "tf_rank")
@@ -50,7 +50,7 @@ EDITS = (
     "Turn every list that is only iterated over into a tuple.",
     "Add type hints to every function.",
 )
-FILE = Path(__file__).parents[1] / "src/treeflash/text/stops.py"
+FILE = Path(__file__).parents[1] / "src/bough/text/stops.py"
 RESAMPLES = 400
 
 
@@ -204,7 +204,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 def load(options: argparse.Namespace, threads: int) -> Ways:
     torch.set_num_threads(threads)
-    pair = Path(str(treeflash.__file__)).parent / "pair"
+    pair = Path(str(bough.__file__)).parent / "pair"
     model = options.model or pair / "target.gguf"
     draft = None if options.draft == "none" else Path(options.draft or pair / "draft.gguf")
     sessions: dict[str, Session] = {}

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-import treeflash
-from treeflash.bench.machine import head
-from treeflash.config import EngineConfig
-from treeflash.engine.engine import Request, Tokens
-from treeflash.models.step import Step
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
-from treeflash.state.sequences import SequenceStates
+import bough
+from bough.bench.machine import head
+from bough.config import EngineConfig
+from bough.engine.engine import Request, Tokens
+from bough.models.step import Step
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.session.session import Session
+from bough.state.sequences import SequenceStates
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--kv-cache", default="f32")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    model = options.model or Path(str(treeflash.__file__)).parent / "pair" / "target.gguf"
+    model = options.model or Path(str(bough.__file__)).parent / "pair" / "target.gguf"
     common = {"device": "cpu", "max_ctx": 4096, "speculation": None, "prefix_cache": 0}
     native = load_session(
         model,

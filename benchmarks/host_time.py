@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from treeflash.convert.tiny import make_tiny
-from treeflash.engine.engine import Engine, Request
-from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.sequence import Phase
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
+from bough.convert.tiny import make_tiny
+from bough.engine.engine import Engine, Request
+from bough.engine.sampler import SamplingParams
+from bough.engine.sequence import Phase
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
 
 
 def replaying_engine(path: Path, sequences: int, steps: int) -> Engine:

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treeflash.bench.machine import head
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.hub.catalog import named
-from treeflash.models.step import Step
-from treeflash.session.loading import load_session
-from treeflash.session.session import Session
+from bough.bench.machine import head
+from bough.config import EngineConfig, SpecConfig
+from bough.hub.catalog import named
+from bough.models.step import Step
+from bough.session.loading import load_session
+from bough.session.session import Session
 
 ROOT = Path(__file__).parent.parent
 PROMPT, ROWS = 256, 32
@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/kv_quality.jsonl")
     options = parser.parse_args()
-    card = named("treeflash-40m")
+    card = named("bough-40m")
     assert card is not None and card[0].pair is not None
     model = options.model or card[0].pair.target
     texts = options.texts or [
-        ROOT / "src/treeflash/engine/engine.py",
+        ROOT / "src/bough/engine/engine.py",
         ROOT / "docs/server.md",
-        ROOT / "src/treeflash/cli/view.py",
+        ROOT / "src/bough/cli/view.py",
     ]
     exact: list[Tensor] = []
     trees = SpecConfig(budget=ROWS - 1)  # only to allow that many rows; nothing is drafted

@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from treeflash.bench.measure import loop_start
-from treeflash.bench.suites import load
-from treeflash.engine.sampler import SamplingParams
-from treeflash.train.draft_data import encode_prompt
-from treeflash.train.draft_target import load_target
-from treeflash.train.generation import Asked, generate_batch, many_engine
+from bough.bench.measure import loop_start
+from bough.bench.suites import load
+from bough.engine.sampler import SamplingParams
+from bough.train.draft_data import encode_prompt
+from bough.train.draft_target import load_target
+from bough.train.generation import Asked, generate_batch, many_engine
 
 FENCE = "```python\n"
 

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bough.bench import machine
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.convert.tiny import make_tiny
+from bough.engine.engine import Engine, Request
+from bough.session.loading import load_session
 from tests.engine.driving import run
 from tests.engine.test_lossless import SAMPLINGS
 from tests.every_draft import PROPOSERS, EveryDraft
-from treeflash.bench import machine
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.convert.tiny import make_tiny
-from treeflash.engine.engine import Engine, Request
-from treeflash.session.loading import load_session
 
 RESULTS = Path(__file__).parent / "results" / "lossless.jsonl"
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
@@ -46,7 +46,7 @@ def compared(plain: Texts, texts: Texts) -> dict[str, Any]:
 
 
 def tiny(tokens: int, budget: int, only: Sequence[str]) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="treeflash-lossless-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bough-lossless-") as folder:
         target = make_tiny(Path(folder) / "target.gguf", layers=8, mtp=True, context=4096)
         drafts = EveryDraft(target, Path(folder))
         plain, _ = texts_of(drafts.plain().engine, tokens)

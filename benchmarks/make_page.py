@@ -5,8 +5,8 @@ python benchmarks/make_page.py
 
 from pathlib import Path
 
-from treeflash.bench import plots, report
-from treeflash.bench.runner import ResultFile
+from bough.bench import plots, report
+from bough.bench.runner import ResultFile
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -16,12 +16,12 @@ HEAD = """\
 # Benchmarks
 
 The command of each run follows its tables; the raw results, one line per prompt and budget, are in
-`benchmarks/results/`. `treeflash bench` measures your own machine in the same way, and with `--url` any
+`benchmarks/results/`. `bough bench` measures your own machine in the same way, and with `--url` any
 server.
 
 """
 _GROWN = """\
-The model is the 40M pair grown to the 27B's shapes and types (`treeflash grow`): its outputs and acceptance
+The model is the 40M pair grown to the 27B's shapes and types (`bough grow`): its outputs and acceptance
 lengths are the small pair's, its times those of a 27B. Its scores are those of a 40M model.
 """
 _TEN = """\

@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-from treeflash.bench import machine
-from treeflash.bench.suites import load
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.sequence import Phase, Request
-from treeflash.kernels.tree.reference import accept_path
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, TextRequest
-from treeflash.session.session import Session
-from treeflash.spec.dflash import DraftReport
-from treeflash.spec.policy import Plan, RowPolicy, StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Tree
+from bough.bench import machine
+from bough.bench.suites import load
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sequence import Phase, Request
+from bough.kernels.tree.reference import accept_path
+from bough.session.loading import load_session
+from bough.session.requests import Finished, TextRequest
+from bough.session.session import Session
+from bough.spec.dflash import DraftReport
+from bough.spec.policy import Plan, RowPolicy, StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Tree
 
 SOURCES = ("draft", "mtp", "both")
 RESULTS = Path(__file__).parent / "results" / "mixed.jsonl"

@@ -16,7 +16,7 @@ PROMPT = "Write a bubble sort in Python."
 TOKENS = 128
 LINES = f"""\
 import json
-from treeflash import LLM, SamplingParams
+from bough import LLM, SamplingParams
 
 llm = LLM()
 answer = llm.chat({PROMPT!r}, SamplingParams(temperature=0, max_tokens={TOKENS}))
@@ -24,7 +24,7 @@ stats = answer.stats
 print(json.dumps({{"text": answer, "tok_s": stats.decode_tok_s, "ttft_s": stats.ttft_s}}))
 llm.close()
 """
-COMMAND = ["-m", "treeflash", "run", "-p", PROMPT, "-n", str(TOKENS), "--greedy", "--json"]
+COMMAND = ["-m", "bough", "run", "-p", PROMPT, "-n", str(TOKENS), "--greedy", "--json"]
 
 
 def run(arguments: list[str]) -> dict[str, float | str]:

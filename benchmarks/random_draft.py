@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.gguf import GGUFFile, GGUFWriter, ValueType
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Done, Engine, Request, Tokens
+from bough.gguf import GGUFFile, GGUFWriter, ValueType
+from bough.hub.catalog import named
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
 
 PROMPTS = [
     "def fibonacci(n):",
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_draft.jsonl"))
     options = parser.parse_args()
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     target, draft = options.target or pair.target, options.draft

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.sequence import Phase, Request
-from treeflash.hub.catalog import named
-from treeflash.kernels.tree.reference import accept_path
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, TextRequest
-from treeflash.session.session import Session
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Tree
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sequence import Phase, Request
+from bough.hub.catalog import named
+from bough.kernels.tree.reference import accept_path
+from bough.session.loading import load_session
+from bough.session.requests import Finished, TextRequest
+from bough.session.session import Session
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Tree
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    card = named("treeflash-40m")
+    card = named("bough-40m")
     assert card is not None and card[0].pair is not None
     pair = card[0].pair
     speculation = SpecConfig(budget=ROWS - 1, lookup=False, adaptive=False)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale_out --out FILE [--clients 8] [--seconds 10] [--only overhead] -- ARGUMENTS
 
-Starts `treeflash serve` with the arguments after `--`, plain and with replicas, each on its own port.
+Starts `bough serve` with the arguments after `--`, plain and with replicas, each on its own port.
 throughput: clients that ask one short prompt after the other, on two replicas, on one, on two, on one.
 overhead: time to the first token and time per event of one stream, plain server and one replica in turns.
 faults: seconds until a cancelled request is gone from its replica, 200 clients that vanish, and kill -9 of a
@@ -37,7 +37,7 @@ TOKENS = 96
 PROMPT = "Write a Python function that returns the {} of a list of numbers, number {}."
 WORDS = ("sum", "mean", "median", "maximum", "minimum", "range", "product", "mode", "length", "reverse")
 START_S = 240
-ENDLESS = {"ignore_eos": True, "treeflash": {"budget": 0}, "max_tokens": 1500, "temperature": 0}
+ENDLESS = {"ignore_eos": True, "bough": {"budget": 0}, "max_tokens": 1500, "temperature": 0}
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def serving(arguments: list[str], replicas: int) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "treeflash",
+        "bough",
         "serve",
         "--port",
         str(port),
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=("throughput", "overhead", "faults"))
     parser.add_argument("--note", default="", help="what else the machine did")
-    parser.add_argument("serve", nargs="*", help="arguments of treeflash serve, after --")
+    parser.add_argument("serve", nargs="*", help="arguments of bough serve, after --")
     options = parser.parse_args()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True

@@ -3,7 +3,7 @@
     python benchmarks/scores.py --data FOLDER --model FILE [--device cuda] [--prompts 50]
 
 FOLDER holds humaneval, gsm8k, math500 (test.jsonl.gz each) and mbpp/sanitized.jsonl.gz. Outputs are generated
-in batches with plain decoding; prompts and scores are those of `treeflash bench`.
+in batches with plain decoding; prompts and scores are those of `bough bench`.
 Appends a line per suite to benchmarks/results/scores.jsonl.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from treeflash.bench.suites import Prompt, load
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.memory.device import device_name, pick_device
-from treeflash.models.decoder import Decoder
-from treeflash.text.template import ChatTemplate
-from treeflash.text.tokenizer import Tokenizer
-from treeflash.train.generation import Asked, generate_batch, many_engine
+from bough.bench.suites import Prompt, load
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.memory.device import device_name, pick_device
+from bough.models.decoder import Decoder
+from bough.text.template import ChatTemplate
+from bough.text.tokenizer import Tokenizer
+from bough.train.generation import Asked, generate_batch, many_engine
 
 
 def is_right(prompt: Prompt, answer: str) -> bool:

@@ -88,7 +88,7 @@ def main() -> None:
     scale = parser.parse_args().scale
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = Path(sys.executable).with_name("treeflash")
+    program = Path(sys.executable).with_name("bough")
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen([program, "serve", "--port", str(port)])
     worst = 0.0

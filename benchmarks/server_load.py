@@ -2,7 +2,7 @@
 
     python -m benchmarks.server_load --data DIR --out FILE [--users 1 2 4 8 16] [--seconds 8] -- ARGUMENTS
 
-Starts `treeflash serve` with the arguments after `--`, in the environment of this program. Every user asks
+Starts `bough serve` with the arguments after `--`, in the environment of this program. Every user asks
 one prompt after the other, code and maths in turns (or `--suites mtbench`), and reads the stream; what is
 counted lies in a window of --seconds after a short start. `--long N`: four readers while a prompt of about N
 tokens arrives. `--least N` leaves out prompts with short answers, which measure the reading of prompts as
@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx2
 
-from treeflash.bench.suites import load
+from bough.bench.suites import load
 
 START_S = 1.5  # before a window: every user has a text
 SHORT = "Write a function that returns the {} of a list of numbers."
@@ -261,11 +261,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0, metavar="TOKENS")
     parser.add_argument("--label", default="")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("serve", nargs="*", help="arguments of treeflash serve, after --")
+    parser.add_argument("serve", nargs="*", help="arguments of bough serve, after --")
     options = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "treeflash.cli.main", "serve", "--port", str(port), *options.serve]
+    command = [sys.executable, "-m", "bough.cli.main", "serve", "--port", str(port), *options.serve]
     url, server = f"http://127.0.0.1:{port}", subprocess.Popen(command)
     try:
         facts = {"label": options.label, "suites": options.suites, "ready_s": round(wait(server, url), 1)}

@@ -16,18 +16,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import treeflash
-from treeflash.config import DraftConfig, EngineConfig, ServerConfig
-from treeflash.hub.catalog import named
-from treeflash.server.app import create_app
-from treeflash.server.listen import bind
-from treeflash.server.metrics import Metrics
-from treeflash.server.models import Models, ServedModel
-from treeflash.server.run import make_server
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, Text, TextRequest
-from treeflash.session.session import Session
-from treeflash.session.worker import EngineWorker
+import bough
+from bough.config import DraftConfig, EngineConfig, ServerConfig
+from bough.hub.catalog import named
+from bough.server.app import create_app
+from bough.server.listen import bind
+from bough.server.metrics import Metrics
+from bough.server.models import Models, ServedModel
+from bough.server.run import make_server
+from bough.session.loading import load_session
+from bough.session.requests import Finished, Text, TextRequest
+from bough.session.session import Session
+from bough.session.worker import EngineWorker
 
 MESSAGES = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
 # Reads a stream; prints the seconds from its first text to its last, and the text.
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft))
@@ -116,7 +116,7 @@ def main() -> None:
         assert streamed == text, "the server's output differs from the engine's"
     result = {
         "case": "server_overhead",
-        "version": treeflash.__version__,
+        "version": bough.__version__,
         "device": str(session.engine.target.device),
         "tokens": count,
         "engine_ms_per_token": 1000 * statistics.median(alone) / (count - 1),

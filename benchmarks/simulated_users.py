@@ -22,18 +22,18 @@ import numpy as np
 
 from benchmarks.gpu.exact import GREEDY
 from benchmarks.server_load import prompts_of
+from bough.config import DraftConfig, EngineConfig
+from bough.engine import engine as engine_module
+from bough.engine.engine import Engine, Tokens
+from bough.engine.runner import Accepted, EagerRunner, Forward, StepTimes, Verify
+from bough.engine.sequence import Request
+from bough.models.step import SIZES, padded_rows
+from bough.session import building
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.session.session import Session
+from bough.spec.policy import StepCosts
 from tests.gpu.texts import embedded_pair
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine import engine as engine_module
-from treeflash.engine.engine import Engine, Tokens
-from treeflash.engine.runner import Accepted, EagerRunner, Forward, StepTimes, Verify
-from treeflash.engine.sequence import Request
-from treeflash.models.step import SIZES, padded_rows
-from treeflash.session import building
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
-from treeflash.spec.policy import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treeflash.convert.tiny import make_tiny
+from bough.convert.tiny import make_tiny
 
 # Two workers share two cores; more threads than that only get in each other's way.
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu", "tests marked gpu")
     group.addoption("--shard", default="0/1", metavar="I/N", help="run part I of N of the selected tests")
     group.addoption(
-        "--grown-27b", type=Path, metavar="DIR", help="target.gguf and draft.gguf of `treeflash grow` 27b"
+        "--grown-27b", type=Path, metavar="DIR", help="target.gguf and draft.gguf of `bough grow` 27b"
     )
     group.addoption("--random-27b", type=Path, metavar="DIR", help="the same shapes with random weights")
     group.addoption("--humaneval", type=Path, metavar="DIR", help="folder of humaneval/test.jsonl.gz")

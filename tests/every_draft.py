@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.session.loading import load_session
+from bough.session.session import Session
 from tests.tiny_draft import SECOND, draft_config, save_draft
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.session.loading import load_session
-from treeflash.session.session import Session
 
 METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 16},

@@ -1,4 +1,4 @@
-"""`from treeflash import LLM, SamplingParams`."""
+"""`from bough import LLM, SamplingParams`."""
 
 import asyncio
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import treeflash
+import bough
+from bough import LLM, SamplingParams
+from bough.errors import ModelNotFound, PromptTooLong, UsageError
 from tests.hub.fake_hub import FakeHub
 from tests.hub.fake_pairs import DRAFT, add_pair, use_hub
-from treeflash import LLM, SamplingParams
-from treeflash.errors import ModelNotFound, PromptTooLong, UsageError
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/python.md"
@@ -37,14 +37,14 @@ def test_the_page_runs(capsys):
 
 
 def test_importing_is_quick_and_the_names_are_there():
-    script = "import sys, treeflash; print('torch' in sys.modules, 'LLM' in dir(treeflash))"
+    script = "import sys, bough; print('torch' in sys.modules, 'LLM' in dir(bough))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.stdout.split() == ["False", "True"], result.stderr
-    assert all(hasattr(treeflash, name) for name in treeflash.__all__)
+    assert all(hasattr(bough, name) for name in bough.__all__)
 
 
 def test_the_text_and_the_draft_are_those_of_the_command_line(llm):
-    command = [sys.executable, "-m", "treeflash", "run", "-p", PROMPT, "-n", "60", "--greedy", "--json"]
+    command = [sys.executable, "-m", "bough", "run", "-p", PROMPT, "-n", "60", "--greedy", "--json"]
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     answer = llm.chat(PROMPT, SamplingParams(max_tokens=60))
     assert answer == answer.text == shown["text"] and answer.tokens == shown["tokens"]

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treeflash.gguf.header import ValueType
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.types import QuantType
-from treeflash.gguf.writer import GGUFWriter
-from treeflash.models.dflash import DFlashDraft, DraftBuffers
-from treeflash.models.spec import ModelSpec
-from treeflash.state.draft_ring import draft_buffers
+from bough.gguf.header import ValueType
+from bough.gguf.quantise import quantise
+from bough.gguf.types import QuantType
+from bough.gguf.writer import GGUFWriter
+from bough.models.dflash import DFlashDraft, DraftBuffers
+from bough.models.spec import ModelSpec
+from bough.state.draft_ring import draft_buffers
 
 HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD = 4, 2, 16, 96
 

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=src:training PYTHONUNBUFFERED=1
 WORK=${WORK:-training/work} OUT=${OUT:-$WORK/out} PARTS=${1:-target draft}
 LIMIT=${LIMIT:-570} MINUTES=${MINUTES:-2.9} MOST=${MOST:-0.2}
-PAIR=src/treeflash/pair
+PAIR=src/bough/pair
 COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 mkdir -p "$OUT" "$WORK"
 exec > >(tee -a "$OUT/continue.log") 2>&1
@@ -38,8 +38,8 @@ if [[ $PARTS == *target* ]]; then
   stage target $((LIMIT / 2)) python training/pretrain.py --work "$WORK" --minutes "$MINUTES" --seq 768 \
     --lr 1.5e-3 --instruct-share 0.5 --seed 2 --continue-from $PAIR/target.gguf
   cp "$WORK/pretrain.json" "$OUT"
-  stage file 60 python -c "from pathlib import Path; from treeflash.convert.convert import convert; \
-print(convert(Path('$WORK/TreeFlash-40M'), Path('$WORK/target.gguf'), mix='q4_k_m').bytes, 'bytes')"
+  stage file 60 python -c "from pathlib import Path; from bough.convert.convert import convert; \
+print(convert(Path('$WORK/Bough-40M'), Path('$WORK/target.gguf'), mix='q4_k_m').bytes, 'bytes')"
   split -b 15M -d "$WORK/target.gguf" "$OUT/target.gguf."
   if [[ -d $WORK/benchmarks ]]; then
     stage loops 60 python benchmarks/loops.py --data "$WORK/benchmarks" --model "$WORK/target.gguf" \

@@ -1,4 +1,4 @@
-"""Stage 5: trains the draft of the pair. Like `treeflash train`, with plain log lines.
+"""Stage 5: trains the draft of the pair. Like `bough train`, with plain log lines.
 
     PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --data-only
     PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --minutes 8
@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treeflash.train.draft_data import Regeneration
-from treeflash.train.draft_eval import Evaluation
-from treeflash.train.draft_run import Job, train_draft
-from treeflash.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress
+from bough.train.draft_data import Regeneration
+from bough.train.draft_eval import Evaluation
+from bough.train.draft_run import Job, train_draft
+from bough.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress
 
 EVERY_S = 10.0  # between progress lines
 STOPPED = 3  # exit code: ended before it was done, `--resume` goes on

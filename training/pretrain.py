@@ -5,7 +5,7 @@
     PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    then the same with --resume
     PYTHONPATH=src python training/pretrain.py --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
 
-Writes TreeFlash-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
+Writes Bough-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
 into the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and
 the tokenizer's files there.
 """
@@ -25,12 +25,12 @@ import torch
 from streams import Streams, document_end, held_out_windows, read_instructions, read_parts, token_ids
 from torch import Tensor
 
-from treeflash.train.delta import CHUNK, fused_error
-from treeflash.train.muon import Muon
-from treeflash.train.target import Target, TargetConfig, save_target
-from treeflash.train.target_file import read_target
+from bough.train.delta import CHUNK, fused_error
+from bough.train.muon import Muon
+from bough.train.target import Target, TargetConfig, save_target
+from bough.train.target_file import read_target
 
-NAME = "TreeFlash-40M"  # of the folder and the model
+NAME = "Bough-40M"  # of the folder and the model
 WARM_UP, DECAY = 0.02, 0.4  # shares of the time: at the start, at the end
 INSTRUCT_ROWS = 0.8  # share of a batch in the last phase; the rest stays general text
 ALIGNED_ROWS = 0.5  # share of general text: rows that start at a document's start, as prompts do

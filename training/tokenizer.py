@@ -36,7 +36,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from treeflash.gguf.reader import GGUFFile
+from bough.gguf.reader import GGUFFile
 
 VOCABULARY = 16_384
 WORK = Path(__file__).parent / "work"

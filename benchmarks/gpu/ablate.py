@@ -22,15 +22,15 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.step import guarded, load
-from treeflash.bench.step import StepProbe
-from treeflash.config import SpecConfig
-from treeflash.convert.grow import grow
-from treeflash.engine.engine import Done, Engine, Request
-from treeflash.engine.runner import Mark, StepClock
-from treeflash.models import decoder, layers
-from treeflash.models.step import Step
-from treeflash.session.session import Session
-from treeflash.spec.tree import Tree
+from bough.bench.step import StepProbe
+from bough.config import SpecConfig
+from bough.convert.grow import grow
+from bough.engine.engine import Done, Engine, Request
+from bough.engine.runner import Mark, StepClock
+from bough.models import decoder, layers
+from bough.models.step import Step
+from bough.session.session import Session
+from bough.spec.tree import Tree
 
 # Functions by the names under which decoder.py and layers.py call them. A name that a commit does not have is
 # skipped, so that two commits can be compared.

@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.report import Report
+from bough.bench.machine import head, of_session
+from bough.config import SpecConfig
+from bough.convert.grow import grow
+from bough.engine.runner import GraphRunner, StepTimes
+from bough.session.session import Session
+from bough.spec.dflash import Ask, DFlashModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers
+from bough.state.sequences import CacheConfig
 from tests.engine import company
 from tests.gpu.texts import load_session
-from treeflash.bench.machine import head, of_session
-from treeflash.config import SpecConfig
-from treeflash.convert.grow import grow
-from treeflash.engine.runner import GraphRunner, StepTimes
-from treeflash.session.session import Session
-from treeflash.spec.dflash import Ask, DFlashModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
-from treeflash.state.sequences import CacheConfig
 
 SLOTS, CONTEXT, BUDGET = 64, 256, 63
 

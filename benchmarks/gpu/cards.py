@@ -1,4 +1,4 @@
-"""Runs the paths of other cards on this one (TREEFLASH_PRETEND_CARD): kernel checks, bits of texts, steps.
+"""Runs the paths of other cards on this one (BOUGH_PRETEND_CARD): kernel checks, bits of texts, steps.
 
     PYTHONPATH=src:. python benchmarks/gpu/cards.py --data DIR --out FILE [--cards sm_86,sm_89,sm_75]
         [--model FOLDER] [--only texts,steps,checks] [--workers 4]
@@ -6,7 +6,7 @@
 checks: the tests of kernels in tests/gpu without the slow ones, in --workers processes a card; --all: all of
 tests/gpu. texts: 20 prompts of the embedded pair, whose trees must have all bits of that path's own plain
 decoding (exact.py). These two for all cards at a time. steps: time by rows and share of the read bandwidth of
-the model in --model (target.gguf and draft.gguf, as `treeflash grow` writes). sm_75 has no CUDA C++ kernels
+the model in --model (target.gguf and draft.gguf, as `bough grow` writes). sm_75 has no CUDA C++ kernels
 and no bfloat16; it gets checks and texts only.
 """
 
@@ -38,7 +38,7 @@ def run(arch: str, command: list[str], seconds: float) -> tuple[int, str]:
     """Run a command on the card that acts as `arch`; return its exit code and what it printed."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, *given)))
-    environment = {**os.environ, "TREEFLASH_PRETEND_CARD": arch, "PYTHONPATH": paths}
+    environment = {**os.environ, "BOUGH_PRETEND_CARD": arch, "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, *command],
         env=environment,
@@ -103,7 +103,7 @@ def steps(report: Report, arch: str, options: argparse.Namespace) -> None:
         return
     result = options.out.with_suffix(f".{arch}.json")
     files = [str(options.model / "target.gguf"), "--draft", str(options.model / "draft.gguf")]
-    command = ["-m", "treeflash", "bench", "step", *files, "--max-ctx", "4k", "--json", str(result)]
+    command = ["-m", "bough", "bench", "step", *files, "--max-ctx", "4k", "--json", str(result)]
     code, text = run(arch, command, report.left - TO_END_S)
     report.check(f"{arch}: steps ran", code == 0)
     if code:

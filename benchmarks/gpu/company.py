@@ -23,13 +23,13 @@ from torch import Tensor
 
 from benchmarks.gpu.exact import GREEDY, SAMPLED, LogitHashes, suite_prompts
 from benchmarks.gpu.report import Report
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Engine, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.engine.sequence import Request
+from bough.engine.sequence import Sequence as Running
+from bough.session.loading import load_session
 from tests.gpu.texts import embedded_pair
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Engine, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.sequence import Request
-from treeflash.engine.sequence import Sequence as Running
-from treeflash.session.loading import load_session
 
 
 @dataclass(slots=True)

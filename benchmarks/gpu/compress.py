@@ -2,14 +2,14 @@
 
     PYTHONPATH=src:. python benchmarks/gpu/compress.py --model DIR --scorer GGUF --out compress-gpu.jsonl
 
-DIR holds a grown pair, target.gguf and draft.gguf (`treeflash grow DIR`); --shape 27b grows one. GGUF is a
+DIR holds a grown pair, target.gguf and draft.gguf (`bough grow DIR`); --shape 27b grows one. GGUF is a
 real small model, Qwen2.5-Coder-0.5B: without it only times with random weights of the Qwen3.5-0.8B's shapes
 are taken. Without --model and --shape the embedded pair and a small scorer are used, as in a trial run with
 --device cpu --lengths 1500,2000 --texts 2.
 
 times     exact and compressed time to the first token at keep 0.10 and 0.05, scoring included; also of a
           second question
-facts     questions of `treeflash bench compress` whose facts are kept, by the real scorer
+facts     questions of `bough bench compress` whose facts are kept, by the real scorer
 answers   answers of the real small model from full and compressed prompts, and the task that must fail
 """
 
@@ -28,27 +28,27 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.report import Report
+from bough.bench import compress_run
+from bough.bench.compress_answers import answers, table
+from bough.bench.compress_texts import Context, aggregation, contexts
+from bough.compress.compressor import NOTE
+from bough.compress.scorer import MixedScorer
+from bough.compress.words import WordScorer
+from bough.config import CompressConfig
+from bough.convert.checkpoint import HFConfig
+from bough.convert.convert import write_model
+from bough.convert.families import read_sizes
+from bough.convert.grow import grow
+from bough.convert.rules import Rule, tensor_rules
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.gguf.writer import ValueType
+from bough.session.attention_scorer import AttentionScorer
+from bough.session.compression import Compression, PromptCompression
+from bough.session.requests import CompressOptions, Finished, Text, TextRequest
+from bough.session.session import Session
 from tests.gpu.conversation import raise_context_length
 from tests.gpu.texts import embedded_pair, load_session
-from treeflash.bench import compress_run
-from treeflash.bench.compress_answers import answers, table
-from treeflash.bench.compress_texts import Context, aggregation, contexts
-from treeflash.compress.compressor import NOTE
-from treeflash.compress.scorer import MixedScorer
-from treeflash.compress.words import WordScorer
-from treeflash.config import CompressConfig
-from treeflash.convert.checkpoint import HFConfig
-from treeflash.convert.convert import write_model
-from treeflash.convert.families import read_sizes
-from treeflash.convert.grow import grow
-from treeflash.convert.rules import Rule, tensor_rules
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.writer import ValueType
-from treeflash.session.attention_scorer import AttentionScorer
-from treeflash.session.compression import Compression, PromptCompression
-from treeflash.session.requests import CompressOptions, Finished, Text, TextRequest
-from treeflash.session.session import Session
 
 KEEP = (0.10, 0.05)
 SECONDS = {(32768, 0.10): 0.8, (65536, 0.10): 1.6, (131072, 0.10): 3.0, (131072, 0.05): 2.1}  # asked
@@ -325,7 +325,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=560, help="after which no further part begins")
     given = parser.parse_args()
     report = Report(given.out, given.seconds, given.device)
-    with tempfile.TemporaryDirectory(prefix="treeflash-compress") as folder:
+    with tempfile.TemporaryDirectory(prefix="bough-compress") as folder:
         lengths = [int(length) for length in given.lengths.split(",")]
         options = Options(
             given.device, given.model, given.shape, given.scorer, lengths, given.texts, Path(folder)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "src/treeflash/kernels/native"
+NATIVE = ROOT / "src/bough/kernels/native"
 PAIR = ["--prompts", "6", "--rounds", "2", "--threads", "1,2", "--host"]
 MODEL = ["--prompts", "2", "--n-gen", "32", "--rounds", "1", "--threads", "1,2", "--draft", "none"]
 

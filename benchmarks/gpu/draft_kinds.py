@@ -3,7 +3,7 @@
     PYTHONPATH=src:. python benchmarks/gpu/draft_kinds.py --target GGUF --draft GGUF --out FILE
 
 The DFlash draft is the file's; the others have its backbone, and random weights for what they add. The target
-should have random weights, too (`treeflash grow --random`): in a grown one all added tokens tie, and to rank
+should have random weights, too (`bough grow --random`): in a grown one all added tokens tie, and to rank
 them takes longest. Times are of one whole step of 24 rows, with the step's graphs captured.
 """
 
@@ -20,27 +20,27 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.report import Report
+from bough.bench.step import StepProbe
+from bough.bench.step_profile import by_kernel
+from bough.config import SpecConfig
+from bough.engine.engine import Engine
+from bough.gguf.quantise import quantise
+from bough.gguf.reader import GGUFFile, TensorInfo
+from bough.gguf.types import QuantType
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
+from bough.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
+from bough.models.measure import measured
+from bough.models.mtp import MTPBlock
+from bough.models.spec import ModelSpec
+from bough.models.weights import TensorSource, WeightLoader
+from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.mtp import MTPModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers, mtp_buffers
+from bough.train.mtp_model import block_shapes
 from tests.gpu.texts import embedded_pair
-from treeflash.bench.step import StepProbe
-from treeflash.bench.step_profile import by_kernel
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Engine
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.reader import GGUFFile, TensorInfo
-from treeflash.gguf.types import QuantType
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
-from treeflash.models.measure import measured
-from treeflash.models.mtp import MTPBlock
-from treeflash.models.spec import ModelSpec
-from treeflash.models.weights import TensorSource, WeightLoader
-from treeflash.spec.dflash import DFlashModel, DraftModel
-from treeflash.spec.mtp import MTPModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers, mtp_buffers
-from treeflash.train.mtp_model import block_shapes
 
 ROWS, CONTEXT = 24, 256
 RANK = 256

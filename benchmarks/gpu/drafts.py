@@ -27,12 +27,12 @@ import torch
 
 from benchmarks.gpu.stages import Stages
 from benchmarks.gpu.step import scratch_folder
+from bough.convert.grow import grow
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.train.draft_model import DraftModel, new_spec
+from bough.train.draft_settings import TrainConfig
 from tests.gpu.texts import embedded_pair
-from treeflash.convert.grow import grow
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.train.draft_model import DraftModel, new_spec
-from treeflash.train.draft_settings import TrainConfig
 
 KINDS = ("dflash2", "dflash", "mtp")
 RANK, WIDER = 58, 512  # of DFlash2's selector; feed-forward of the DFlash draft beyond the usual

@@ -25,19 +25,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report
+from bough.bench.suites import SOURCES, load
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Done, Engine, Request, Tokens
+from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
+from bough.engine.sampler import SamplingParams
+from bough.kernels.tree import MAX_ROWS
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.session.session import Session
+from bough.spec.drafter import Constraint, NoDrafter
+from bough.spec.tree import Tree
+from bough.state.sequences import CacheConfig
 from tests.gpu.texts import embedded_pair
-from treeflash.bench.suites import SOURCES, load
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
-from treeflash.engine.sampler import SamplingParams
-from treeflash.kernels.tree import MAX_ROWS
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
-from treeflash.spec.drafter import Constraint, NoDrafter
-from treeflash.spec.tree import Tree
-from treeflash.state.sequences import CacheConfig
 
 GREEDY = SamplingParams(seed=1)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)

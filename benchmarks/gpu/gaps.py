@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.gpu.prefill import first_token_s
 from benchmarks.gpu.report import Report
+from bough.bench.step_profile import Span, exclusive_times
+from bough.config import DraftConfig, EngineConfig
+from bough.engine.engine import Engine
+from bough.session.loading import load_session
 from tests.gpu.texts import embedded_pair
-from treeflash.bench.step_profile import Span, exclusive_times
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.engine import Engine
-from treeflash.session.loading import load_session
 
 LONGEST = 16
 

@@ -16,6 +16,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report, graph_ms
+from bough.kernels import norm_rope
+from bough.kernels.attention import triton_kernels as attention_triton
+from bough.kernels.causal_conv import cuda as conv_cuda
+from bough.kernels.causal_conv import triton_kernels as conv_triton
+from bough.kernels.delta_rule import cuda as delta_cuda
+from bough.kernels.delta_rule import triton_kernels as delta_triton
+from bough.kernels.kv_cache import triton_kernels as cache_kernel
+from bough.kernels.norm_rope import reference as norm_reference
+from bough.kernels.norm_rope import triton_kernels as norm_triton
+from bough.kernels.quant_matmul import pack_rows
 from tests.gpu.inputs import (
     DELTA_DIM,
     DEVICE,
@@ -32,16 +42,6 @@ from tests.gpu.inputs import (
     PagedStep,
     random_trees,
 )
-from treeflash.kernels import norm_rope
-from treeflash.kernels.attention import triton_kernels as attention_triton
-from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import triton_kernels as conv_triton
-from treeflash.kernels.delta_rule import cuda as delta_cuda
-from treeflash.kernels.delta_rule import triton_kernels as delta_triton
-from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
-from treeflash.kernels.norm_rope import reference as norm_reference
-from treeflash.kernels.norm_rope import triton_kernels as norm_triton
-from treeflash.kernels.quant_matmul import pack_rows
 
 SECONDS = 50  # after which no further part begins
 

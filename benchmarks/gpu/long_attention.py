@@ -15,6 +15,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.report import Report, graph_ms
+from bough.kernels.attention import cuda, paged_attention
+from bough.kernels.attention.triton_kernels import paged_attention as triton_attention
+from bough.kernels.kv_cache import triton_kernels as cache_kernel
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.norm_rope import rope_angles
+from bough.kernels.runtime.device import card_of
 from tests.gpu.attention_tiles import OTHER_TILES, other_tiles
 from tests.gpu.inputs import (
     DEVICE,
@@ -30,12 +36,6 @@ from tests.gpu.inputs import (
     noise_pool,
     random_trees,
 )
-from treeflash.kernels.attention import cuda, paged_attention
-from treeflash.kernels.attention.triton_kernels import paged_attention as triton_attention
-from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.norm_rope import rope_angles
-from treeflash.kernels.runtime.device import card_of
 
 SECONDS = 80  # after which no further part begins
 ATTENTION_LAYERS = 16  # of the 27B

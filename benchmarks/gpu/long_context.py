@@ -23,19 +23,19 @@ import torch
 
 from benchmarks.gpu.report import Report, eager_ms
 from benchmarks.gpu.step import guarded, scratch_folder
+from bough.bench.step import StepProbe, read_bandwidth
+from bough.convert.grow import grow
+from bough.engine.engine import Engine
+from bough.kernels.kv_cache.format import FORMATS
+from bough.kernels.tree import MAX_ROWS
+from bough.memory.estimate import kv_bytes_per_token
+from bough.memory.planner import MemoryPlan
+from bough.models.decoder import Decoder
+from bough.session.session import Session
+from bough.state.sequences import CacheConfig
 from tests.gpu.device_memory import PeakMemory
 from tests.gpu.long_text import compile_slices, long_text, read
 from tests.gpu.texts import embedded_pair, load_session
-from treeflash.bench.step import StepProbe, read_bandwidth
-from treeflash.convert.grow import grow
-from treeflash.engine.engine import Engine
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.kernels.tree import MAX_ROWS
-from treeflash.memory.estimate import kv_bytes_per_token
-from treeflash.memory.planner import MemoryPlan
-from treeflash.models.decoder import Decoder
-from treeflash.session.session import Session
-from treeflash.state.sequences import CacheConfig
 
 GIB = 1 << 30
 WHOLE = 262_144  # tokens of context asked for within the limit
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=320)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, default=scratch_folder().with_name("treeflash-27b"))
+    parser.add_argument("--folder", type=Path, default=scratch_folder().with_name("bough-27b"))
     parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device")
     parser.add_argument("--tokens", type=int, default=200_000, help="of the prompt")
     parser.add_argument("--shape", default="27b", help="of the pair that is grown")

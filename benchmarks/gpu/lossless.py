@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
+from bough.bench.suites import load
+from bough.config import DraftConfig, EngineConfig
+from bough.engine.engine import Done, Engine, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.engine.stats import RequestStats
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.session.session import Session
 from tests.gpu.texts import NEAR_TIE, TREE, embedded_pair
-from treeflash.bench.suites import load
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.stats import RequestStats
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
 
 PLAIN = 0  # draft budget
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.report import Report
-from tests.gpu.inputs import DEVICE, TUNED_TYPES
-from treeflash.bench.tuning import (
+from bough.bench.tuning import (
     LAYERS_27B,
     Shapes,
     Stack,
@@ -25,9 +24,9 @@ from treeflash.bench.tuning import (
     random_steps,
     timed,
 )
-from treeflash.bench.tuning import tune as tune_card
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import (
+from bough.bench.tuning import tune as tune_card
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import (
     BUCKETS,
     PackedWeight,
     backend,
@@ -41,8 +40,9 @@ from treeflash.kernels.quant_matmul import (
     prepare,
     triton_kernels,
 )
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
-from treeflash.kernels.runtime.device import card_of
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from bough.kernels.runtime.device import card_of
+from tests.gpu.inputs import DEVICE, TUNED_TYPES
 
 Q = QuantType
 ROWS = (1, 8, 16, 24, 32, 48, 64)
@@ -226,7 +226,7 @@ def time_triton(report: Report) -> None:
 
 
 def tune(report: Report) -> None:
-    """Find the best tiling for each number of rows, as `treeflash tune` does."""
+    """Find the best tiling for each number of rows, as `bough tune` does."""
     stack = Stack(LAYERS_27B, DEVICE)
     for found in tune_card(card_of(DEVICE), stack.layouts, stack.measure):
         built_in, best, setting = (

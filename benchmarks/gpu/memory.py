@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.report import Report, eager_ms
+from bough.config import SpecConfig
+from bough.convert.grow import grow
+from bough.engine.engine import Done, Progress, Request
+from bough.kernels.gather_rows import gather_rows
+from bough.memory.device import CUDA_CONTEXT
 from tests.gpu.device_memory import in_use
 from tests.gpu.inputs import DEVICE
 from tests.gpu.texts import GREEDY, embedded_pair, load_session
-from treeflash.config import SpecConfig
-from treeflash.convert.grow import grow
-from treeflash.engine.engine import Done, Progress, Request
-from treeflash.kernels.gather_rows import gather_rows
-from treeflash.memory.device import CUDA_CONTEXT
 
 GIB = 1 << 30
 

@@ -25,20 +25,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report
+from bough.bench.step import StepProbe, kernel_times, lines, measure_steps, read_bandwidth
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.convert.grow import grow
+from bough.convert.grow_shape import preset
+from bough.engine.engine import Done, Request
+from bough.gguf.reader import GGUFFile
+from bough.models import layers
+from bough.models.decoder import Decoder
+from bough.models.spec import ExpertSpec, ModelSpec
+from bough.models.step import Step
+from bough.session.loading import load_session
+from bough.session.session import Session
+from bough.state.sequences import SequenceStates
 from tests.gpu.texts import embedded_pair
-from treeflash.bench.step import StepProbe, kernel_times, lines, measure_steps, read_bandwidth
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.convert.grow import grow
-from treeflash.convert.grow_shape import preset
-from treeflash.engine.engine import Done, Request
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models import layers
-from treeflash.models.decoder import Decoder
-from treeflash.models.spec import ExpertSpec, ModelSpec
-from treeflash.models.step import Step
-from treeflash.session.loading import load_session
-from treeflash.session.session import Session
-from treeflash.state.sequences import SequenceStates
 
 SIZES = (1, 8, 24)
 ROWS = 24
@@ -50,7 +50,7 @@ def written(report: Report, options: argparse.Namespace) -> Path:
     """Return the folder of the model, written first unless it is given."""
     if options.folder is not None:
         return options.folder
-    folder, begin = Path(tempfile.mkdtemp(prefix="treeflash-moe-")), time.perf_counter()
+    folder, begin = Path(tempfile.mkdtemp(prefix="bough-moe-")), time.perf_counter()
     shape: Any = "35b-a3b"
     if options.tiny:
         with GGUFFile.open(embedded_pair()[0]) as file:

@@ -11,16 +11,16 @@ import argparse
 
 import torch
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Done, Request, Tokens, VerifiedTree
+from bough.engine.sampler import SamplingParams
+from bough.models.decoder import Decoder
+from bough.models.step import Step
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
+from bough.state.sequences import SequenceStates
 from tests.gpu.inputs import random_trees
 from tests.gpu.texts import embedded_pair
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Request, Tokens, VerifiedTree
-from treeflash.engine.sampler import SamplingParams
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
-from treeflash.state.sequences import SequenceStates
 
 
 @torch.inference_mode()

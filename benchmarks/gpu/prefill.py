@@ -32,6 +32,15 @@ from torch import Tensor
 from benchmarks.gpu import prefill_int8
 from benchmarks.gpu.report import Report, eager_ms
 from benchmarks.gpu.step import GROWING_CORES, guarded, load, scratch_folder, wait_for_model, write_models
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Request
+from bough.kernels.attention import prefill as attention
+from bough.kernels.delta_rule import chunk as delta
+from bough.kernels.quant_matmul import PackedWeight, int8_kernels
+from bough.memory.estimate import prefill_bytes
+from bough.models.measure import _parts as parts_of
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
 from tests.gpu.inputs import (
     ATTENTION_HEADS,
     DELTA_DIM,
@@ -40,15 +49,6 @@ from tests.gpu.inputs import (
     AttentionChunk,
     DeltaChunk,
 )
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Request
-from treeflash.kernels.attention import prefill as attention
-from treeflash.kernels.delta_rule import chunk as delta
-from treeflash.kernels.quant_matmul import PackedWeight, int8_kernels
-from treeflash.memory.estimate import prefill_bytes
-from treeflash.models.measure import _parts as parts_of
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
 
 DELTA_SHAPE = (KEY_HEADS, VALUE_HEADS, DELTA_DIM)
 # Columns, stages, warps of the scan over blocks; rows, keys, stages, warps of attention.
@@ -435,7 +435,7 @@ SHARES = {"kernels": 75.0, "delta": 60.0, "int8": 55.0, "hopper": 25.0, "text": 
 def orchestrate(options: argparse.Namespace) -> int:
     """Run each part in its own process, so that a CUDA error ends one part only."""
     begin, writer, failed = time.perf_counter(), None, 0
-    folder = scratch_folder().with_name("treeflash-prefill")
+    folder = scratch_folder().with_name("bough-prefill")
     if options.out:
         options.out.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report, eager_ms
-from tests.gpu.texts import embedded_pair
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import (
+from bough.gguf.quantise import quantise
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import (
     PackedWeight,
     cuda,
     int8,
@@ -25,13 +24,14 @@ from treeflash.kernels.quant_matmul import (
     unpack,
     with_int8,
 )
-from treeflash.kernels.quant_matmul.int8 import empty_int8
-from treeflash.models.decoder import Decoder
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
-from treeflash.models.weights import WeightLoader
-from treeflash.session.loading import _text_of
-from treeflash.state.sequences import SequenceStates
+from bough.kernels.quant_matmul.int8 import empty_int8
+from bough.models.decoder import Decoder
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
+from bough.models.weights import WeightLoader
+from bough.session.loading import _text_of
+from bough.state.sequences import SequenceStates
+from tests.gpu.texts import embedded_pair
 
 # Rows and columns of a 27B's matrices: gate and up, down, a delta layer's inputs and output, q k v.
 SHAPES = ((34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144), (14336, 5120))
@@ -145,7 +145,7 @@ def parts(report: Report) -> None:
 
 
 def triton_scale(out: Tensor, scale: Tensor) -> None:
-    from treeflash.kernels.quant_matmul.triton_kernels import scale_rows
+    from bough.kernels.quant_matmul.triton_kernels import scale_rows
 
     scale_rows(out, scale)
 

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.report import Report
+from bough.convert.grow import grow
+from bough.engine.sampler import Sampler
+from bough.models.step import Step
+from bough.session.requests import TextRequest
+from bough.session.session import Session
 from tests.gpu.conversation import HELLO, raise_context_length, second_turns
 from tests.gpu.sampling_inputs import VOCABULARY
 from tests.gpu.texts import GREEDY, Messages, divergence, embedded_pair, generate, load_session
-from treeflash.convert.grow import grow
-from treeflash.engine.sampler import Sampler
-from treeflash.models.step import Step
-from treeflash.session.requests import TextRequest
-from treeflash.session.session import Session
 
 FASTER = 10  # times, at least, that a hit in the pool beats a miss of 16,000 tokens or more
 
@@ -43,7 +43,7 @@ class Options:
 
 def long(options: Options) -> dict[str, Any]:
     """Time the second turn of a long conversation by the tier that holds its prefix."""
-    with tempfile.TemporaryDirectory(prefix="treeflash-prefix") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bough-prefix") as scratch:
         (target, draft), folder = _pair(options, Path(scratch)), Path(scratch) / "snapshots"
         session = load_session(
             target, draft, device=options.device, max_ctx=options.tokens + 2048, prefix_cache=24 << 30,

@@ -32,13 +32,13 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.gpu.stages import Stages
-from treeflash.bench.runner import PLAIN, Result
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.session.loading import load_session
-from treeflash.train.draft_model import DraftModel, new_spec
-from treeflash.train.shards import pack_shards, read_shard, shard_files
+from bough.bench.runner import PLAIN, Result
+from bough.config import EngineConfig, SpecConfig
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.session.loading import load_session
+from bough.train.draft_model import DraftModel, new_spec
+from bough.train.shards import pack_shards, read_shard, shard_files
 
 STOPPED = 3  # of training/draft.py
 MOST_BYTES = 16 << 20  # of a file in --out

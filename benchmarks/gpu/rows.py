@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.gpu.matmul import model_steps
 from benchmarks.gpu.report import Report, graph_ms
+from bough.kernels.norm_rope import cuda as norm_cuda
+from bough.kernels.norm_rope import triton_kernels as norm_triton
+from bough.kernels.quant_matmul import PackedRows, PartialSums, cuda, pack_rows
 from tests.gpu.inputs import DELTA_DIM, DEVICE, EPS, FEED_FORWARD, VALUE_HEADS, WIDTH
-from treeflash.kernels.norm_rope import cuda as norm_cuda
-from treeflash.kernels.norm_rope import triton_kernels as norm_triton
-from treeflash.kernels.quant_matmul import PackedRows, PartialSums, cuda, pack_rows
 
 SECONDS = 75  # after which no further part begins
 DELTA_WIDTH = VALUE_HEADS * DELTA_DIM  # of a delta layer's output

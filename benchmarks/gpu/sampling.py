@@ -15,9 +15,7 @@ import torch
 import triton
 
 from benchmarks.gpu.report import Report, graph_ms
-from tests.gpu.inputs import DEVICE
-from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
-from treeflash.kernels.sampling import (
+from bough.kernels.sampling import (
     RowOwners,
     SamplingState,
     launch,
@@ -25,7 +23,9 @@ from treeflash.kernels.sampling import (
     rank_rows,
     sample_rows,
 )
-from treeflash.kernels.tree import Correction, accept_path, best_tree
+from bough.kernels.tree import Correction, accept_path, best_tree
+from tests.gpu.inputs import DEVICE
+from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
 
 
 def measure(run: Callable[[int], object], buffers: int) -> float:

@@ -32,14 +32,14 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     """Load a model in this process and answer ten times; `began`: when the process was started."""
     import torch
 
+    from bough.config import DraftConfig, EngineConfig
+    from bough.session.loading import load_session
     from tests.gpu.texts import generate
-    from treeflash.config import DraftConfig, EngineConfig
-    from treeflash.session.loading import load_session
 
     facts: dict[str, Any] = {"imports_s": time.time() - options.began}
     # Why kernels were not compiled ahead.
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("treeflash.kernels.runtime.ahead").setLevel(logging.DEBUG)
+    logging.getLogger("bough.kernels.runtime.ahead").setLevel(logging.DEBUG)
     on_gpu, late, peak = options.device == "cuda", watch_compiler(), None
     if on_gpu:
         from tests.gpu.device_memory import PeakMemory
@@ -77,7 +77,7 @@ def watch_compiler() -> Callable[..., set[str]]:
     """Return a function that returns the kernels compiled since its last call, or since capturing began."""
     from triton import knobs
 
-    from treeflash.kernels.runtime import nvrtc
+    from bough.kernels.runtime import nvrtc
 
     found: list[tuple[float, str]] = []
     taken, compile_cuda = 0, nvrtc._compile
@@ -200,14 +200,14 @@ def measure(options: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.gpu.report import Report
-    from treeflash.bench.machine import head
-    from treeflash.convert.grow import grow
+    from bough.bench.machine import head
+    from bough.convert.grow import grow
 
     report = Report(options.out, options.seconds, options.device)
     settings = {"torch": torch.__version__, "tokens": TOKENS, "shape": options.shape}
     report.write(**head(settings, "benchmarks/gpu/start.py"))
     memory = Path("/dev/shm")
-    scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None, prefix="treeflash-start-"))
+    scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None, prefix="bough-start-"))
     begin = Starts(report, scratch, options.device)
     try:
         report.part(lambda report: small(report, begin))

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.report import Report
+from bough.bench.step import kernel_times, lines, measure_steps, read_bandwidth
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.convert.grow import grow
+from bough.engine.engine import Done, Request
+from bough.engine.sampler import SamplingParams
+from bough.session.loading import load_session
+from bough.session.session import Session
 from tests.gpu.texts import TREE, ExpectedText, divergence, embedded_pair, expected_texts, generate
-from treeflash.bench.step import kernel_times, lines, measure_steps, read_bandwidth
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.convert.grow import grow
-from treeflash.engine.engine import Done, Request
-from treeflash.engine.sampler import SamplingParams
-from treeflash.session.loading import load_session
-from treeflash.session.session import Session
 
 GROWING_CORES = 12
 
@@ -230,7 +230,7 @@ def scratch_folder() -> Path:
     """Return a folder in memory, if there is room for both large models, else on disk."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 45e9
-    return (memory if roomy else Path(tempfile.gettempdir())) / "treeflash-step"
+    return (memory if roomy else Path(tempfile.gettempdir())) / "bough-step"
 
 
 def write_models(folder: Path, shape: str, cores: int) -> None:
@@ -307,7 +307,7 @@ def main() -> int:
         return orchestrate(options)
     # A traceback where graphs could not be captured.
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("treeflash.engine.runner").setLevel(logging.DEBUG)
+    logging.getLogger("bough.engine.runner").setLevel(logging.DEBUG)
     report = Report(options.out, options.seconds, options.device, options.folder)
     facts = {"torch": torch.__version__, "folder": str(options.folder)}
     if options.device == "cuda":

@@ -20,14 +20,14 @@ from typing import Any
 
 from benchmarks.gpu.exact import GREEDY
 from benchmarks.gpu.report import Report
+from bough.bench.suites import load
+from bough.config import DraftConfig, EngineConfig
+from bough.engine.engine import Engine, Tokens
+from bough.engine.runner import Accepted, Forward, StepTimes, Verify
+from bough.engine.sequence import Request
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
 from tests.gpu.texts import embedded_pair
-from treeflash.bench.suites import load
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.engine import Engine, Tokens
-from treeflash.engine.runner import Accepted, Forward, StepTimes, Verify
-from treeflash.engine.sequence import Request
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
 
 
 class Watch:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report
+from bough.bench.tuning import random_rows, timed
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, cuda, pack, pack_rows
+from bough.kernels.quant_matmul.tiling import Tiling
+from bough.kernels.runtime.device import card_of
 from tests.gpu.inputs import DEVICE
-from treeflash.bench.tuning import random_rows, timed
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, cuda, pack, pack_rows
-from treeflash.kernels.quant_matmul.tiling import Tiling
-from treeflash.kernels.runtime.device import card_of
 
 SHAPES = ((34816, 5120), (5120, 17408), (12800, 5120), (5120, 6144))
 STAGES = range(1, 5)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeflash.bench.measure import Measurement
-from treeflash.bench.suites import Prompt
-from treeflash.errors import PromptTooLong
+from bough.bench.measure import Measurement
+from bough.bench.suites import Prompt
+from bough.errors import PromptTooLong
 
 
 def a_measurement(text: str = "yes", **values: Any) -> Measurement:
@@ -54,7 +54,7 @@ def a_line(prompt: str = "builtin/0", budget: int | None = 22, **values: Any) ->
 def a_head(**settings: Any) -> dict[str, Any]:
     facts = {"model": "tiny", "draft": None, "suites": "builtin", "n_gen": 64, "seed": 0}
     return {
-        "date": "2026-01-01T00:00:00+00:00", "command": "treeflash bench", "treeflash": "1", "commit": "abc",
+        "date": "2026-01-01T00:00:00+00:00", "command": "bough bench", "bough": "1", "commit": "abc",
         "device": "a machine", "torch": "2", "threads": 2, "weights_bytes": 10**8, "read_bandwidth": 1e10,
         "settings": facts | settings,
     }  # fmt: skip

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.bench import compress_answers, compress_run, compress_texts
-from treeflash.bench.compress import RandomScorer, measure
-from treeflash.bench.compress_texts import CHOSEN_ON, TESTED, aggregation, contexts
-from treeflash.compress.words import WordScorer, terms
-from treeflash.config import EngineConfig
-from treeflash.gguf.reader import GGUFFile
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
-from treeflash.text.tokenizer import Tokenizer
+from bough.bench import compress_answers, compress_run, compress_texts
+from bough.bench.compress import RandomScorer, measure
+from bough.bench.compress_texts import CHOSEN_ON, TESTED, aggregation, contexts
+from bough.compress.words import WordScorer, terms
+from bough.config import EngineConfig
+from bough.gguf.reader import GGUFFile
+from bough.hub.catalog import named
+from bough.session.loading import load_session
+from bough.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     with GGUFFile.open(found[0].pair.target) as file:
         return Tokenizer.from_metadata(file.metadata)
@@ -85,7 +85,7 @@ def test_rows_and_pictures(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_answers_from_compressed_and_full_prompts() -> None:
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     session = load_session(found[0].pair.target, EngineConfig(device="cpu", max_ctx=1024))
     context = next(contexts(1, 700, session.tokenizer))

@@ -2,8 +2,8 @@
 
 from matplotlib.image import imread
 
+from bough.bench import plots
 from tests.bench.made import a_line
-from treeflash.bench import plots
 
 
 def sweep() -> list[dict]:

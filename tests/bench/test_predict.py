@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.bench import predict, share
-from treeflash.bench.predict import CARDS, MEASURED_BYTES, READABLE, SHARES, card_named, lines, step_ms
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.errors import UsageError
-from treeflash.session.loading import load_session
+from bough.bench import predict, share
+from bough.bench.predict import CARDS, MEASURED_BYTES, READABLE, SHARES, card_named, lines, step_ms
+from bough.config import EngineConfig, SpecConfig
+from bough.errors import UsageError
+from bough.session.loading import load_session
 
 
 def test_the_measured_card_is_predicted_as_it_was_measured() -> None:
@@ -37,7 +37,7 @@ def test_names_of_cards() -> None:
 
 
 def test_a_prediction_reads_headers_only(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treeflash.gguf.reader.GGUFFile.raw", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("bough.gguf.reader.GGUFFile.raw", lambda *_: pytest.fail("weights were read"))
     found = predict.predict(tiny_model(), EngineConfig(), "5090")
     head, *rows = lines(found)
     assert head[0] == "rows" and [row[0] for row in rows] == ["1", "8", "16", "24", "32"]
@@ -56,7 +56,7 @@ def test_the_page_has_what_an_issue_needs(
     tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(share, "PROMPTS", share.PROMPTS[:1])
-    monkeypatch.setattr("treeflash.bench.step._EXACT_SIZES", (1, 8))
+    monkeypatch.setattr("bough.bench.step._EXACT_SIZES", (1, 8))
     config = EngineConfig(device="cpu", max_ctx=512, speculation=SpecConfig(budget=7, adaptive=False))
     session = load_session(tiny_model(), config)
     result = share.measure(session, repeats=1, tokens=6) | {"model": "tiny.gguf"}

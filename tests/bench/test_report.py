@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from bough.bench import measure, report
+from bough.engine.stats import StepRecord
 from tests.bench.made import a_head, a_line
-from treeflash.bench import measure, report
-from treeflash.engine.stats import StepRecord
 
 
 def pair(name: str, plain: float, tree: float, **values) -> list[dict]:
@@ -56,7 +56,7 @@ def test_a_run_of_plain_decoding_alone():
 
 def test_the_page_has_command_machine_and_bandwidth_bound():
     page = report.markdown(a_head(), pair("builtin/0", 50, 100))
-    assert "`treeflash bench`" in page and "a machine" in page
+    assert "`bough bench`" in page and "a machine" in page
     assert "10.00 ms" in page and "100.0 tok/s" in page
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from bough.bench.runner import ResultFile, cases, key_of, measure, record
+from bough.bench.suites import Prompt
+from bough.errors import UsageError
 from tests.bench.made import Parrot
-from treeflash.bench.runner import ResultFile, cases, key_of, measure, record
-from treeflash.bench.suites import Prompt
-from treeflash.errors import UsageError
 
 
 def prompts(*names: str) -> list[Prompt]:

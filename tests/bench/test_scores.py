@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.bench import scores
+from bough.bench import scores
 
 
 @pytest.mark.parametrize(

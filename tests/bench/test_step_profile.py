@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import treeflash
-from treeflash.bench.step import lines, part_lines
-from treeflash.bench.step_profile import GROUPS, LABELS, Span, by_kernel, exclusive_times, shares
+import bough
+from bough.bench.step import lines, part_lines
+from bough.bench.step_profile import GROUPS, LABELS, Span, by_kernel, exclusive_times, shares
 
 # Kernels of prefill, or of a step's embedding and slot mapping, which have no group.
 ELSEWHERE = {
@@ -56,7 +56,7 @@ def test_groups_of_two_passes() -> None:
 def test_every_kernel_of_a_step_has_a_group() -> None:
     """Or is listed in ELSEWHERE: a new kernel would otherwise silently count as "rest"."""
     kernels = set()
-    for file in (Path(treeflash.__file__).parent / "kernels").rglob("*.*"):
+    for file in (Path(bough.__file__).parent / "kernels").rglob("*.*"):
         if file.suffix == ".py":
             kernels |= set(re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", file.read_text()))
         elif file.suffix == ".cu":

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from treeflash.bench import agent, scores, suites
-from treeflash.errors import UsageError
+from bough.bench import agent, scores, suites
+from bough.errors import UsageError
 
 
 def test_thirty_prompts_of_five_kinds_in_mixed_order():

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.cards import CARDS
-from treeflash.bench.tuning import (
+from bough.bench.tuning import (
     HALVES,
     LAYERS_27B,
     Found,
@@ -17,12 +16,13 @@ from treeflash.bench.tuning import (
     random_steps,
     tune,
 )
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import cuda, empty_packed, unpack
-from treeflash.kernels.quant_matmul.layout import LAYOUTS
-from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
-from treeflash.kernels.runtime.device import card_of
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import cuda, empty_packed, unpack
+from bough.kernels.quant_matmul.layout import LAYOUTS
+from bough.kernels.quant_matmul.rows import BUCKETS
+from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
+from bough.kernels.runtime.device import card_of
+from tests.kernels.cards import CARDS
 
 MIX = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 H200 = CARDS["H200"]

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bough.cli.program import app
+from bough.hub import download
 from tests.hub.fake_hub import FakeHub
 from tests.hub.fake_pairs import add_pair, use_hub
-from treeflash.cli.program import app
-from treeflash.hub import download
 
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The defaults of a fresh machine, whoever runs the tests."""
     for name in (
-        "TREEFLASH_MODEL",
-        "TREEFLASH_DRAFT",
+        "BOUGH_MODEL",
+        "BOUGH_DRAFT",
         "DFLASH_TARGET",
         "DFLASH_DRAFT",
-        "TREEFLASH_DEBUG",
+        "BOUGH_DEBUG",
         "HF_HUB_OFFLINE",
         "HF_TOKEN",
         "NO_COLOR",
@@ -34,7 +34,7 @@ def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def treeflash() -> Callable[..., Any]:
+def bough() -> Callable[..., Any]:
     def invoke(*arguments: Any, stdin: str | bytes | None = None) -> Any:
         return CliRunner().invoke(app, [str(each) for each in arguments], input=stdin)
 

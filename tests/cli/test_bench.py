@@ -1,4 +1,4 @@
-"""`treeflash bench` from the command line: the embedded pair, a tiny model, another server."""
+"""`bough bench` from the command line: the embedded pair, a tiny model, another server."""
 
 import json
 from pathlib import Path
@@ -19,17 +19,17 @@ def last_line(result) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_embedded_pair_in_a_few_prompts(treeflash, here, tmp_path):
+def test_the_embedded_pair_in_a_few_prompts(bough, here, tmp_path):
     command = ["bench", "builtin,agent", "--prompts", "2", "-n", "10", "--fixed"]
     outputs = ["--json", "all.json", "--markdown", "page.md", "--plot", "pictures"]
-    found = last_line(treeflash(*command, *outputs))
+    found = last_line(bough(*command, *outputs))
     builtin, agent = found["suites"]
     assert (builtin["suite"], builtin["prompts"], builtin["identical"]["mean"]) == ("builtin", 2, 1.0)
     assert builtin["acceptance_length"]["mean"] > 1.5 and builtin["rows_per_step"]["mean"] == 23
     assert builtin["plain_tok_s"]["n"] == builtin["tok_s"]["n"] == 2 and builtin["ttft_s"]["mean"] > 0
     assert agent["cached_tokens"]["mean"] > 0 and builtin["cached_tokens"]["mean"] == 0
-    assert found["overall"]["prompts"] == 4 and found["run"]["settings"]["model"] == "treeflash-40m"
-    cached = tmp_path / "cache/treeflash/bench.jsonl"
+    assert found["overall"]["prompts"] == 4 and found["run"]["settings"]["model"] == "bough-40m"
+    cached = tmp_path / "cache/bough/bench.jsonl"
     lines = [json.loads(line) for line in cached.read_text().splitlines()]
     assert len(lines) == 1 + 2 * 4 and all(line["tokens"] <= 10 for line in lines[1:])
     plain = [line for line in lines[1:] if line["budget"] == 0]
@@ -39,61 +39,61 @@ def test_the_embedded_pair_in_a_few_prompts(treeflash, here, tmp_path):
     assert "text" not in json.loads((here / "all.json").read_text())["lines"][0]
 
 
-def test_a_run_that_is_gone_on_with_and_compared(treeflash, here, tiny_model):
+def test_a_run_that_is_gone_on_with_and_compared(bough, here, tiny_model):
     command = ["bench", "builtin", tiny_model(), "--prompts", "3", "-n", "6", "--json", "all.json"]
-    found = last_line(treeflash(*command))
-    again = treeflash(*command, "--resume", "--compare", "all.json")
+    found = last_line(bough(*command))
+    again = bough(*command, "--resume", "--compare", "all.json")
     assert last_line(again)["suites"] == found["suites"]
     assert "6 of 6 figures did not change beyond noise" in again.stdout
-    other = treeflash(*command, "-n", "8", "--resume", "--compare", "all.json")
+    other = bough(*command, "-n", "8", "--resume", "--compare", "all.json")
     assert last_line(other)["suites"] != found["suites"]
     assert "Not the same in both: n_gen was 6, is 8." in other.stdout
 
 
-def test_a_model_that_has_changed_is_measured_again(treeflash, here, tiny_model):
+def test_a_model_that_has_changed_is_measured_again(bough, here, tiny_model):
     path = here / "own.gguf"
     path.write_bytes((here / tiny_model()).read_bytes())
     command = ["bench", "builtin", path, "--prompts", "1", "-n", "4"]
-    before = last_line(treeflash(*command))["run"]["settings"]
+    before = last_line(bough(*command))["run"]["settings"]
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1  # of some weight
     path.write_bytes(content)
-    again = last_line(treeflash(*command, "--resume"))["run"]["settings"]
+    again = last_line(bough(*command, "--resume"))["run"]["settings"]
     assert again["model"] == before["model"] and again["files"] != before["files"]
 
 
-def test_single_steps(treeflash, here, tiny_model):
-    found = last_line(treeflash("bench", "step", tiny_model(), "--budget", "7", "--max-ctx", "1k"))
+def test_single_steps(bough, here, tiny_model):
+    found = last_line(bough("bench", "step", tiny_model(), "--budget", "7", "--max-ctx", "1k"))
     assert {row["rows"] for row in found["sizes"]} >= {1, 8}
 
 
-def test_a_sweep_of_a_model_that_has_no_draft(treeflash, here, tiny_model):
+def test_a_sweep_of_a_model_that_has_no_draft(bough, here, tiny_model):
     arguments = ["--budget", "2,5", "--context", "0,5k", "-t", "0", "-n", "8", "--max-ctx", "1k"]
-    found = last_line(treeflash("bench", "sweep", tiny_model(), *arguments))
+    found = last_line(bough("bench", "sweep", tiny_model(), *arguments))
     assert [(row["budget"], row["context"]) for row in found["suites"]] == [(2, 0), (5, 0)]
     assert found["skipped"] == 6
     assert found["suites"][0]["identical"]["mean"] == 1
 
 
-def test_plain_decoding_alone(treeflash, here, tiny_model):
-    result = treeflash("bench", "builtin", tiny_model(), "--no-draft", "--prompts", "1", "-n", "4")
+def test_plain_decoding_alone(bough, here, tiny_model):
+    result = bough("bench", "builtin", tiny_model(), "--no-draft", "--prompts", "1", "-n", "4")
     [row] = last_line(result)["suites"]
     assert row["budget"] == 0 and row["speedup"] is None
 
 
-@pytest.mark.parametrize("owner", ["someone", "treeflash"])
-def test_a_server(treeflash, here, owner):
+@pytest.mark.parametrize("owner", ["someone", "bough"])
+def test_a_server(bough, here, owner):
     with ChatServer(echo, owner=owner) as server:
         server.pause_s = 0.002
-        result = treeflash("bench", "builtin,agent", "--url", server.url, "--prompts", "2", "-n", "9")
+        result = bough("bench", "builtin,agent", "--url", server.url, "--prompts", "2", "-n", "9")
     found = last_line(result)
     assert [row["suite"] for row in found["suites"]] == ["builtin", "agent"]
     assert all(row["tok_s"]["mean"] > 0 and row["ttft_s"]["mean"] > 0 for row in found["suites"])
     body = server.requests[-1]
     assert body["max_tokens"] == 9 and body["temperature"] == 0 and body["stream"] and body["tools"]
     # A server of ours decodes plainly too, when asked to.
-    assert (found["suites"][0]["speedup"] is not None) is (owner == "treeflash")
-    assert ("treeflash" in body) is (owner == "treeflash")
+    assert (found["suites"][0]["speedup"] is not None) is (owner == "bough")
+    assert ("bough" in body) is (owner == "bough")
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,17 @@ def test_a_server(treeflash, here, owner):
         (["builtin", "--compare", "notes.txt"], "is not a file that `bench --json` wrote"),
     ],
 )
-def test_mistakes(treeflash, here, arguments, said):
+def test_mistakes(bough, here, arguments, said):
     (here / "notes.txt").write_text("hello")
-    result = treeflash("bench", *arguments)
+    result = bough("bench", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_a_prediction(treeflash, here, tiny_model):
-    found = last_line(treeflash("bench", "step", tiny_model(), "--predict", "3090"))
+def test_a_prediction(bough, here, tiny_model):
+    found = last_line(bough("bench", "step", tiny_model(), "--predict", "3090"))
     assert found["card"] == "RTX 3090" and [row["rows"] for row in found["sizes"]] == [1, 8, 16, 24, 32]
-    wrong = treeflash("bench", "builtin", tiny_model(), "--predict", "3090")
+    wrong = bough("bench", "builtin", tiny_model(), "--predict", "3090")
     assert wrong.exit_code == 2 and "--predict is for the suite step" in wrong.stderr
-    unknown = treeflash("bench", "step", tiny_model(), "--predict", "3dfx")
+    unknown = bough("bench", "step", tiny_model(), "--predict", "3dfx")
     assert unknown.exit_code == 2 and "--predict is '3dfx', needed: one of" in unknown.stderr

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.cli import daemon
-from treeflash.config import ServerConfig
+from bough.cli import daemon
+from bough.config import ServerConfig
 
 
 @pytest.fixture

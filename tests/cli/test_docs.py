@@ -16,7 +16,7 @@ from tests.server.live import scripted
 ROOT = Path(__file__).parents[2]
 # Lines that need more than this test has: a package index, and half an hour for all other tests.
 ELSEWHERE = [
-    'pip install . && treeflash run -p "def fibonacci(n):"',
+    'pip install . && bough run -p "def fibonacci(n):"',
     "pip install -e '.[test,ray]' && pytest -n 2",
 ]
 SHORT = ["-n", "3"]
@@ -30,7 +30,7 @@ def command_lines() -> list[str]:
         for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
             if kind not in ("python", "yaml"):
                 found += [line.split("  #")[0].strip() for line in block.splitlines()]
-    return [line for line in dict.fromkeys(found) if re.search(r"\b(treeflash|pytest|pip) ", line)]
+    return [line for line in dict.fromkeys(found) if re.search(r"\b(bough|pytest|pip) ", line)]
 
 
 LINES = [line for line in command_lines() if line not in ELSEWHERE]
@@ -43,12 +43,12 @@ def test_the_page_is_up_to_date():
 
 
 def test_the_lines_that_are_not_run_here_are_known():
-    assert [line for line in command_lines() if not re.match(r"(git diff \| )?treeflash ", line)] == ELSEWHERE
+    assert [line for line in command_lines() if not re.match(r"(git diff \| )?bough ", line)] == ELSEWHERE
     assert len(LINES) > 12
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, hub, treeflash, tiny_model) -> Path:
+def workplace(tmp_path, monkeypatch, hub, bough, tiny_model) -> Path:
     """A folder with what the documents' lines name, and a hub that has the models they name."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -69,15 +69,15 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_of_the_documents(line, workplace, treeflash, request):
+def test_a_line_of_the_documents(line, workplace, bough, request):
     before, _, command = line.rpartition("|")
     program, *arguments = shlex.split(command)
-    assert program == "treeflash" and before.strip() in ("", "git diff")
+    assert program == "bough" and before.strip() in ("", "git diff")
     stdin = "- old\n+ new\n" if before else ""
     if arguments[0] == "convert":
         (workplace / arguments[1]).symlink_to(request.getfixturevalue("checkpoint"))
     elif arguments[0] in ("rm", "show"):
-        assert treeflash("pull", "qwen3.6-27b").exit_code == 0
+        assert bough("pull", "qwen3.6-27b").exit_code == 0
         stdin = "y\n"
     elif arguments[0] == "run":
         stdin = stdin or ("hello" if len(arguments) == 2 else "")  # on a terminal this is a chat
@@ -95,7 +95,7 @@ def test_a_line_of_the_documents(line, workplace, treeflash, request):
     with scripted() if arguments[0] == "ps" else ChatServer(echo) as server:
         if "--url" in arguments:
             arguments[arguments.index("--url") + 1] = server.url
-        result = treeflash(*arguments, stdin=stdin)
+        result = bough(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.output
     # Three tokens of a model that thinks are no answer.
     assert result.stdout or "tokens were spent on reasoning" in result.stderr

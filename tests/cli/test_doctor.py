@@ -1,14 +1,14 @@
-"""`treeflash doctor` on the machine that runs the tests."""
+"""`bough doctor` on the machine that runs the tests."""
 
 import json
 
 import torch
 
-from treeflash.cli import selftest
+from bough.cli import selftest
 
 
-def test_everything_works_here(treeflash):
-    result = treeflash("doctor", "--json")
+def test_everything_works_here(bough):
+    result = bough("doctor", "--json")
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and report["ok"], report
     checks = {check["name"]: check for check in report["checks"]}
@@ -19,9 +19,9 @@ def test_everything_works_here(treeflash):
     assert torch.cuda.is_available() == ("triton (cuda)" in checks)
 
 
-def test_a_kernel_that_computes_wrongly_is_reported(treeflash, monkeypatch):
+def test_a_kernel_that_computes_wrongly_is_reported(bough, monkeypatch):
     monkeypatch.setattr(selftest, "paged_attention", lambda q, *_: torch.full_like(q, torch.nan))
-    result = treeflash("doctor")
+    result = bough("doctor")
     assert result.exit_code == 1
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("✗")]
     assert "paged attention (cpu)" in line and "relative error nan" in line
@@ -29,10 +29,10 @@ def test_a_kernel_that_computes_wrongly_is_reported(treeflash, monkeypatch):
     assert "broken: paged attention (cpu)" in result.stdout
 
 
-def test_a_kernel_that_fails_is_reported(treeflash, monkeypatch):
+def test_a_kernel_that_fails_is_reported(bough, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("illegal instruction\nmore")
 
     monkeypatch.setattr(selftest, "chunk_delta", fail)
-    result = treeflash("doctor")
+    result = bough("doctor")
     assert result.exit_code == 1 and "RuntimeError: illegal instruction" in result.stdout

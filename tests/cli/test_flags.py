@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
-from treeflash.cli import view
-from treeflash.cli.flags import with_flags
-from treeflash.cli.loading import show_warnings
-from treeflash.cli.serve import LogFormatter
-from treeflash.errors import ResourceError, TreeFlashError
+from bough.cli import view
+from bough.cli.flags import with_flags
+from bough.cli.loading import show_warnings
+from bough.cli.serve import LogFormatter
+from bough.errors import BoughError, ResourceError
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from treeflash.errors import ResourceError, TreeFlashError
         ),
         ("name another folder with `output`", "name another folder with -o"),
         ("`mask_token`, `cors_origin`, `fixed`", "--mask-token, --cors-origin, --fixed"),
-        ("`treeflash tune --reset` removes it", "`treeflash tune --reset` removes it"),
+        ("`bough tune --reset` removes it", "`bough tune --reset` removes it"),
         ("`model`, `no_such_setting`, `Max_ctx`, ``", "`model`, `no_such_setting`, `Max_ctx`, ``"),
         ("max_ctx without quotes", "max_ctx without quotes"),
     ],
@@ -52,7 +52,7 @@ def test_notes_and_warnings_show_flags(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_logged_warnings_show_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    log = logging.getLogger("treeflash")
+    log = logging.getLogger("bough")
     before = log.handlers
     try:
         show_warnings(view.Screen())
@@ -60,13 +60,13 @@ def test_logged_warnings_show_flags(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         log.handlers = before
     assert capsys.readouterr().err == "warning: --prefix-cache is 5 MiB\n"
-    record = logging.LogRecord("treeflash", logging.WARNING, "", 0, "`max_queue` is %d", (3,), None)
+    record = logging.LogRecord("bough", logging.WARNING, "", 0, "`max_queue` is %d", (3,), None)
     assert LogFormatter("%(message)s").format(record) == "--max-queue is 3"
 
 
-def test_an_error_of_a_command_shows_flags(treeflash, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_command_shows_flags(bough, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        raise TreeFlashError("`device` is missing", "`offline`")
+        raise BoughError("`device` is missing", "`offline`")
 
-    monkeypatch.setattr("treeflash.cli.listing.inventory", fail)
-    assert treeflash("list").stderr == "error: --device is missing\nhint: --offline\n"
+    monkeypatch.setattr("bough.cli.listing.inventory", fail)
+    assert bough("list").stderr == "error: --device is missing\nhint: --offline\n"

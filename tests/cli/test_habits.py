@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from bough.cli import completion, daemon, view
+from bough.cli.aliases import spelled
+from bough.cli.bench import in_order
+from bough.cli.sampling import SamplingOptions
 from tests.cli.terminal import Terminal
-from treeflash.cli import completion, daemon, view
-from treeflash.cli.aliases import spelled
-from treeflash.cli.bench import in_order
-from treeflash.cli.sampling import SamplingOptions
 
 
 @pytest.fixture
@@ -21,43 +21,43 @@ def model(tiny_model):
     return tiny_model()
 
 
-def test_a_sentence_where_the_model_belongs_is_the_prompt(treeflash):
-    given = treeflash("run", "def f(n):\n return", "-n", 4, "--greedy")
-    named = treeflash("run", "treeflash-40m", "-p", "def f(n):\n return", "-n", 4, "--greedy")
+def test_a_sentence_where_the_model_belongs_is_the_prompt(bough):
+    given = bough("run", "def f(n):\n return", "-n", 4, "--greedy")
+    named = bough("run", "bough-40m", "-p", "def f(n):\n return", "-n", 4, "--greedy")
     assert given.exit_code == 0 and given.stdout == named.stdout
-    assert "No model given: using treeflash-40m" in given.stderr
+    assert "No model given: using bough-40m" in given.stderr
 
 
-def test_words_after_the_model_are_the_prompt(treeflash, model):
-    words = treeflash("run", model, "why", "is", "it", "-n", 4, "--greedy")
+def test_words_after_the_model_are_the_prompt(bough, model):
+    words = bough("run", model, "why", "is", "it", "-n", 4, "--greedy")
     assert words.exit_code == 0
-    assert words.stdout == treeflash("run", model, "why is it", "-n", 4, "--greedy").stdout
+    assert words.stdout == bough("run", model, "why is it", "-n", 4, "--greedy").stdout
 
 
-def test_a_name_that_is_no_model_is_said_to_be_none(treeflash):
-    result = treeflash("run", "lama3", "Hello")
+def test_a_name_that_is_no_model_is_said_to_be_none(bough):
+    result = bough("run", "lama3", "Hello")
     assert result.exit_code == 3 and "lama3: no such file or short name" in result.stderr
 
 
-def test_a_prompt_from_a_file(treeflash, model, tmp_path):
+def test_a_prompt_from_a_file(bough, model, tmp_path):
     (tmp_path / "p.txt").write_text("some text\n")
-    from_file = treeflash("run", model, "-f", tmp_path / "p.txt", "-n", 4, "--greedy")
-    assert from_file.stdout == treeflash("run", model, "some text", "-n", 4, "--greedy").stdout
-    missing = treeflash("run", model, "-f", tmp_path / "q.txt")
+    from_file = bough("run", model, "-f", tmp_path / "p.txt", "-n", 4, "--greedy")
+    assert from_file.stdout == bough("run", model, "some text", "-n", 4, "--greedy").stdout
+    missing = bough("run", model, "-f", tmp_path / "q.txt")
     assert missing.exit_code == 2 and "cannot be read" in missing.stderr
 
 
-def test_spellings_of_other_programs(treeflash, model):
-    ours = treeflash("run", model, "hi", "-n", 5, "--temperature", 0, "--max-ctx", 256, "--json")
-    theirs = treeflash(
+def test_spellings_of_other_programs(bough, model):
+    ours = bough("run", model, "hi", "-n", 5, "--temperature", 0, "--max-ctx", 256, "--json")
+    theirs = bough(
         *("run", "-p", "hi", "--max-tokens=5", "--temp", 0, "-c", 256, "--repeat-penalty", 1),
         *("-m", model, "--json"),
     )
     assert ours.exit_code == theirs.exit_code == 0, theirs.output
     assert json.loads(ours.stdout)["tokens"] == json.loads(theirs.stdout)["tokens"]
-    unlimited = treeflash("run", "-hf", model, "hi", "-n", -1, "--max-ctx", 64, "--greedy", "--json")
+    unlimited = bough("run", "-hf", model, "hi", "-n", -1, "--max-ctx", 64, "--greedy", "--json")
     assert json.loads(unlimited.stdout)["stats"]["generated_tokens"] > 20
-    shown = treeflash("run", "--help").stdout
+    shown = bough("run", "--help").stdout
     assert not any(name in shown for name in ("--max-tokens", "--ctx-size", "-hf"))
 
 
@@ -68,18 +68,18 @@ def test_values_are_not_taken_for_options():
     assert spelled(["x", "-m", "m"], known, valued) == ["m", "x"]
 
 
-def test_letters_that_mean_something_else_elsewhere(treeflash, model):
-    hot = treeflash("run", model, "hi", "-n", 1, "-t", 8, "-s", "42")
+def test_letters_that_mean_something_else_elsewhere(bough, model):
+    hot = bough("run", model, "hi", "-n", 1, "-t", 8, "-s", "42")
     assert "above 2 most models write noise" in hot.stderr and "--threads" in hot.stderr
     assert "The system message is '42'. The seed is --seed." in hot.stderr
-    mild = treeflash("run", model, "hi", "-n", 1, "-t", 2)
+    mild = bough("run", model, "hi", "-n", 1, "-t", 2)
     assert "noise" not in mild.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_a_model_alone_on_a_terminal_starts_a_chat(command, model, tmp_path):
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    arguments = ["-m", "treeflash", command, str(model), "-n", "3", "--top-k", "5", "--min-p", "0.1"]
+    arguments = ["-m", "bough", command, str(model), "-n", "3", "--top-k", "5", "--min-p", "0.1"]
     with Terminal([sys.executable, *arguments], environment, lines=40) as terminal:
         terminal.wait(lambda text: "/help shows commands" in text)
         terminal.type("/set\r")
@@ -102,26 +102,24 @@ def test_the_model_comes_first_in_bench_too(tmp_path, monkeypatch):
     assert in_order("humanevl", None) == ("humanevl", None)  # which names the suites in its error
 
 
-def test_bench_writes_into_the_cache_folder_and_shows_llama_benchs_tests(
-    treeflash, model, tmp_path, monkeypatch
-):
+def test_bench_writes_into_the_cache_folder_and_shows_llama_benchs_tests(bough, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = treeflash("bench", model, "--prompts", 1, "-n", 4)
+    result = bough("bench", model, "--prompts", 1, "-n", 4)
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "cache/treeflash/bench.jsonl").exists() and not list(tmp_path.glob("*.jsonl"))
+    assert (tmp_path / "cache/bough/bench.jsonl").exists() and not list(tmp_path.glob("*.jsonl"))
     assert re.search(r"pp512 +[\d.]+ ± ", result.stdout) and re.search(r"tg128 +[\d.]+ ± ", result.stdout)
     assert set(json.loads(result.stdout.splitlines()[-1])["run"]["speed"]) == {"pp512", "tg128"}
 
 
-def test_the_built_in_model_is_listed_with_what_fits(treeflash, monkeypatch):
-    from treeflash.cli import listing
+def test_the_built_in_model_is_listed_with_what_fits(bough, monkeypatch):
+    from bough.cli import listing
 
     monkeypatch.setattr(listing, "_memory", lambda: ("a card", 12 << 30))
-    facts = json.loads(treeflash("list", "--json").stdout)
-    assert [(row["name"], row["fits"]) for row in facts["built_in"]] == [("treeflash-40m", True)]
+    facts = json.loads(bough("list", "--json").stdout)
+    assert [(row["name"], row["fits"]) for row in facts["built_in"]] == [("bough-40m", True)]
     sizes = {row["name"]: (round(row["size_bytes"] / 1e9, 1), row["fits"]) for row in facts["available"]}
     assert sizes["qwen3.6-27b"] == (16.5, False) and sizes["qwen3-8b"] == (4.9, True)
-    shown = treeflash("list").stdout
+    shown = bough("list").stdout
     assert "comes with it" in shown and "16.5 GB" in shown and "on a card, 12.00 GiB" in shown
 
 
@@ -133,29 +131,29 @@ def test_names_of_models_are_completed(tmp_path, monkeypatch):
     found = completion.model_names("qw")
     assert "qwen3.6-27b" in found and found[-2:] == ["qw.gguf", "qwert/"]
     assert completion.model_names("qwert/") == ["qwert/m.gguf"]
-    assert completion.model_names("tree") == ["treeflash-40m"] and completion.pulled_names("tree") == []
+    assert completion.model_names("tree") == ["bough-40m"] and completion.pulled_names("tree") == []
 
 
-def test_debug_goes_anywhere_and_keeps_the_exit_code(treeflash):
+def test_debug_goes_anywhere_and_keeps_the_exit_code(bough):
     for arguments in (["--debug", "run", "no.gguf", "x"], ["run", "no.gguf", "x", "--debug"]):
-        result = treeflash(*arguments)
+        result = bough(*arguments)
         assert result.exit_code == 3
         assert "Traceback" in result.stderr and "error: no.gguf: no such file" in result.stderr
 
 
-def test_lines_to_try_run_when_pasted(treeflash, tmp_path, monkeypatch):
+def test_lines_to_try_run_when_pasted(bough, tmp_path, monkeypatch):
     monkeypatch.setattr(view, "PIPE_WIDTH", 400)
-    grown = treeflash("grow", "--preset", "double", "-o", tmp_path / "a folder")
-    line = re.search(r"try it +(treeflash .*)", grown.stdout)
+    grown = bough("grow", "--preset", "double", "-o", tmp_path / "a folder")
+    line = re.search(r"try it +(bough .*)", grown.stdout)
     program, *arguments = shlex.split(line[1])
-    result = treeflash(*arguments, "-n", 4, "--greedy", "--json")
-    assert program == "treeflash" and result.exit_code == 0, result.output
+    result = bough(*arguments, "-n", 4, "--greedy", "--json")
+    assert program == "bough" and result.exit_code == 0, result.output
     assert json.loads(result.stdout)["draft"].endswith("a folder/draft.gguf")
 
 
 def test_python_dash_m(tmp_path):
-    shown = subprocess.run([sys.executable, "-m", "treeflash", "--version"], capture_output=True, text=True)
-    assert shown.returncode == 0 and shown.stdout.startswith("treeflash ")
+    shown = subprocess.run([sys.executable, "-m", "bough", "--version"], capture_output=True, text=True)
+    assert shown.returncode == 0 and shown.stdout.startswith("bough ")
 
 
 def test_what_sampling_options_mean():
@@ -163,9 +161,9 @@ def test_what_sampling_options_mean():
     assert SamplingOptions(stop=[r"a\nb"]).stops == ["a\nb"]
 
 
-def test_serve_takes_sampling_defaults(treeflash, model):
+def test_serve_takes_sampling_defaults(bough, model):
     flags = ["--temperature", 0.5, "--top-k", 7, "--max-tokens", 9, "--print-config"]
-    config = json.loads(treeflash("serve", model, *flags).stdout)["server"]
+    config = json.loads(bough("serve", model, *flags).stdout)["server"]
     assert config["sampling"] == {"temperature": 0.5, "top_k": 7} and config["max_tokens"] == 9
 
 
@@ -180,14 +178,14 @@ COMMANDS = ["run", "chat", "serve", "bench", "show", "list", "pull", "rm", "trai
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_eighty_columns(treeflash, command):
-    shown = treeflash(command, "--help").stdout
-    assert max(map(len, shown.splitlines())) <= 80 and shown.startswith(f"\nUsage: treeflash {command}")
+def test_help_fits_eighty_columns(bough, command):
+    shown = bough(command, "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80 and shown.startswith(f"\nUsage: bough {command}")
     assert not any(word in shown for word in ("<bool>", "<str>", "<list", "x>=", "…"))
 
 
-def test_the_options_that_matter_come_first(treeflash):
-    shown = treeflash("run", "--help").stdout
+def test_the_options_that_matter_come_first(bough):
+    shown = bough("run", "--help").stdout
     first = shown.split("\nMost used\n")[1].split("\n\n")[0]
     found = re.findall(r"^  (?:-\w, )?(--[\w-]+)", first, re.M)
     assert found == ["--prompt", "--n-gen", "--temperature", "--draft", "--max-ctx"]

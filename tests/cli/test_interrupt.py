@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from treeflash.cli import interrupt
-from treeflash.cli.interrupt import Interrupt, held
+from bough.cli import interrupt
+from bough.cli.interrupt import Interrupt, held
 
 
 def test_the_first_asks_and_the_second_forces():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bough.cli.launch import INSTALL, Client, Server, plan, shell_lines
 from tests.cli.chat_server import ChatServer, echo
-from treeflash.cli.launch import INSTALL, Client, Server, plan, shell_lines
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 # Stands in for an agent: shows what it was given.
@@ -22,7 +22,7 @@ print(json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ)}))
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch):
-    monkeypatch.delenv("TREEFLASH_API_KEY", raising=False)
+    monkeypatch.delenv("BOUGH_API_KEY", raising=False)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def environment(tmp_path) -> dict[str, str]:
 
 
 def launched(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "treeflash.cli.main", "launch", *arguments]
+    command = [sys.executable, "-m", "bough.cli.main", "launch", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
@@ -81,18 +81,18 @@ def test_codex():
     found = tomllib.loads("\n".join(lines))
     assert found == {
         "model": 'm"x',
-        "model_provider": "treeflash",
+        "model_provider": "bough",
         "model_context_window": 8192,
         "model_providers": {
-            "treeflash": {
-                "name": "TreeFlash",
+            "bough": {
+                "name": "Bough",
                 "base_url": "http://h:1/v1",
                 "wire_api": "responses",
-                "env_key": "TREEFLASH_API_KEY",
+                "env_key": "BOUGH_API_KEY",
             }
         },
     }
-    assert start.variables == {"TREEFLASH_API_KEY": "k"} and start.command[-2:] == ["exec", "hi"]
+    assert start.variables == {"BOUGH_API_KEY": "k"} and start.command[-2:] == ["exec", "hi"]
 
 
 def test_opencode():
@@ -113,32 +113,32 @@ def test_aider():
     assert start.variables == {"OPENAI_API_BASE": "http://h:1/v1", "OPENAI_API_KEY": "k"}
 
 
-def test_the_server_must_be_there(treeflash):
-    result = treeflash("launch", "claude", "--url", "http://127.0.0.1:9")
+def test_the_server_must_be_there(bough):
+    result = bough("launch", "claude", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 1 and result.stdout == ""
     assert "error: there is no server at 127.0.0.1:9" in result.stderr
-    assert "hint: treeflash serve MODEL --port 9\n" in result.stderr
+    assert "hint: bough serve MODEL --port 9\n" in result.stderr
 
 
-def test_printing_needs_no_server(treeflash):
-    result = treeflash("launch", "aider", "--print", "--url", "http://127.0.0.1:9")
+def test_printing_needs_no_server(bough):
+    result = bough("launch", "aider", "--print", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 0
-    assert shlex.split(result.stdout.splitlines()[-1]) == ["aider", "--model", "openai/treeflash"]
+    assert shlex.split(result.stdout.splitlines()[-1]) == ["aider", "--model", "openai/bough"]
 
 
-def test_a_server_that_loads_or_wants_a_key(treeflash):
+def test_a_server_that_loads_or_wants_a_key(bough):
     with ChatServer(echo, key="secret") as server:
-        keyless = treeflash("launch", "codex", "--url", server.url)
+        keyless = bough("launch", "codex", "--url", server.url)
         server.health = 503
-        loading = treeflash("launch", "codex", "--url", server.url)
+        loading = bough("launch", "codex", "--url", server.url)
     assert "says 401: wrong key\nhint: --api-key KEY" in keyless.stderr
     assert "is still loading its model\nhint: try again in a while" in loading.stderr
 
 
 @pytest.mark.parametrize("client", Client)
-def test_agents_that_are_not_installed(treeflash, monkeypatch, client, tmp_path):
+def test_agents_that_are_not_installed(bough, monkeypatch, client, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with ChatServer(echo) as server:
-        result = treeflash("launch", client, "--url", server.url)
+        result = bough("launch", client, "--url", server.url)
     assert result.exit_code == 1
     assert result.stderr == f"error: {client} is not installed\nhint: {INSTALL[client]}\n"

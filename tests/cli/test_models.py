@@ -1,13 +1,13 @@
-"""`treeflash list`, `pull` and `rm` with the real client against a hub on this machine."""
+"""`bough list`, `pull` and `rm` with the real client against a hub on this machine."""
 
 import json
 
 import pytest
 
+from bough.errors import ModelNotFound
+from bough.hub.cache import contents
 from tests.hub.fake_pairs import DRAFT, TARGET, add_pair, make_draft
 from tests.tiny_draft import save_gguf
-from treeflash.errors import ModelNotFound
-from treeflash.hub.cache import contents
 
 OTHER = ("unsloth/Qwen3.5-27B-GGUF", "z-lab/Qwen3.5-27B-DFlash")
 
@@ -16,14 +16,14 @@ def here() -> set[str]:
     return {str(each) for each in contents()}
 
 
-def listed(treeflash) -> dict:
-    result = treeflash("list", "--json")
+def listed(bough) -> dict:
+    result = bough("list", "--json")
     assert result.exit_code == 0
     return json.loads(result.stdout)
 
 
-def test_pulling_a_pair(treeflash, hub):
-    result = treeflash("pull", "qwen3.6-27b")
+def test_pulling_a_pair(bough, hub):
+    result = bough("pull", "qwen3.6-27b")
     assert result.exit_code == 0, result.output
     target, draft = result.stdout.splitlines()
     assert target == f"target  {TARGET}:Q4_K_M  1.72 MiB" and draft.startswith(f"draft   {DRAFT}  4")
@@ -32,7 +32,7 @@ def test_pulling_a_pair(treeflash, hub):
         f"Fetching the draft {DRAFT}",
     ]
     assert here() == {f"{TARGET}:Q4_K_M", DRAFT}
-    again = treeflash("pull", "qwen3.6-27b")
+    again = bough("pull", "qwen3.6-27b")
     assert again.stdout == result.stdout and again.stderr == "" and len(hub.downloads()) == 2
 
 
@@ -48,58 +48,58 @@ def test_pulling_a_pair(treeflash, hub):
         ([DRAFT], {DRAFT}),
     ],
 )
-def test_pulling_parts(treeflash, hub, arguments, wanted):
-    result = treeflash("pull", *arguments)
+def test_pulling_parts(bough, hub, arguments, wanted):
+    result = bough("pull", *arguments)
     assert result.exit_code == 0, result.output
     assert here() == wanted
 
 
-def test_a_broken_pull_goes_on(treeflash, hub):
+def test_a_broken_pull_goes_on(bough, hub):
     hub.break_off = [500_000, 0, 0, 0, 0, 0]
-    broken = treeflash("pull", "qwen3.6-27b")
+    broken = bough("pull", "qwen3.6-27b")
     assert broken.exit_code == 3 and "cannot be reached" in broken.stderr and here() == set()
-    assert treeflash("pull", "qwen3.6-27b").exit_code == 0
+    assert bough("pull", "qwen3.6-27b").exit_code == 0
     assert [headers["Range"] for headers in hub.downloads()][-2:] == ["bytes=500000-", "bytes=0-"]
 
 
-def test_models_without_a_known_draft(treeflash, hub, tiny_model):
+def test_models_without_a_known_draft(bough, hub, tiny_model):
     hub.repos["me/Other-GGUF"] = {"other-Q8_0.gguf": tiny_model().read_bytes()}
-    result = treeflash("pull", "me/Other-GGUF")
+    result = bough("pull", "me/Other-GGUF")
     assert result.exit_code == 0 and "No draft is listed for me/Other-GGUF" in result.stderr
-    only = treeflash("pull", "me/Other-GGUF", "--draft-only")
+    only = bough("pull", "me/Other-GGUF", "--draft-only")
     assert only.exit_code == 2 and "no draft is listed for me/Other-GGUF" in only.stderr
 
 
-def test_a_draft_beside_the_target_is_offered_and_pulled(treeflash, hub, tiny_model):
+def test_a_draft_beside_the_target_is_offered_and_pulled(bough, hub, tiny_model):
     repo, file = "me/Other-GGUF", "dflash-other-Q8_0.gguf"
     hub.repos[repo] = {"other-Q8_0.gguf": tiny_model().read_bytes(), file: b"draft"}
-    result = treeflash("pull", repo)
+    result = bough("pull", repo)
     assert result.exit_code == 0 and f": hf://{repo}/{file}" in result.stderr
     assert here() == {f"{repo}:Q8_0"} and len(hub.downloads()) == 1
-    result = treeflash("pull", f"hf://{repo}/{file}")
+    result = bough("pull", f"hf://{repo}/{file}")
     assert result.exit_code == 0 and result.stdout.startswith("draft ")
     assert len(hub.downloads()) == 2
 
 
-def test_a_damaged_target_is_fetched_once(treeflash, hub, tiny_model):
+def test_a_damaged_target_is_fetched_once(bough, hub, tiny_model):
     hub.repos["me/Other-GGUF"] = {"other-Q8_0.gguf": tiny_model().read_bytes()}
     hub.spoil = True
-    result = treeflash("pull", "me/Other-GGUF")
+    result = bough("pull", "me/Other-GGUF")
     assert result.exit_code == 3 and "arrived damaged" in result.stderr
     assert len(hub.downloads()) == 1
     hub.failing = 500
     hub.requests.clear()
-    assert treeflash("pull", "me/Other-GGUF").exit_code == 3
+    assert bough("pull", "me/Other-GGUF").exit_code == 3
     assert len([path for _, path, _ in hub.requests if path.startswith("/api/")]) == 1
 
 
-def test_a_draft_that_no_card_knows(treeflash, hub, tiny_model, tmp_path):
+def test_a_draft_that_no_card_knows(bough, hub, tiny_model, tmp_path):
     folder = make_draft(tiny_model(), tmp_path / "own")
     hub.repos["me/Own-DFlash"] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    result = treeflash("pull", "me/Own-DFlash")
+    result = bough("pull", "me/Own-DFlash")
     assert result.exit_code == 0 and result.stdout.startswith("draft   me/Own-DFlash  ")
-    assert [row["cards"] for row in listed(treeflash)["drafts"]] == [[]]
-    assert treeflash("rm", "me/Own-DFlash", "--yes").exit_code == 0 and here() == set()
+    assert [row["cards"] for row in listed(bough)["drafts"]] == [[]]
+    assert bough("rm", "me/Own-DFlash", "--yes").exit_code == 0 and here() == set()
 
 
 @pytest.mark.parametrize(
@@ -116,23 +116,23 @@ def test_a_draft_that_no_card_knows(treeflash, hub, tiny_model, tmp_path):
         ([__file__], 2, "is on this machine already"),
     ],
 )
-def test_what_cannot_be_pulled(treeflash, hub, arguments, code, message):
+def test_what_cannot_be_pulled(bough, hub, arguments, code, message):
     hub.repos["me/plain"] = {"config.json": b'{"architectures": ["X"]}', "model.safetensors": b"x"}
-    result = treeflash("pull", *arguments)
+    result = bough("pull", *arguments)
     assert result.exit_code == code and message in result.stderr
     assert not hub.downloads()
 
 
-def test_a_gated_draft(treeflash, hub):
+def test_a_gated_draft(bough, hub):
     hub.gated.add(DRAFT)
-    result = treeflash("pull", "qwen3.6-27b")
+    result = bough("pull", "qwen3.6-27b")
     assert result.exit_code == 3 and result.stdout.startswith("target  ")
     assert f"error: {DRAFT} is gated" in result.stderr and f"{hub.endpoint}/{DRAFT}" in result.stderr
     assert "HF_TOKEN" in result.stderr and here() == {f"{TARGET}:Q4_K_M"}
 
 
-def test_listing(treeflash, hub, tiny_model, tmp_path):
-    empty = listed(treeflash)
+def test_listing(bough, hub, tiny_model, tmp_path):
+    empty = listed(bough)
     assert empty["models"] == empty["drafts"] == [] and len(empty["available"]) >= 9
     small = next(row for row in empty["available"] if row["name"] == "qwen3.5-0.8b")
     assert small["target"] == "unsloth/Qwen3.5-0.8B-GGUF:Q4_K_M" and small["draft"] is None
@@ -148,8 +148,8 @@ def test_listing(treeflash, hub, tiny_model, tmp_path):
         ["qwen3.5-27b", "--target-only"],
         *([f"me/Odd-GGUF:{quant}"] for quant in ("Q8_0", "Q4_0", "Q6_K")),
     ):
-        assert treeflash("pull", *arguments).exit_code == 0
-    found = listed(treeflash)
+        assert bough("pull", *arguments).exit_code == 0
+    found = listed(bough)
     models = {row["name"]: row for row in found["models"]}
     assert set(models) == {f"{TARGET}:Q4_K_M", f"{OTHER[0]}:Q4_K_M", "me/Odd-GGUF:Q6_K"}
     assert models[f"{TARGET}:Q4_K_M"]["draft"] == {"repo": DRAFT, "present": True}
@@ -162,81 +162,81 @@ def test_listing(treeflash, hub, tiny_model, tmp_path):
     names = [row["name"] for row in found["available"]]
     assert "qwen3.6-27b" not in names and "qwen3.5-27b" not in names and "qwen3.5-9b" in names
 
-    shown = " ".join(treeflash("list").stdout.split())
+    shown = " ".join(bough("list").stdout.split())
     assert f"{TARGET}:Q4_K_M qwen3.6-27b 1.72 MiB yes {DRAFT}" in shown
-    assert "missing: treeflash pull qwen3.5-27b --draft-only" in shown
+    assert "missing: bough pull qwen3.5-27b --draft-only" in shown
     assert "me/Odd-GGUF:Q6_K – " in shown and " none" in shown
-    assert "Not here yet (treeflash pull NAME" in shown and "qwen3.5-9b 5.5 GB " in shown
+    assert "Not here yet (bough pull NAME" in shown and "qwen3.5-9b 5.5 GB " in shown
     assert "2 other GGUF files there cannot be run." in shown
 
 
-def test_the_quantisations_of_a_repository(treeflash, hub):
+def test_the_quantisations_of_a_repository(bough, hub):
     files = {f"m-{quant}.gguf": b"x" * size for quant, size in (("Q8_0", 9), ("Q4_K_M", 5))}
     hub.repos["me/M-GGUF"] = files | {"m-Q2_K-00001-of-00002.gguf": b"half", "README.md": b"text"}
-    found = json.loads(treeflash("list", "me/M-GGUF", "--json").stdout)["models"]
+    found = json.loads(bough("list", "me/M-GGUF", "--json").stdout)["models"]
     assert [(row["name"], row["size_bytes"]) for row in found] == [
         ("me/M-GGUF:Q4_K_M", 5),
         ("me/M-GGUF:Q8_0", 9),
     ]
-    shown = treeflash("list", "qwen3.6-27b")
+    shown = bough("list", "qwen3.6-27b")
     assert f"{TARGET}:Q4_K_M" in shown.stdout and " yes" in shown.stdout and "fits: with" in shown.stdout
-    assert "is here already" in treeflash("list", "treeflash-40m").stderr
-    assert treeflash("list", "me/Nothing").exit_code == 3
+    assert "is here already" in bough("list", "bough-40m").stderr
+    assert bough("list", "me/Nothing").exit_code == 3
 
 
-def test_a_gguf_draft_is_listed_as_one(treeflash, hub, tiny_model, tmp_path):
+def test_a_gguf_draft_is_listed_as_one(bough, hub, tiny_model, tmp_path):
     path = save_gguf(tmp_path / "draft.gguf", {}, {})
     hub.repos["me/Draft-GGUF"] = {"draft-Q8_0.gguf": path.read_bytes()}
-    assert treeflash("pull", "me/Draft-GGUF").exit_code == 0
-    found = listed(treeflash)
+    assert bough("pull", "me/Draft-GGUF").exit_code == 0
+    found = listed(bough)
     assert [row["name"] for row in found["drafts"]] == ["me/Draft-GGUF:Q8_0"] and not found["models"]
 
 
-def test_removing_a_pair(treeflash, hub):
-    treeflash("pull", "qwen3.6-27b")
-    declined = treeflash("rm", "qwen3.6-27b", stdin="n\n")
+def test_removing_a_pair(bough, hub):
+    bough("pull", "qwen3.6-27b")
+    declined = bough("rm", "qwen3.6-27b", stdin="n\n")
     assert declined.exit_code == 1 and "Nothing was removed." in declined.stdout
-    silent = treeflash("rm", "qwen3.6-27b")
+    silent = bough("rm", "qwen3.6-27b")
     assert silent.exit_code == 1 and "Traceback" not in silent.output and len(here()) == 2
-    result = treeflash("rm", "qwen3.6-27b", stdin="y\n")
+    result = bough("rm", "qwen3.6-27b", stdin="y\n")
     assert result.exit_code == 0 and here() == set()
     shown = " ".join(result.stdout.split())
     assert f"{TARGET}:Q4_K_M 1.72 MiB" in shown and DRAFT in shown
     assert "Frees 2.1" in shown and "Removed, 2.1" in shown and "MiB freed." in shown
-    gone = treeflash("rm", "qwen3.6-27b", "--yes")
+    gone = bough("rm", "qwen3.6-27b", "--yes")
     assert gone.exit_code == 3 and "not in the Hugging Face cache" in gone.stderr
-    assert "treeflash list" in gone.stderr
+    assert "bough list" in gone.stderr
 
 
-def test_a_draft_that_is_still_used_stays(treeflash, hub):
-    treeflash("pull", "qwen3.6-27b")
-    treeflash("pull", "qwen3.6-27b", "--quant", "Q8_0")
-    first = treeflash("rm", "qwen3.6-27b", "-y")
+def test_a_draft_that_is_still_used_stays(bough, hub):
+    bough("pull", "qwen3.6-27b")
+    bough("pull", "qwen3.6-27b", "--quant", "Q8_0")
+    first = bough("rm", "qwen3.6-27b", "-y")
     assert first.exit_code == 0 and here() == {f"{TARGET}:Q8_0", DRAFT}
     assert f"{DRAFT}: {TARGET}:Q8_0 uses it" in " ".join(first.stdout.split())
-    assert treeflash("rm", "qwen3.6-27b", "-y").exit_code == 0 and here() == set()
+    assert bough("rm", "qwen3.6-27b", "-y").exit_code == 0 and here() == set()
 
 
-def test_removing_one_of_a_pair(treeflash, hub):
-    treeflash("pull", "qwen3.6-27b")
-    assert treeflash("rm", DRAFT, "-y").exit_code == 0 and here() == {f"{TARGET}:Q4_K_M"}
-    treeflash("pull", "qwen3.6-27b")
-    assert treeflash("rm", f"{TARGET}:q4_k_m", "-y").exit_code == 0 and here() == {DRAFT}
-    assert treeflash("rm", "qwen3.6-27b", "-y").exit_code == 0 and here() == set()
+def test_removing_one_of_a_pair(bough, hub):
+    bough("pull", "qwen3.6-27b")
+    assert bough("rm", DRAFT, "-y").exit_code == 0 and here() == {f"{TARGET}:Q4_K_M"}
+    bough("pull", "qwen3.6-27b")
+    assert bough("rm", f"{TARGET}:q4_k_m", "-y").exit_code == 0 and here() == {DRAFT}
+    assert bough("rm", "qwen3.6-27b", "-y").exit_code == 0 and here() == set()
 
 
-def test_what_cannot_be_removed(treeflash, hub):
-    own = treeflash("rm", __file__, "-y")
+def test_what_cannot_be_removed(bough, hub):
+    own = bough("rm", __file__, "-y")
     assert own.exit_code == 2 and "is not in the Hugging Face cache" in own.stderr
-    treeflash("pull", "qwen3.6-27b")
-    wrong = treeflash("rm", "qwen3.6-27b:Q2_K", "-y")
+    bough("pull", "qwen3.6-27b")
+    wrong = bough("rm", "qwen3.6-27b:Q2_K", "-y")
     assert wrong.exit_code == ModelNotFound.exit_code and "has no Q2_K; it has Q4_K_M" in wrong.stderr
     assert len(here()) == 2
 
 
-def test_what_is_left_of_a_download_can_be_removed(treeflash, hub, tmp_path):
+def test_what_is_left_of_a_download_can_be_removed(bough, hub, tmp_path):
     hub.break_off = [500_000, 0, 0, 0, 0, 0]
-    assert treeflash("pull", "qwen3.6-27b").exit_code == 3
-    result = treeflash("rm", "qwen3.6-27b", "-y")
+    assert bough("pull", "qwen3.6-27b").exit_code == 3
+    result = bough("rm", "qwen3.6-27b", "-y")
     assert result.exit_code == 0 and "unfinished download" in result.stdout
     assert not list((tmp_path / "hf").rglob("*.incomplete"))

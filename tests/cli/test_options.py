@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from treeflash.cli.options import (
+from bough.cli.options import (
     EngineOptions,
     KVCacheOptions,
     KVType,
@@ -18,9 +18,9 @@ from treeflash.cli.options import (
     grouped,
     panel,
 )
-from treeflash.cli.program import app
-from treeflash.config import EngineConfig
-from treeflash.errors import UsageError
+from bough.cli.program import app
+from bough.config import EngineConfig
+from bough.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import pexpect
 import pyte
 import pytest
 
-PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
+PROGRAM = [sys.executable, "-m", "bough.cli.main"]
 # The same, but what was imported is named on standard error at the end.
-LISTING = "import sys, treeflash.cli.main as m\ntry: m.main()\nfinally: print(*sys.modules, file=sys.stderr)"
+LISTING = "import sys, bough.cli.main as m\ntry: m.main()\nfinally: print(*sys.modules, file=sys.stderr)"
 WATCHED = [sys.executable, "-c", LISTING]
 
 
@@ -78,7 +78,7 @@ STARTING = """
 import contextlib, importlib, signal, threading, typing
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 print("started", flush=True)
-from treeflash.cli.main import main
+from bough.cli.main import main
 main()
 """
 

@@ -1,42 +1,42 @@
-"""`treeflash ps`, and several models of one server on the command line."""
+"""`bough ps`, and several models of one server on the command line."""
 
 import json
 
 import pytest
 
+from bough.config import ServerConfig
 from tests.server.live import scripted
-from treeflash.config import ServerConfig
 
 
-def test_what_a_server_has_in_memory(treeflash):
+def test_what_a_server_has_in_memory(bough):
     with scripted() as server:
-        shown = treeflash("ps", "--url", server.url)
-        (found,) = json.loads(treeflash("ps", "--url", f"{server.url}/v1", "--json").stdout)["models"]
-    assert shown.exit_code == 0 and "treeflash-test" in shown.stdout and "0 running" in shown.stdout
-    assert (found["name"], found["status"], found["address"]) == ("treeflash-test", "ok", server.url)
+        shown = bough("ps", "--url", server.url)
+        (found,) = json.loads(bough("ps", "--url", f"{server.url}/v1", "--json").stdout)["models"]
+    assert shown.exit_code == 0 and "bough-test" in shown.stdout and "0 running" in shown.stdout
+    assert (found["name"], found["status"], found["address"]) == ("bough-test", "ok", server.url)
 
 
-def test_a_key_is_sent(treeflash):
+def test_a_key_is_sent(bough):
     with scripted(config=ServerConfig(api_keys=("secret",))) as server:
-        assert treeflash("ps", "--url", server.url, "--api-key", "secret").exit_code == 0
-        refused = treeflash("ps", "--url", server.url)
+        assert bough("ps", "--url", server.url, "--api-key", "secret").exit_code == 0
+        refused = bough("ps", "--url", server.url)
     assert refused.exit_code == 1 and "says 401" in refused.stderr and "--api-key KEY" in refused.stderr
 
 
-def test_no_server(treeflash, monkeypatch, tmp_path):
-    assert "there is no server at 127.0.0.1:1" in treeflash("ps", "--url", "127.0.0.1:1").stderr
+def test_no_server(bough, monkeypatch, tmp_path):
+    assert "there is no server at 127.0.0.1:1" in bough("ps", "--url", "127.0.0.1:1").stderr
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr("treeflash.cli.ps.ServerConfig", lambda: ServerConfig(port=1))
-    nothing = treeflash("ps")
-    assert nothing.exit_code == 0 and "treeflash serve starts one" in nothing.stdout
+    monkeypatch.setattr("bough.cli.ps.ServerConfig", lambda: ServerConfig(port=1))
+    nothing = bough("ps")
+    assert nothing.exit_code == 0 and "bough serve starts one" in nothing.stdout
     assert "No server answers at http://127.0.0.1:1" in nothing.stdout
 
 
 @pytest.mark.parametrize("spelling", [("{}", "{}"), ("--model", "{}", "-m", "{}")])
-def test_several_models(treeflash, tiny_model, spelling):
+def test_several_models(bough, tiny_model, spelling):
     paths = iter((tiny_model(), tiny_model("qwen3")))
     models = [each if each != "{}" else next(paths) for each in spelling]
-    found = json.loads(treeflash("serve", *models, "--models-max", 2, "--print-config").stdout)
+    found = json.loads(bough("serve", *models, "--models-max", 2, "--print-config").stdout)
     assert list(found["models"].values()) == [str(tiny_model()), str(tiny_model("qwen3"))]
     assert found["server"]["models_max"] == 2 and found["model"] == str(tiny_model())
 
@@ -48,15 +48,15 @@ def test_several_models(treeflash, tiny_model, spelling):
         (("--draft", "d.gguf"), "--draft d.gguf is for one model"),
     ],
 )
-def test_what_is_of_one_model_alone(treeflash, tiny_model, flags, said):
-    result = treeflash("serve", tiny_model(), tiny_model("qwen3"), *flags)
+def test_what_is_of_one_model_alone(bough, tiny_model, flags, said):
+    result = bough("serve", tiny_model(), tiny_model("qwen3"), *flags)
     assert result.exit_code == 2 and said in result.stderr
 
 
-def test_models_of_one_name(treeflash, tiny_model, tmp_path):
+def test_models_of_one_name(bough, tiny_model, tmp_path):
     other = tmp_path / "other" / tiny_model().name
     other.parent.mkdir()
     other.symlink_to(tiny_model())
-    found = json.loads(treeflash("serve", tiny_model(), other, "--print-config").stdout)["models"]
+    found = json.loads(bough("serve", tiny_model(), other, "--print-config").stdout)["models"]
     assert list(found) == [tiny_model().stem, str(other)]
-    assert "is given twice" in treeflash("serve", tiny_model(), tiny_model()).stderr
+    assert "is given twice" in bough("serve", tiny_model(), tiny_model()).stderr

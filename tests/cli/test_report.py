@@ -1,8 +1,8 @@
 """The line below an answer."""
 
-from treeflash.cli import report
-from treeflash.engine.stats import RequestStats, StepRecord
-from treeflash.session.session import Finished
+from bough.cli import report
+from bough.engine.stats import RequestStats, StepRecord
+from bough.session.session import Finished
 
 
 def stats(**changes) -> RequestStats:

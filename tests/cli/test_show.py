@@ -1,4 +1,4 @@
-"""`treeflash show` on models of every family."""
+"""`bough show` on models of every family."""
 
 import io
 import json
@@ -7,17 +7,17 @@ import sys
 import pytest
 import torch
 
-from treeflash.cli.show import show
-from treeflash.config import EngineConfig
-from treeflash.convert.tiny import FAMILIES
-from treeflash.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
-from treeflash.session.loading import load_session
+from bough.cli.show import show
+from bough.config import EngineConfig
+from bough.convert.tiny import FAMILIES
+from bough.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
+from bough.session.loading import load_session
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_facts(treeflash, tiny_model, family):
+def test_facts(bough, tiny_model, family):
     path = tiny_model(family)
-    result = treeflash("show", path, "--json")
+    result = bough("show", path, "--json")
     assert result.exit_code == 0
     facts = json.loads(result.stdout)
     assert facts["architecture"] == family and facts["supported"] and facts["problems"] == []
@@ -38,8 +38,8 @@ def test_facts(treeflash, tiny_model, family):
         assert model["parameters"]["active"] < model["parameters"]["total"]
 
 
-def test_as_a_person_sees_it(treeflash, tiny_model):
-    result = treeflash("show", tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m"))
+def test_as_a_person_sees_it(bough, tiny_model):
+    result = bough("show", tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m"))
     assert result.exit_code == 0
     text = " ".join(result.stdout.split())
     for part in (
@@ -61,11 +61,11 @@ def test_as_a_person_sees_it(treeflash, tiny_model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mtp", [False, True])
-def test_memory_is_what_the_engine_plans_and_takes(treeflash, tiny_model, family, mtp):
+def test_memory_is_what_the_engine_plans_and_takes(bough, tiny_model, family, mtp):
     if mtp and not family.startswith("qwen35"):
         mtp = False  # other families have no prediction blocks
     path = tiny_model(family, mtp=True) if mtp else tiny_model(family)
-    facts = json.loads(treeflash("show", path, "--json").stdout)
+    facts = json.loads(bough("show", path, "--json").stdout)
     assert facts["stored_bytes"] == facts["memory"][0]["gpu"]["weights"] <= path.stat().st_size
     plan = load_session(path, EngineConfig(device="cpu", cpu_backend="torch")).plan
     need = facts["memory"][-1]["cpu"]
@@ -74,9 +74,9 @@ def test_memory_is_what_the_engine_plans_and_takes(treeflash, tiny_model, family
     assert (need["weights"], need["recurrent"], need["kv"]) == taken
 
 
-def test_what_fits_on_a_gpu_that_is_not_here(treeflash, tiny_model):
+def test_what_fits_on_a_gpu_that_is_not_here(bough, tiny_model):
     path = tiny_model(width=256, mix="q4_k_m")
-    facts = json.loads(treeflash("show", path, "--fit", "--vram-limit", "2g", "--json").stdout)["fit"]
+    facts = json.loads(bough("show", path, "--fit", "--vram-limit", "2g", "--json").stdout)["fit"]
     plan = facts["plan"]
     assert facts["limit_bytes"] == 2 << 30 and facts["problem"] is None and facts["draft"] is None
     assert (plan["keys"], plan["values"], plan["context"]) == ("f16", "f16", 4096)
@@ -85,35 +85,33 @@ def test_what_fits_on_a_gpu_that_is_not_here(treeflash, tiny_model):
     assert names == [*AUTO_FORMATS, OPT_IN_FORMATS] and all(
         pair["max_context"] == 4096 for pair in facts["pairs"]
     )
-    shown = " ".join(treeflash("show", path, "--fit", "--vram-limit", "2g").stdout.split())
+    shown = " ".join(bough("show", path, "--fit", "--vram-limit", "2g").stdout.split())
     for part in ("On a GPU with 2.00 GiB", "token embedding", "f16 4,096", "chosen", "q8_0/q5_0", "tq3_0"):
         assert part in shown, part
     own = tiny_model(width=256, mix="q4_k_m", mtp=True)
     options = ["show", own, "--fit", "--vram-limit", "2g", "--json", "--draft"]
-    sizes = [
-        json.loads(treeflash(*options, name).stdout)["fit"]["plan"]["parts"] for name in ("mtp", "lookup")
-    ]
+    sizes = [json.loads(bough(*options, name).stdout)["fit"]["plan"]["parts"] for name in ("mtp", "lookup")]
     assert sizes[0]["draft"] > 0 and "draft" not in sizes[1]
-    small = treeflash("show", path, "--fit", "--vram-limit", "256MiB")
+    small = bough("show", path, "--fit", "--vram-limit", "256MiB")
     assert small.exit_code == 6 and "too large" in small.stdout
     assert "hint: this would fit: a smaller model" in " ".join(small.stdout.split())
-    long = treeflash("show", path, "--fit", "--vram-limit", "2g", "--max-ctx", "8k")
+    long = bough("show", path, "--fit", "--vram-limit", "2g", "--max-ctx", "8k")
     assert long.exit_code == 2 and "--max-ctx is 8192" in long.stderr and "1 to 4096 tokens" in long.stderr
 
 
-def test_what_fits_needs_a_gpu_or_a_size(treeflash, tiny_model):
+def test_what_fits_needs_a_gpu_or_a_size(bough, tiny_model):
     if not torch.cuda.is_available():
-        result = treeflash("show", tiny_model(), "--fit")
+        result = bough("show", tiny_model(), "--fit")
         assert result.exit_code == 2 and "--vram-limit 24g" in result.stderr
-    assert treeflash("show", tiny_model(), "--max-ctx", "1k").exit_code == 2
-    assert treeflash("show", tiny_model(), "--fit", "--vram-limit", "24x").exit_code == 2
-    assert treeflash("show", tiny_model(), "--fit", "--vram-limit", "24g", "--draft", "none").exit_code == 0
+    assert bough("show", tiny_model(), "--max-ctx", "1k").exit_code == 2
+    assert bough("show", tiny_model(), "--fit", "--vram-limit", "24x").exit_code == 2
+    assert bough("show", tiny_model(), "--fit", "--vram-limit", "24g", "--draft", "none").exit_code == 0
 
 
 @pytest.mark.parametrize("columns", [30, 45, 60, 80])
-def test_a_narrow_terminal_loses_nothing(monkeypatch, tiny_model, treeflash, columns):
+def test_a_narrow_terminal_loses_nothing(monkeypatch, tiny_model, bough, columns):
     path = tiny_model("qwen35", mtp=True, width=256, mix="q4_k_m")
-    wide = treeflash("show", path).stdout
+    wide = bough("show", path).stdout
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -134,61 +132,59 @@ def test_a_narrow_terminal_loses_nothing(monkeypatch, tiny_model, treeflash, col
     assert sorted(set(tables.split())) == sorted(set(narrow) | ({"type"} if columns < 55 else set()))
 
 
-def test_a_file_we_cannot_run_is_still_described(treeflash, tiny_model, tmp_path):
+def test_a_file_we_cannot_run_is_still_described(bough, tiny_model, tmp_path):
     path = tmp_path / "other.gguf"
     path.write_bytes(tiny_model("qwen2").read_bytes().replace(b"qwen2", b"bert9"))
-    facts = json.loads(treeflash("show", path, "--json").stdout)
+    facts = json.loads(bough("show", path, "--json").stdout)
     assert not facts["supported"] and facts["model"] is None and facts["types"]
     assert "'bert9'" in facts["problems"][0]
-    shown = treeflash("show", path)
+    shown = bough("show", path)
     assert shown.exit_code == 0 and "Cannot be run" in shown.stdout and "bert9" in shown.stdout
 
 
-def test_nothing_is_downloaded(treeflash):
-    result = treeflash("show", "someone/Model-GGUF")
+def test_nothing_is_downloaded(bough):
+    result = bough("show", "someone/Model-GGUF")
     assert result.exit_code == 3
-    assert "not in the cache" in result.stderr and "treeflash pull someone/Model-GGUF" in result.stderr
+    assert "not in the cache" in result.stderr and "bough pull someone/Model-GGUF" in result.stderr
 
 
-@pytest.mark.parametrize("variable", ["TREEFLASH_MODEL", "DFLASH_TARGET"])
-def test_without_a_name_the_environment_or_the_built_in_model(treeflash, monkeypatch, tiny_model, variable):
-    assert "TreeFlash-40M" in treeflash("show").stdout
+@pytest.mark.parametrize("variable", ["BOUGH_MODEL", "DFLASH_TARGET"])
+def test_without_a_name_the_environment_or_the_built_in_model(bough, monkeypatch, tiny_model, variable):
+    assert "Bough-40M" in bough("show").stdout
     monkeypatch.setenv(variable, str(tiny_model()))
-    assert str(tiny_model()) in treeflash("show", "--json").stdout
+    assert str(tiny_model()) in bough("show", "--json").stdout
 
 
-def test_a_model_that_is_not_here_is_shown_from_its_header(treeflash, hub):
-    before = treeflash("show", "qwen3.6-27b", "--fit", "--vram-limit", "2g", "--json")
+def test_a_model_that_is_not_here_is_shown_from_its_header(bough, hub):
+    before = bough("show", "qwen3.6-27b", "--fit", "--vram-limit", "2g", "--json")
     facts = json.loads(before.stdout)["fit"]
     assert before.exit_code == 0 and facts["draft"] == "z-lab/Qwen3.6-27B-DFlash"
     ranges = [headers["Range"] for headers in hub.downloads()]
     assert len(ranges) == 2 and all(each.startswith("bytes=0-") and not each.endswith("-") for each in ranges)
-    assert treeflash("pull", "qwen3.6-27b").exit_code == 0
-    after = json.loads(treeflash("show", "qwen3.6-27b", "--fit", "--vram-limit", "2g", "--json").stdout)[
-        "fit"
-    ]
+    assert bough("pull", "qwen3.6-27b").exit_code == 0
+    after = json.loads(bough("show", "qwen3.6-27b", "--fit", "--vram-limit", "2g", "--json").stdout)["fit"]
     assert facts["plan"] == after["plan"] and facts["plan"]["parts"]["draft"] > 0
 
 
-def test_a_short_name_that_cannot_be_asked_for_is_pulled_by_it(treeflash):
-    result = treeflash("show", "qwen3.6-27b:Q8_0")
-    assert result.exit_code == 3 and "treeflash pull qwen3.6-27b:Q8_0" in result.stderr
+def test_a_short_name_that_cannot_be_asked_for_is_pulled_by_it(bough):
+    result = bough("show", "qwen3.6-27b:Q8_0")
+    assert result.exit_code == 3 and "bough pull qwen3.6-27b:Q8_0" in result.stderr
 
 
-def test_drafts_and_recommendations(treeflash, tiny_model, hub):
-    unknown = json.loads(treeflash("show", tiny_model(), "--json").stdout)
+def test_drafts_and_recommendations(bough, tiny_model, hub):
+    unknown = json.loads(bough("show", tiny_model(), "--json").stdout)
     assert unknown["card"] is unknown["draft"] is unknown["recommended"] is None
-    assert "none listed" in treeflash("show", tiny_model()).stdout
+    assert "none listed" in bough("show", tiny_model()).stdout
 
-    treeflash("pull", "qwen3.6-27b", "--target-only")
-    missing = " ".join(treeflash("show", "qwen3.6-27b").stdout.split())
-    assert "not on this machine: treeflash pull qwen3.6-27b --draft-only" in missing
+    bough("pull", "qwen3.6-27b", "--target-only")
+    missing = " ".join(bough("show", "qwen3.6-27b").stdout.split())
+    assert "not on this machine: bough pull qwen3.6-27b --draft-only" in missing
     assert "with thinking --temperature 1 --top-p 0.95 --top-k 20" in missing
     assert "without --temperature 0.7 --top-p 0.8 --top-k 20 --presence-penalty 1.5" in missing
-    treeflash("pull", "qwen3.6-27b", "--draft-only")
-    facts = json.loads(treeflash("show", "unsloth/Qwen3.6-27B-GGUF", "--json").stdout)
+    bough("pull", "qwen3.6-27b", "--draft-only")
+    facts = json.loads(bough("show", "unsloth/Qwen3.6-27B-GGUF", "--json").stdout)
     assert facts["card"] == "qwen3.6-27b" and facts["draft"]["name"] == "z-lab/Qwen3.6-27B-DFlash"
     assert facts["draft"]["path"].endswith("model.safetensors")
     assert facts["recommended"]["budget"] == 22 and facts["recommended"]["thinking"] is True
     assert facts["recommended"]["sampling"]["thinking"]["top_k"] == 20
-    assert "z-lab/Qwen3.6-27B-DFlash, 41" in treeflash("show", "qwen3.6-27b").stdout
+    assert "z-lab/Qwen3.6-27B-DFlash, 41" in bough("show", "qwen3.6-27b").stdout

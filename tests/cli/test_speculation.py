@@ -1,4 +1,4 @@
-"""`treeflash run` with drafts: which one is taken, and that the text never changes."""
+"""`bough run` with drafts: which one is taken, and that the text never changes."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from bough.hub import catalog
 from tests.hub.fake_pairs import DRAFT, TARGET, make_draft
-from treeflash.hub import catalog
 
 CARD = """\
 name = "tiny"
@@ -53,9 +53,9 @@ def card(monkeypatch, tmp_path) -> catalog.Card:
 
 
 @pytest.fixture
-def answer(treeflash, model):
+def answer(bough, model):
     def ask(*flags: object, **options):
-        result = treeflash("run", model, "hello hello hello", "-n", 30, "--json", *flags, **options)
+        result = bough("run", model, "hello hello hello", "-n", 30, "--json", *flags, **options)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
 
@@ -85,28 +85,28 @@ def test_the_text_is_the_same_with_everything(answer, draft, sampling):
         assert (stats["draft_s"] > 0) and stats["rows_per_step"] >= 1
 
 
-def test_a_draft_shows_in_the_line_and_its_budget_counts(treeflash, model, draft, answer):
-    result = treeflash("run", model, "hello", "-n", 12, "--no-think", "--draft", draft)
+def test_a_draft_shows_in_the_line_and_its_budget_counts(bough, model, draft, answer):
+    result = bough("run", model, "hello", "-n", 12, "--no-think", "--draft", draft)
     (line,) = result.stderr.splitlines()
     assert "accept " in line and line.endswith("/step · length limit")
-    plain = treeflash("run", model, "hello", "-n", 12, "--no-think", "--draft", "none").stderr.splitlines()
+    plain = bough("run", model, "hello", "-n", 12, "--no-think", "--draft", "none").stderr.splitlines()
     assert len(plain) == 1 and "accept" not in plain[0] and "rows" not in plain[0] and "draft" not in plain[0]
     assert answer("--draft", draft, "--budget", 5)["stats"]["rows_per_step"] <= 6
 
 
-def test_without_a_listed_draft_one_quiet_line(treeflash, model):
-    result = treeflash("run", model, "hello", "-n", 3, "--no-think")
+def test_without_a_listed_draft_one_quiet_line(bough, model):
+    result = bough("run", model, "hello", "-n", 3, "--no-think")
     assert result.stderr.splitlines()[1:] == [
         "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
     ]
-    assert treeflash("run", model, "hello", "-n", 3, "--no-think", "--json").stderr == ""
+    assert bough("run", model, "hello", "-n", 3, "--no-think", "--json").stderr == ""
 
 
-def test_the_models_own_mtp_block(treeflash, tiny_model, model, draft, monkeypatch):
+def test_the_models_own_mtp_block(bough, tiny_model, model, draft, monkeypatch):
     path, line = tiny_model(mtp=True), "No draft: the MTP block in the model's own file proposes tokens."
 
     def run(*flags):
-        result = treeflash("run", path, "hello hello hello", "-n", 12, *flags)
+        result = bough("run", path, "hello hello hello", "-n", 12, *flags)
         assert result.exit_code == 0, result.output
         return result
 
@@ -118,52 +118,52 @@ def test_the_models_own_mtp_block(treeflash, tiny_model, model, draft, monkeypat
         assert other.stdout == found.stdout and line not in other.stderr
     both = run("--draft", f"{draft},mtp")
     assert both.stdout == found.stdout and line not in both.stderr
-    refused = treeflash("run", model, "hello", "--draft", f"{draft},mtp")
+    refused = bough("run", model, "hello", "--draft", f"{draft},mtp")
     assert refused.exit_code == 2 and ",mtp: qwen35.gguf has no MTP block" in refused.stderr.replace(
         "\n", " "
     )
     for name in ("none,mtp", "lookup,mtp"):
-        assert "beside a draft only" in treeflash("run", path, "hello", "--draft", name).stderr
+        assert "beside a draft only" in bough("run", path, "hello", "--draft", name).stderr
     monkeypatch.setenv("DFLASH_DRAFT", "lookup")
     assert line not in run().stderr and line in run("--draft", "auto").stderr
     monkeypatch.delenv("DFLASH_DRAFT")
-    missing = treeflash("run", model, "hi", "--draft", "mtp")
+    missing = bough("run", model, "hi", "--draft", "mtp")
     assert missing.exit_code == 2 and "--draft mtp: qwen35.gguf has no MTP block" in missing.stderr
-    quant = treeflash("run", path, "hi", "--draft", "mtp", "--draft-quant", "q8_0")
+    quant = bough("run", path, "hi", "--draft", "mtp", "--draft-quant", "q8_0")
     assert quant.exit_code == 2 and "--draft-quant and --draft mtp exclude each other" in quant.stderr
 
 
-def test_a_draft_beside_several_models_is_offered(treeflash, model, tmp_path):
+def test_a_draft_beside_several_models_is_offered(bough, model, tmp_path):
     folder = tmp_path / "models"
     folder.mkdir()
     for name in ("m.gguf", "n.gguf"):
         (folder / name).write_bytes(model.read_bytes())
     beside = folder / "dflash-m-Q8_0.gguf"
     beside.write_bytes(b"x")
-    result = treeflash("run", folder / "m.gguf", "hello", "-n", 3)
+    result = bough("run", folder / "m.gguf", "hello", "-n", 3)
     assert result.exit_code == 0 and f"--draft {beside}" in result.stderr.replace("\n", " ")
 
 
-def test_a_pair_in_a_folder_runs_as_a_pair(treeflash, tmp_path, monkeypatch):
+def test_a_pair_in_a_folder_runs_as_a_pair(bough, tmp_path, monkeypatch):
     """What `grow` writes: target.gguf and draft.gguf, by the folder's name or the target's."""
     folder = tmp_path / "pair"
     folder.mkdir()
-    pair = catalog.named("treeflash-40m")[0].pair
+    pair = catalog.named("bough-40m")[0].pair
     monkeypatch.setattr(catalog, "FOLDER", tmp_path)  # no card finds a draft for it
     for source in (pair.target, pair.draft):
         (folder / source.name).write_bytes(source.read_bytes())
     texts = []
     for name in (folder, folder / "target.gguf"):
-        result = treeflash("run", name, "def f(n):", "-n", 8, "--greedy", "--json")
+        result = bough("run", name, "def f(n):", "-n", 8, "--greedy", "--json")
         answer = json.loads(result.stdout)
         assert answer["draft"] == str(folder / "draft.gguf"), result.output
         texts.append(answer["text"])
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "draft.gguf").write_bytes(b"x")
-    missing = treeflash("run", alone, "x")
+    missing = bough("run", alone, "x")
     assert texts[0] == texts[1] and missing.exit_code == 3 and "holds only a draft" in missing.stderr
-    shown = json.loads(treeflash("show", folder, "--json").stdout)
+    shown = json.loads(bough("show", folder, "--json").stdout)
     assert shown["draft"]["path"] == str(folder / "draft.gguf")
 
 
@@ -184,55 +184,53 @@ def test_a_pair_in_a_folder_runs_as_a_pair(treeflash, tmp_path, monkeypatch):
         (["--draft", "qwen3.5-2b"], "no draft is listed for qwen3.5-2b"),
     ],
 )
-def test_what_contradicts_itself(treeflash, model, flags, message):
-    result = treeflash("run", model, "hi", *flags)
+def test_what_contradicts_itself(bough, model, flags, message):
+    result = bough("run", model, "hi", *flags)
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr
 
 
 @pytest.mark.parametrize("flags", [["--budget", "0"], ["--budget", "64"], ["--draft-ctx", "0"]])
-def test_limits(treeflash, model, flags):
-    result = treeflash("run", model, "hi", *flags)
+def test_limits(bough, model, flags):
+    result = bough("run", model, "hi", *flags)
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and flags[0] in result.stderr
     assert "Input should" not in result.stderr
 
 
-def test_a_draft_that_is_missing_or_of_another_target(treeflash, tiny_model, draft, tmp_path):
-    missing = treeflash("run", tiny_model(), "hi", "--draft", tmp_path / "none")
+def test_a_draft_that_is_missing_or_of_another_target(bough, tiny_model, draft, tmp_path):
+    missing = bough("run", tiny_model(), "hi", "--draft", tmp_path / "none")
     assert missing.exit_code == 3 and "no such file" in missing.stderr
     other = tiny_model("qwen35", width=128)
-    result = treeflash("run", other, "hi", "--draft", draft)
+    result = bough("run", other, "hi", "--draft", draft)
     assert result.exit_code == 4
     assert "hidden_size is 64, needed the target's width, 128" in result.stderr
     assert "--draft none" in result.stderr
 
 
-def test_the_environment_names_a_draft(answer, monkeypatch, draft, treeflash, model):
+def test_the_environment_names_a_draft(answer, monkeypatch, draft, bough, model):
     monkeypatch.setenv("DFLASH_DRAFT", str(draft))
     assert answer()["draft"] == str(draft)
     assert answer("--no-draft")["draft"] is None
     assert answer("--draft", draft / "model.safetensors")["draft"].endswith("model.safetensors")
     monkeypatch.setenv("DFLASH_DRAFT", "none")
     assert answer()["stats"]["rows_per_step"] == 1
-    result = treeflash("run", model, "hi", "--chain")
-    assert result.exit_code == 2 and "--chain and TREEFLASH_DRAFT=none exclude each other" in result.stderr
+    result = bough("run", model, "hi", "--chain")
+    assert result.exit_code == 2 and "--chain and BOUGH_DRAFT=none exclude each other" in result.stderr
 
 
-def test_a_listed_draft_that_is_not_here(treeflash, model, card):
-    result = treeflash("run", model, "hello", "-n", 4, "--no-think")
+def test_a_listed_draft_that_is_not_here(bough, model, card):
+    result = bough("run", model, "hello", "-n", 4, "--no-think")
     assert result.exit_code == 0
     assert result.stderr.splitlines()[:2] == [
         "warning: the draft of Tiny is not on this machine, answers come slower without it",
-        "hint: treeflash pull tiny --draft-only",
+        "hint: bough pull tiny --draft-only",
     ]
     assert len(result.stderr.splitlines()) in (3, 4) and "accept" in result.stderr
-    assert treeflash("run", model, "hello", "-n", 4, "--no-think", "-q").stderr == ""
-    assert "warning" not in treeflash("run", model, "hello", "-n", 4, "--no-think", "--no-draft").stderr
-    assert (
-        "warning" in treeflash("run", model, "hello", "-n", 4, "--no-think", "--draft-quant", "q8_0").stderr
-    )
+    assert bough("run", model, "hello", "-n", 4, "--no-think", "-q").stderr == ""
+    assert "warning" not in bough("run", model, "hello", "-n", 4, "--no-think", "--no-draft").stderr
+    assert "warning" in bough("run", model, "hello", "-n", 4, "--no-think", "--draft-quant", "q8_0").stderr
 
 
-def test_a_pair_that_comes_with_the_package(treeflash, model, draft, card, monkeypatch, tmp_path):
+def test_a_pair_that_comes_with_the_package(bough, model, draft, card, monkeypatch, tmp_path):
     folder = tmp_path / "pairs"
     folder.mkdir()
     text = "\n".join(line for line in CARD.splitlines() if not line.startswith(("target", "draft")))
@@ -240,54 +238,54 @@ def test_a_pair_that_comes_with_the_package(treeflash, model, draft, card, monke
     (folder / "tiny.toml").write_text(text.format() + "\n" + pair)
     monkeypatch.setattr(catalog, "FOLDER", folder)
     for name in ("tiny", model):
-        result = treeflash("run", name, "hello", "-n", 4, "--no-think", "--json")
+        result = bough("run", name, "hello", "-n", 4, "--no-think", "--json")
         found = json.loads(result.stdout)
         assert found["model"] == str(model) and found["draft"] == str(draft / "model.safetensors")
-    assert "comes with treeflash" in treeflash("show", "tiny").stdout
-    assert treeflash("pull", "tiny").exit_code == treeflash("rm", "tiny", "-y").exit_code == 2
+    assert "comes with bough" in bough("show", "tiny").stdout
+    assert bough("pull", "tiny").exit_code == bough("rm", "tiny", "-y").exit_code == 2
 
 
-def test_a_file_finds_its_draft_in_the_cache(treeflash, hub, model, card):
-    pulled = treeflash("pull", "tiny", "--draft-only")
+def test_a_file_finds_its_draft_in_the_cache(bough, hub, model, card):
+    pulled = bough("pull", "tiny", "--draft-only")
     assert pulled.exit_code == 0 and pulled.stdout.startswith(f"draft   {DRAFT}  ")
     asked = len(hub.requests)
-    result = treeflash("run", model, "hello", "-n", 8, "--no-think", "--json")
+    result = bough("run", model, "hello", "-n", 8, "--no-think", "--json")
     found = json.loads(result.stdout)
     assert DRAFT.replace("/", "--") in found["draft"] and found["draft"].endswith("model.safetensors")
     assert found["stats"]["rows_per_step"] <= 4  # the card's budget
     assert len(hub.requests) == asked and result.stderr == ""
 
 
-def test_the_first_run_of_a_name_fetches_both(treeflash, hub):
-    first = treeflash("run", "qwen3.6-27b", "hello", "-n", 4, "--no-think")
+def test_the_first_run_of_a_name_fetches_both(bough, hub):
+    first = bough("run", "qwen3.6-27b", "hello", "-n", 4, "--no-think")
     assert first.exit_code == 0
     lines = first.stderr.splitlines()
     assert lines[0].startswith(f"Fetching {TARGET}:Q4_K_M, 1.72 MiB")
     assert lines[1].startswith(f"Fetching its draft {DRAFT}, 4")
     assert "accept" in lines[2] and len(lines) == 3
     asked = len(hub.requests)
-    second = treeflash("run", "qwen3.6-27b", "hello", "-n", 4, "--no-think")
+    second = bough("run", "qwen3.6-27b", "hello", "-n", 4, "--no-think")
     assert second.stdout == first.stdout and len(second.stderr.splitlines()) == 1
     assert len(hub.requests) == asked
 
 
-def test_a_repository_brings_its_draft_too_but_only_the_first_time(treeflash, hub, tmp_path):
+def test_a_repository_brings_its_draft_too_but_only_the_first_time(bough, hub, tmp_path):
     hub.gated.add(DRAFT)
-    first = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think")
+    first = bough("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think")
     assert first.exit_code == 0
     lines = first.stderr.splitlines()
     assert lines[1].startswith(f"warning: the draft was not fetched, answers come slower: {DRAFT} is gated")
     assert lines[2].startswith(f"hint: accept it at {hub.endpoint}/{DRAFT} and then set HF_TOKEN")
-    assert lines[2].endswith("; then: treeflash pull qwen3.6-27b --draft-only")
+    assert lines[2].endswith("; then: bough pull qwen3.6-27b --draft-only")
     hub.gated.clear()
-    second = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think")
+    second = bough("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think")
     assert second.stderr.startswith("warning: the draft of Qwen3.6 27B is not on this machine")
     assert second.stdout == first.stdout
-    named = treeflash("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think", "--draft", DRAFT)
+    named = bough("run", f"{TARGET}:q8_0", "hello", "-n", 4, "--no-think", "--draft", DRAFT)
     assert named.stderr.startswith(f"Fetching the draft {DRAFT}, 4") and named.stdout == first.stdout
 
 
-def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
+def test_a_draft_that_never_hits_is_named(bough, model, draft, tmp_path):
     hopeless = tmp_path / "hopeless"
     hopeless.mkdir()
     (hopeless / "config.json").write_bytes((draft / "config.json").read_bytes())
@@ -295,12 +293,12 @@ def test_a_draft_that_never_hits_is_named(treeflash, model, draft, tmp_path):
     tensors["norm.weight"] *= 0  # to it every token is as likely as any other, but for the bias
     save_file(tensors, hopeless / "model.safetensors")
     flags = ["--draft", hopeless, "--chain", "--budget", 2, "--logit-bias", "318=3"]  # a filler token
-    assert treeflash("run", model, "hello", "-n", 4, "--no-think", *flags).exit_code == 0
-    costs = tmp_path / "cache/treeflash/step-costs.json"
+    assert bough("run", model, "hello", "-n", 4, "--no-think", *flags).exit_code == 0
+    costs = tmp_path / "cache/bough/step-costs.json"
     (entry,) = (book := json.loads(costs.read_text())).values()
     entry["step"]["1"] = 1e6  # plain steps seem so slow that the draft is called every time
     costs.write_text(json.dumps(book))
-    result = treeflash("run", model, "hello", "-n", 250, "--no-think", *flags)
+    result = bough("run", model, "hello", "-n", 250, "--no-think", *flags)
     assert result.exit_code == 0
     line, note = result.stderr.splitlines()
     assert "accept 1.00/step" in line
@@ -334,6 +332,6 @@ def test_logprobs(answer):
 
 def test_costs_are_kept(answer, tmp_path, draft):
     answer("--draft", draft)
-    book = json.loads((tmp_path / "cache/treeflash/step-costs.json").read_text())
+    book = json.loads((tmp_path / "cache/bough/step-costs.json").read_text())
     (key,) = book
     assert "qwen35.gguf" in key and str(draft) in key

@@ -1,4 +1,4 @@
-"""`treeflash tune` where there is no GPU, and what it says of results."""
+"""`bough tune` where there is no GPU, and what it says of results."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from treeflash.bench.tuning import Found
-from treeflash.cli import view
-from treeflash.cli.tune import show
-from treeflash.errors import ResourceError
-from treeflash.kernels.quant_matmul.tiling import Tiling
-from treeflash.kernels.quant_matmul.tuned import TunedFile
+from bough.bench.tuning import Found
+from bough.cli import view
+from bough.cli.tune import show
+from bough.errors import ResourceError
+from bough.kernels.quant_matmul.tiling import Tiling
+from bough.kernels.quant_matmul.tuned import TunedFile
 
 KIND = "NVIDIA H200, 9.0, 132 SMs"
 BUILT_IN, BETTER = Tiling(4, wide=False, halfway=True), Tiling(5, wide=False, halfway=False)
@@ -26,30 +26,30 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
-def test_without_a_gpu_there_is_one_clear_error(treeflash, monkeypatch):
+def test_without_a_gpu_there_is_one_clear_error(bough, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = treeflash("tune")
+    result = bough("tune")
     assert result.exit_code == ResourceError.exit_code and not result.stdout
     assert result.stderr.splitlines() == [
         "error: tuning needs an NVIDIA GPU, none was found",
-        "hint: treeflash doctor says what this machine has",
+        "hint: bough doctor says what this machine has",
     ]
 
 
-def test_reset_removes_what_was_kept(treeflash, tmp_path):
+def test_reset_removes_what_was_kept(bough, tmp_path):
     file = TunedFile.default()
     assert file.path.is_relative_to(tmp_path)
     file.save(KIND, {16: BETTER})
-    result = treeflash("tune", "--reset")
+    result = bough("tune", "--reset")
     assert result.exit_code == 0 and result.stdout == f"{file.path} is removed.\n"
     assert not file.path.exists() and file.load(KIND) == {}
-    result = treeflash("tune", "--reset")
+    result = bough("tune", "--reset")
     assert result.exit_code == 0 and result.stdout.startswith("Nothing was saved")
 
 
-def test_reset_takes_no_model(treeflash):
-    result = treeflash("tune", "model.gguf", "--reset")
-    assert result.exit_code == 2 and "hint: treeflash tune --reset" in result.stderr
+def test_reset_takes_no_model(bough):
+    result = bough("tune", "model.gguf", "--reset")
+    assert result.exit_code == 2 and "hint: bough tune --reset" in result.stderr
 
 
 def test_what_is_better_is_shown_and_kept(capsys):
@@ -63,7 +63,7 @@ def test_what_is_better_is_shown_and_kept(capsys):
     )
     assert KIND in shown.out and not shown.err
     assert shown.out.splitlines()[-1] == (
-        f"Saved in {file.path} for every later start; `treeflash tune --reset` undoes it."
+        f"Saved in {file.path} for every later start; `bough tune --reset` undoes it."
     )
     assert file.load(KIND) == {16: BETTER}
     assert json.loads(file.path.read_text())["kinds"][KIND]["16"]["stages"] == 5

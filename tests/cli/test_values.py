@@ -8,8 +8,8 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.values import bias, byte_count, device, memory, memory_or_none, size, unescape
-from treeflash.errors import UsageError
+from bough.cli.values import bias, byte_count, device, memory, memory_or_none, size, unescape
+from bough.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ def test_sizes_that_are_none(text):
         byte_count(text)
 
 
-def test_the_largest_request_is_in_bytes(treeflash, tiny_model):
-    refused = treeflash("serve", tiny_model(), "--max-body", "32 MB")
+def test_the_largest_request_is_in_bytes(bough, tiny_model):
+    refused = bough("serve", tiny_model(), "--max-body", "32 MB")
     assert refused.exit_code == 2 and "'32 MB' is not a number of bytes" in refused.stderr
-    done = treeflash("serve", tiny_model(), "--print-config", "--max-body", "64k")
+    done = bough("serve", tiny_model(), "--print-config", "--max-body", "64k")
     assert json.loads(done.stdout)["server"]["max_body"] == 65536
 
 

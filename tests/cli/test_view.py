@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from treeflash.cli import view
+from bough.cli import view
 
 
 class Terminal(io.StringIO):
@@ -125,12 +125,12 @@ def test_warnings_are_two_lines_and_notes_can_be_left_out(monkeypatch):
     stream = terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     screen = view.Screen(notes=False)
-    screen.warning("no draft \x1b here", "treeflash pull x")
+    screen.warning("no draft \x1b here", "bough pull x")
     screen.note("never mind")
     view.Screen(quiet=True).warning("unheard", "")
     view.Screen().note("a remark")
     shown = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
-    assert shown == "warning: no draft ␛ here\nhint: treeflash pull x\na remark\n"
+    assert shown == "warning: no draft ␛ here\nhint: bough pull x\na remark\n"
 
 
 def test_lines_appear_above_a_running_download(monkeypatch):

@@ -18,7 +18,7 @@ KEPT = ("PATH", "LANG", "SYSTEMROOT", "TMPDIR")
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`treeflash serve` with the pair inside the package."""
+    """`bough serve` with the pair inside the package."""
     folder = tmp_path_factory.mktemp("server")
     port = free_port()
     command = [*PROGRAM, "serve", "--port", str(port), "--device", "cpu", "--max-ctx", "4096", "--offline"]
@@ -41,10 +41,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def cache(pytestconfig: pytest.Config) -> Path:
     """Where the environments are kept."""
-    given = os.environ.get("TREEFLASH_CLIENTS")
+    given = os.environ.get("BOUGH_CLIENTS")
     if given:
         return Path(given).resolve()
-    assert pytestconfig.cache is not None, "without pytest's cache, TREEFLASH_CLIENTS must name a folder"
+    assert pytestconfig.cache is not None, "without pytest's cache, BOUGH_CLIENTS must name a folder"
     return pytestconfig.cache.mkdir("clients")
 
 
@@ -67,7 +67,7 @@ def results(
                 pytest.skip(str(error))
             home = tmp_path_factory.mktemp(client.name)
             surroundings = {name: os.environ[name] for name in KEPT if name in os.environ}
-            surroundings |= {"HOME": str(home), "TREEFLASH_URL": url}
+            surroundings |= {"HOME": str(home), "BOUGH_URL": url}
             known[client.name] = _lines(command, surroundings, home)
         return known[client.name]
 

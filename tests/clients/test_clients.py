@@ -1,4 +1,4 @@
-"""Real client libraries against `treeflash serve` with the pair inside the package.
+"""Real client libraries against `bough serve` with the pair inside the package.
 
 Run with `pytest -m clients tests/clients`; needs pip and npm, and registries that they can reach. The model
 is small and its answers are of no use: the programs check what the protocols promise. Objects validate, tool

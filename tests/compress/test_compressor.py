@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from bough.compress.compressor import Compressor
+from bough.compress.conversation import Wanted
+from bough.compress.words import WordScorer
 from tests.compress import conversations
 from tests.compress.conversations import count, measure
-from treeflash.compress.compressor import Compressor
-from treeflash.compress.conversation import Wanted
-from treeflash.compress.words import WordScorer
 
 FACT = "The password of the harbour office is KESTREL-4471."
 

@@ -5,8 +5,8 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.compress.selection import Passage, Selection, choose
-from treeflash.compress.units import Unit
+from bough.compress.selection import Passage, Selection, choose
+from bough.compress.units import Unit
 
 COUNTS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 GAP = 9

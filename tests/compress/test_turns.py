@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from bough.compress.compressor import NOTE, Compressor
+from bough.compress.conversation import Wanted
+from bough.compress.words import WordScorer
 from tests.compress import conversations
 from tests.compress.conversations import count, measure
-from treeflash.compress.compressor import NOTE, Compressor
-from treeflash.compress.conversation import Wanted
-from treeflash.compress.words import WordScorer
 
 WANTED = Wanted(above=400, to=0.2)
 FACTS = [

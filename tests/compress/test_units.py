@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.compress.conversation import question_spans
+from bough.compress.units import Unit, split_units
+from bough.compress.words import names, terms
 from tests.compress import conversations
-from treeflash.compress.conversation import question_spans
-from treeflash.compress.units import Unit, split_units
-from treeflash.compress.words import names, terms
 
 PIECES = st.sampled_from(
     [

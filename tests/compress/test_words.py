@@ -5,9 +5,9 @@ from itertools import count
 
 import pytest
 
-from treeflash.compress import words
-from treeflash.compress.scorer import MixedScorer, Query, ScoringFailed, scaled
-from treeflash.compress.words import WordScorer, names, terms
+from bough.compress import words
+from bough.compress.scorer import MixedScorer, Query, ScoringFailed, scaled
+from bough.compress.words import WordScorer, names, terms
 
 UNITS = [
     "The harbour of Lund was built in 1904.",

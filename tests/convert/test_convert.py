@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from bough.convert.convert import convert, model_name
+from bough.gguf.types import QuantType
 from tests.convert.expected import expected_tensors
 from tests.convert.gguf_package import read_key_types, read_keys, read_tensors, read_types
 from tests.convert.hf_models import FAMILIES, build_hf, checkpoint, save_hf, save_tensors
-from treeflash.convert.convert import convert, model_name
-from treeflash.gguf.types import QuantType
 
 HYBRID = ("qwen35", "qwen35moe")
 

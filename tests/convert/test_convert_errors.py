@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bough.convert.convert import convert
+from bough.errors import BoughError, ModelFileError, ModelNotFound, UnsupportedModel, UsageError
 from tests.convert.hf_models import build_hf, checkpoint, save_hf, save_tensors
-from treeflash.convert.convert import convert
-from treeflash.errors import ModelFileError, ModelNotFound, TreeFlashError, UnsupportedModel, UsageError
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -25,7 +25,7 @@ def folder(built: tuple[Any, Any], tmp_path: Path) -> Path:
     return save_hf(*built, tmp_path / "hf")
 
 
-def refused(folder: Path, error: type[TreeFlashError], *parts: str, **options: Any) -> TreeFlashError:
+def refused(folder: Path, error: type[BoughError], *parts: str, **options: Any) -> BoughError:
     output = folder.parent / "model.gguf"
     with pytest.raises(error) as caught:
         convert(folder, output, **{"mix": "f32", **options})
@@ -105,7 +105,7 @@ def test_a_known_model_type_is_enough(folder: Path):
     ],
 )
 def test_configurations_we_cannot_convert(
-    change: dict[str, Any], error: type[TreeFlashError], message: str, folder: Path
+    change: dict[str, Any], error: type[BoughError], message: str, folder: Path
 ):
     edit_config(folder, **change)
     refused(folder, error, "config.json", message)
@@ -156,7 +156,7 @@ def test_weights_that_are_no_numbers(value: float, mix: str, folder: Path, built
 
 def test_weights_too_large_for_half_precision(folder: Path, built: tuple[Any, Any]):
     edit_tensors(folder, built, lambda tensors: tensors[QUERY][5].fill_(1e6))
-    with pytest.raises(TreeFlashError, match=r"q_proj\.weight, for blk\.1\.attn_q\.weight: .*1e\+06"):
+    with pytest.raises(BoughError, match=r"q_proj\.weight, for blk\.1\.attn_q\.weight: .*1e\+06"):
         convert(folder, folder.parent / "model.gguf", mix="f16")
 
 

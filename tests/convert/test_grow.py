@@ -11,27 +11,27 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.convert.grow import DRAFT, TARGET, Growth, grow
+from bough.convert.grow_bytes import Noise, single
+from bough.convert.grow_plan import Stream
+from bough.convert.grow_shape import DraftShape, PairShape, TargetShape
+from bough.engine.sampler import SamplingParams
+from bough.errors import UnsupportedQuant
+from bough.gguf.quants import dequantise
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.hub.catalog import Pair, named
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
+from bough.models.spec import ExpertSpec, ModelSpec
+from bough.models.step import Step
+from bough.session.loading import load_session
+from bough.session.session import Finished, TextRequest
+from bough.state.draft_ring import draft_buffers
+from bough.state.sequences import SequenceStates
 from tests.convert.gguf_package import read_keys, read_types
 from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, save_draft, save_gguf
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.convert.grow import DRAFT, TARGET, Growth, grow
-from treeflash.convert.grow_bytes import Noise, single
-from treeflash.convert.grow_plan import Stream
-from treeflash.convert.grow_shape import DraftShape, PairShape, TargetShape
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import UnsupportedQuant
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.hub.catalog import Pair, named
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.spec import ExpertSpec, ModelSpec
-from treeflash.models.step import Step
-from treeflash.session.loading import load_session
-from treeflash.session.session import Finished, TextRequest
-from treeflash.state.draft_ring import draft_buffers
-from treeflash.state.sequences import SequenceStates
 
 # The largest difference of logits, relative to the largest logit: float32 sums in another order. In float64
 # the same files agree to 2e-6.
@@ -189,7 +189,7 @@ def test_single_values_in_a_block(kind: QuantType, value: float):
 
 @pytest.fixture(scope="module")
 def embedded() -> Pair:
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     return found[0].pair
 
@@ -252,7 +252,7 @@ def test_writing_is_deterministic(tmp_path, tiny_model, monkeypatch):
     """For any number of threads and any previous file content."""
     target = tiny_model()
     first = grow(tmp_path / "a", WIDER, target=target)
-    monkeypatch.setattr("treeflash.convert.grow_write._PIECE_BYTES", 1000)
+    monkeypatch.setattr("bough.convert.grow_write._PIECE_BYTES", 1000)
     seen: list[tuple[int, int]] = []
     again = grow(tmp_path / "b", WIDER, target=target, progress=lambda *done: seen.append(done))
     assert first.target.read_bytes() == again.target.read_bytes()

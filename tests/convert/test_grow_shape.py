@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from bough.convert.grow import TARGET, grow
+from bough.convert.grow_plan import TensorPlan, plan_draft, plan_target
+from bough.convert.grow_shape import like, preset
+from bough.errors import ModelNotFound, ResourceError, UnsupportedModel, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.hub.catalog import Pair, named
+from bough.models.draft_spec import DraftSpec
+from bough.models.spec import ModelSpec
 from tests.convert.test_grow import WIDER, specification, tiny_draft
-from treeflash.convert.grow import TARGET, grow
-from treeflash.convert.grow_plan import TensorPlan, plan_draft, plan_target
-from treeflash.convert.grow_shape import like, preset
-from treeflash.errors import ModelNotFound, ResourceError, UnsupportedModel, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.hub.catalog import Pair, named
-from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
 def embedded() -> Pair:
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     return found[0].pair
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from bough.convert.checkpoint import HFConfig
+from bough.convert.hf_vocab import CONTROL, NORMAL, UNUSED, USER_DEFINED, read_vocabulary
+from bough.errors import ModelFileError, UnsupportedModel
+from bough.gguf.writer import ValueType
 from tests.convert.hf_models import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
-from treeflash.convert.checkpoint import HFConfig
-from treeflash.convert.hf_vocab import CONTROL, NORMAL, UNUSED, USER_DEFINED, read_vocabulary
-from treeflash.errors import ModelFileError, UnsupportedModel
-from treeflash.gguf.writer import ValueType
 
 PRES = ("qwen2", "qwen35", "llama-bpe", "gpt-2")
 SIZE = 300

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.convert.checkpoint import HFConfig
-from treeflash.convert.families import read_sizes
-from treeflash.convert.mixes import FILE_TYPES, check_mix, fitting_type, tensor_type
-from treeflash.convert.rules import Rule, tensor_rules
-from treeflash.errors import UsageError
-from treeflash.gguf.types import QuantType
+from bough.convert.checkpoint import HFConfig
+from bough.convert.families import read_sizes
+from bough.convert.mixes import FILE_TYPES, check_mix, fitting_type, tensor_type
+from bough.convert.rules import Rule, tensor_rules
+from bough.errors import UsageError
+from bough.gguf.types import QuantType
 
 QWEN35_27B = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from treeflash.config import set_ray_environment
+from bough.config import set_ray_environment
 
 NAMES = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness")
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("ray")
 
-from treeflash import errors
-from treeflash.config import EngineConfig, Replicas, ServerConfig
-from treeflash.deploy.replica import Order, Replica
-from treeflash.deploy.routes import Hint
-from treeflash.deploy.settings import Settings
-from treeflash.errors import PromptTooLong, TreeFlashError, Unavailable, UsageError
-from treeflash.session.loading import load_reader, load_session
-from treeflash.session.requests import Failed, Finished, TextRequest
+from bough import errors
+from bough.config import EngineConfig, Replicas, ServerConfig
+from bough.deploy.replica import Order, Replica
+from bough.deploy.routes import Hint
+from bough.deploy.settings import Settings
+from bough.errors import BoughError, PromptTooLong, Unavailable, UsageError
+from bough.session.loading import load_reader, load_session
+from bough.session.requests import Failed, Finished, TextRequest
 
 pytestmark = pytest.mark.ray
 
@@ -55,7 +55,7 @@ def test_the_text_is_that_of_a_session(settings, replica):
     report = replica.report()
     assert (report.replica, report.running, report.waiting) == ("one", 0, 0)
     values = {each.name: each.value for family in report.metrics for each in family.samples}
-    assert values["treeflash:generation_tokens_total"] == 12
+    assert values["bough:generation_tokens_total"] == 12
     assert pickle.loads(pickle.dumps(report)).pid == report.pid
 
 
@@ -100,14 +100,14 @@ def test_health_is_the_engine_s(replica):
 
 def test_a_model_that_cannot_be_loaded_ends_the_replica(settings, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"no model")
-    with pytest.raises(TreeFlashError):
+    with pytest.raises(BoughError):
         Replica(replace(settings, path=tmp_path / "bad.gguf"), name="one")
 
 
 def test_errors_can_be_sent_to_another_process():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     for kind in kinds:
-        if issubclass(kind, TreeFlashError):
+        if issubclass(kind, BoughError):
             error = kind(5, 4) if kind is PromptTooLong else kind("what", "hint")
             error.add_note("a note")
             found = pickle.loads(pickle.dumps(error))

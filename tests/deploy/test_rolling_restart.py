@@ -19,12 +19,12 @@ pytestmark = [
 # Deploys the application again, with another setting, while two streams run; then an engine fails.
 PROGRAM = """
 import json, os, socket, sys, threading, time
-from treeflash.config import set_ray_environment
+from bough.config import set_ray_environment
 set_ray_environment()
 import httpx2, ray
 from ray import serve
-from treeflash.deploy import app, application
-from treeflash.deploy.replica import Replica
+from bough.deploy import app, application
+from bough.deploy.replica import Replica
 
 class Failing(Replica):
     def fail(self):
@@ -39,7 +39,7 @@ serve.start(http_options={"host": "127.0.0.1", "port": port})
 settings = {"device": "cpu", "threads": 1, "max_ctx": 1024, "replicas": 2}
 replicas = lambda: {each["pid"] for each in httpx2.get(f"{url}/health", timeout=30).json()["replicas"]}
 body = {"messages": [{"role": "user", "content": "Write a long story."}], "stream": True, "temperature": 0,
-        "ignore_eos": True, "treeflash": {"budget": 0}}
+        "ignore_eos": True, "bough": {"budget": 0}}
 ends, begun = [], threading.Barrier(3)
 
 def read():
@@ -51,18 +51,18 @@ def read():
     ends.append(last["choices"][0]["finish_reason"] if "choices" in last else last["error"])
 
 try:
-    serve.run(app(settings), name="treeflash")
+    serve.run(app(settings), name="bough")
     before = replicas()
     readers = [threading.Thread(target=read) for _ in range(2)]
     for each in readers:
         each.start()
     begun.wait()
     application.Replica = Failing
-    serve.run(app(settings | {"prefill_chunk": 512}), name="treeflash")
+    serve.run(app(settings | {"prefill_chunk": 512}), name="bough")
     for each in readers:
         each.join()
     after = replicas()
-    failed = serve.get_deployment_handle("replica", "treeflash").fail.remote().result()
+    failed = serve.get_deployment_handle("replica", "bough").fail.remote().result()
     asked = body | {"stream": False, "max_tokens": 4}
     codes = [httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=300).status_code for _ in range(4)]
     while failed in replicas() or len(replicas()) < 2:

@@ -2,8 +2,8 @@
 
 from itertools import chain
 
-from treeflash.deploy import routes
-from treeflash.deploy.routes import CHUNK, Hint, Routes
+from bough.deploy import routes
+from bough.deploy.routes import CHUNK, Hint, Routes
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 

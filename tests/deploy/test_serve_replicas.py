@@ -24,10 +24,10 @@ import httpx2
 import openai
 import pytest
 
+from bough.config import DraftConfig, EngineConfig
+from bough.hub.catalog import named
+from bough.session.loading import load_session
 from tests.server.live import Live, live
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
 
 pytestmark = [
     pytest.mark.ray,
@@ -44,17 +44,17 @@ TURNS = [
 ]
 STORY = {"role": "user", "content": "Write a long story."}
 # Plain decoding for as long as the context allows: some ten seconds on any CPU.
-ENDLESS = {"ignore_eos": True, "treeflash": {"budget": 0}}
+ENDLESS = {"ignore_eos": True, "bough": {"budget": 0}}
 ENDLESS_JSON = {
     "output_config": {"format": {"type": "json_schema", "schema": {"type": "string", "minLength": 90000}}},
-    "treeflash": {"budget": 0},
+    "bough": {"budget": 0},
 }
 
 
 @pytest.fixture
 def surroundings(tmp_path: Path) -> dict[str, str]:
     """An environment without the user's own settings, Ray's among them."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TREEFLASH_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "BOUGH_"))}
     return kept | {
         "HOME": str(tmp_path),
         "XDG_STATE_HOME": str(tmp_path / "state"),
@@ -67,7 +67,7 @@ def surroundings(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def plain() -> Iterator[Live]:
     """One server without replicas, as the commands below configure theirs."""
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(device="cpu", max_ctx=8192, parallel=2, draft=DraftConfig(pair.draft), threads=1)
@@ -349,7 +349,7 @@ def test_two_replicas(surroundings: dict[str, str], tmp_path: Path, plain: Live)
     port, log = free_port(), tmp_path / "log"
     options = ["--replicas", "2", "--port", str(port), "--device", "cpu", "--offline"]
     sizes = ["--max-ctx", "8192", "--parallel", "2", "--threads", "1"]
-    command = [sys.executable, "-m", "treeflash.cli.main", "serve", *options, *sizes]
+    command = [sys.executable, "-m", "bough.cli.main", "serve", *options, *sizes]
     with started(command, port, env=surroundings, log=log, replicas=2) as url:
         state = health(url)
         assert state["status"] == "ok" and state["parallel"] == 4
@@ -360,7 +360,7 @@ def test_two_replicas(surroundings: dict[str, str], tmp_path: Path, plain: Live)
         same_text(url, plain.url)
         vanishing_clients(url, port, 20)
         killed_replica(url, plain.url)
-        total = re.search(r"^treeflash:generation_tokens_total (\S+)", metrics(url), re.M)
+        total = re.search(r"^bough:generation_tokens_total (\S+)", metrics(url), re.M)
         assert total is not None and float(total[1]) > 100
     assert "answers at" in log.read_text() and "Traceback" not in log.read_text()
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.config import EngineConfig, Replicas, ServerConfig
-from treeflash.deploy.settings import QUEUE, settings_for, settings_of
-from treeflash.errors import UsageError
+from bough.config import EngineConfig, Replicas, ServerConfig
+from bough.deploy.settings import QUEUE, settings_for, settings_of
+from bough.errors import UsageError
 
 
 @pytest.mark.parametrize(("text", "least", "most"), [("2", 2, 2), ("1-4", 1, 4), ("0-3", 0, 3)])
@@ -32,7 +32,7 @@ def test_arguments_are_fields_of_both_configurations(tiny_model):
 
 def test_the_embedded_pair_needs_no_arguments():
     found = settings_of({"device": "cpu"})
-    assert found.model_name == "treeflash-40m" and found.engine.draft is not None
+    assert found.model_name == "bough-40m" and found.engine.draft is not None
 
 
 @pytest.mark.parametrize(

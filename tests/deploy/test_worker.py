@@ -10,14 +10,14 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorDiedError
 
+from bough.deploy.replica import About, Order
+from bough.deploy.worker import ATTEMPTS, ReplicaLost, ReplicaWorker
+from bough.engine.sequence import Limits
+from bough.engine.stats import RequestStats
+from bough.errors import QueueFull, Unavailable, UsageError
+from bough.session.requests import Failed, Finished, Progress, Text, TextRequest
+from bough.session.worker import Job, State
 from tests.server.scripted import ScriptedSession
-from treeflash.deploy.replica import About, Order
-from treeflash.deploy.worker import ATTEMPTS, ReplicaLost, ReplicaWorker
-from treeflash.engine.sequence import Limits
-from treeflash.engine.stats import RequestStats
-from treeflash.errors import QueueFull, Unavailable, UsageError
-from treeflash.session.requests import Failed, Finished, Progress, Text, TextRequest
-from treeflash.session.worker import Job, State
 
 pytestmark = pytest.mark.ray
 
@@ -145,7 +145,7 @@ def test_a_request_that_kills_every_replica_is_given_up():
 
 
 def test_an_engine_that_failed_sends_the_request_elsewhere(monkeypatch):
-    monkeypatch.setattr("treeflash.deploy.worker.RETRY_S", 0.0)
+    monkeypatch.setattr("bough.deploy.worker.RETRY_S", 0.0)
     assert answered(Handle([Failed(Unavailable("the GPU failed"))], WHOLE), []) == "ab"
 
 

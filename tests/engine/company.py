@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeflash.engine.runner import Accepted, EagerRunner, StepRunner, StepTimes, Verify
-from treeflash.engine.sampler import SamplingParams
-from treeflash.models.decoder import Target
-from treeflash.models.step import Step
-from treeflash.spec.drafter import Drafter, NoDrafter
-from treeflash.spec.tree import Tree
-from treeflash.state.sequences import CacheConfig, SequenceStates
+from bough.engine.runner import Accepted, EagerRunner, StepRunner, StepTimes, Verify
+from bough.engine.sampler import SamplingParams
+from bough.models.decoder import Target
+from bough.models.step import Step
+from bough.spec.drafter import Drafter, NoDrafter
+from bough.spec.tree import Tree
+from bough.state.sequences import CacheConfig, SequenceStates
 
 ROWS = 64
 SAMPLINGS = (

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Generator
 
-from treeflash.engine.engine import Engine
-from treeflash.engine.events import Done, Event, Tokens
-from treeflash.engine.sequence import Phase, Request
+from bough.engine.engine import Engine
+from bough.engine.events import Done, Event, Tokens
+from bough.engine.sequence import Phase, Request
 
 
 def drive(

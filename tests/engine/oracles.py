@@ -4,9 +4,9 @@ import random
 
 import torch
 
-from treeflash.spec.drafter import Constraint, NoDrafter, StepOutcome
-from treeflash.spec.prompt_lookup import PromptLookup
-from treeflash.spec.tree import Proposal, Tree, build_tree
+from bough.spec.drafter import Constraint, NoDrafter, StepOutcome
+from bough.spec.prompt_lookup import PromptLookup
+from bough.spec.tree import Proposal, Tree, build_tree
 
 
 def trimmed(tree: Tree, weights: torch.Tensor) -> Tree:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from treeflash.convert import grow, grow_write
+from bough.convert import grow, grow_write
 
 
 @pytest.fixture(scope="session")

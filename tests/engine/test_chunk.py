@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.engine.chunk import ChunkForward, Pace
-from treeflash.engine.engine import Engine
-from treeflash.engine.events import Progress, Tokens
-from treeflash.engine.sequence import Phase, Request, Sequence
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Block, Decoder
-from treeflash.prefix_cache.cache import PrefixCacheConfig
+from bough.engine.chunk import ChunkForward, Pace
+from bough.engine.engine import Engine
+from bough.engine.events import Progress, Tokens
+from bough.engine.sequence import Phase, Request, Sequence
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Block, Decoder
+from bough.prefix_cache.cache import PrefixCacheConfig
 
 LAYERS = 4
 SHORT = Request([5, 6, 7], max_tokens=60)

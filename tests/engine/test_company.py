@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config import SpecConfig
+from bough.engine.runner import EagerRunner, GraphRunner, StepRunner
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder, Target
+from bough.models.mtp import MTPBlock
+from bough.models.native import NativeDecoder
+from bough.models.step import DeltaBuffers
+from bough.spec.dflash import Ask, DFlashModel, DraftReport
+from bough.spec.mtp import MTPModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Tree
+from bough.state.draft_ring import draft_buffers, mtp_buffers
+from bough.state.graphs import CapturedFunction
 from tests.engine import company
 from tests.engine.test_embedded_pair import session
 from tests.kernels.native_library import needs_native, opened
 from tests.models.test_native import FAMILIES, PAIR
-from treeflash.config import SpecConfig
-from treeflash.engine.runner import EagerRunner, GraphRunner, StepRunner
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder, Target
-from treeflash.models.mtp import MTPBlock
-from treeflash.models.native import NativeDecoder
-from treeflash.models.step import DeltaBuffers
-from treeflash.spec.dflash import Ask, DFlashModel, DraftReport
-from treeflash.spec.mtp import MTPModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Tree
-from treeflash.state.draft_ring import draft_buffers, mtp_buffers
-from treeflash.state.graphs import CapturedFunction
 
 STEPS = 6
 

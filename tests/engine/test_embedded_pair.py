@@ -2,11 +2,11 @@
 
 import pytest
 
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
-from treeflash.session.session import Finished, Session, TextRequest
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sampler import SamplingParams
+from bough.hub.catalog import named
+from bough.session.loading import load_session
+from bough.session.session import Finished, Session, TextRequest
 
 PROMPTS = [
     "def fibonacci(n):",
@@ -28,7 +28,7 @@ TREES = {
 
 
 def session(speculation: SpecConfig | None) -> Session:
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     draft = DraftConfig(pair.draft) if speculation else None

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.engine.engine import Done, Engine, Progress, Request, Sequence, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.errors import PromptTooLong, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.step import Step
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.spec.drafter import Constraint, NoDrafter
+from bough.spec.tree import Tree
+from bough.state.sequences import SequenceStates
 from tests.engine.driving import cut_after
 from tests.engine.driving import run as driven
-from treeflash.engine.engine import Done, Engine, Progress, Request, Sequence, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import PromptTooLong, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.prefix_cache.cache import PrefixCacheConfig
-from treeflash.spec.drafter import Constraint, NoDrafter
-from treeflash.spec.tree import Tree
-from treeflash.state.sequences import SequenceStates
 
 PROMPT = [5, 17, 99, 3, 42, 8, 61]
 

@@ -7,21 +7,21 @@ from typing import Literal
 import pytest
 import torch
 
+from bough.config import SpecConfig
+from bough.engine.engine import Engine, Request
+from bough.engine.events import Done, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.errors import UsageError
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.prefix_cache.files import SnapshotFiles
+from bough.spec.dflash import Ask
+from bough.spec.mixed import MixedModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
 from tests.engine.driving import cut_after
 from tests.engine.driving import run as drive_to_end
 from tests.engine.test_lossless import SAMPLINGS
 from tests.every_draft import PROPOSERS, EveryDraft
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Engine, Request
-from treeflash.engine.events import Done, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import UsageError
-from treeflash.prefix_cache.cache import PrefixCacheConfig
-from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.spec.dflash import Ask
-from treeflash.spec.mixed import MixedModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 COUNT = 32

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Done, Engine, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.errors import UsageError
+from bough.gguf.reader import GGUFFile
+from bough.hub.catalog import named
+from bough.kernels.kv_cache.format import FORMATS
+from bough.memory.device import kv_formats
+from bough.models.decoder import Decoder
+from bough.session.loading import load_session
+from bough.session.session import Finished, TextRequest
+from bough.spec.drafter import Drafter
+from bough.state.sequences import CacheConfig
 from tests.engine.oracles import Oracle, RandomTrees
 from tests.engine.test_embedded_pair import PROMPTS
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.hub.catalog import named
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.memory.device import kv_formats
-from treeflash.models.decoder import Decoder
-from treeflash.session.loading import load_session
-from treeflash.session.session import Finished, TextRequest
-from treeflash.spec.drafter import Drafter
-from treeflash.state.sequences import CacheConfig
 
 COUNT = 160
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 9
@@ -93,7 +93,7 @@ def test_a_window_changes_text_only_when_there_is_more(target: Decoder) -> None:
 
 
 def answers(kv: tuple[str, str], speculation: SpecConfig | None) -> list[Finished]:
-    card = named("treeflash-40m")
+    card = named("bough-40m")
     assert card is not None and card[0].pair is not None
     pair = card[0].pair
     config = EngineConfig(

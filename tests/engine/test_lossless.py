@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.spec.drafter import Drafter
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
 from tests.engine.oracles import Oracle, RandomTrees
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.spec.drafter import Drafter
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
 
 COUNT = 512
 BIAS = {7: 2.0, 40: -3.0, 41: -100.0, 65: 0.5}

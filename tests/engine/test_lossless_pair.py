@@ -5,15 +5,15 @@ Takes minutes: `pytest -m slow tests/engine/test_lossless_pair.py`. The short fo
 
 import pytest
 
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.session.requests import TextRequest
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
 from tests.engine.oracles import RandomTrees
 from tests.engine.test_embedded_pair import session
 from tests.engine.test_lossless import SAMPLINGS
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.session.requests import TextRequest
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.config import EngineConfig, SpecConfig
+from bough.engine.engine import Done, Engine, Request
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.gguf.writer import GGUFWriter
+from bough.models.decoder import Decoder
+from bough.models.mtp import MTPBlock
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.prefix_cache.files import SnapshotFiles
+from bough.session.loading import load_session
+from bough.spec.mtp import STEPS, MTPModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import mtp_buffers
 from tests.engine.driving import cut_after
 from tests.engine.driving import run as drive_to_end
 from tests.engine.test_lossless import SAMPLINGS
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.engine.engine import Done, Engine, Request
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.gguf.writer import GGUFWriter
-from treeflash.models.decoder import Decoder
-from treeflash.models.mtp import MTPBlock
-from treeflash.prefix_cache.cache import PrefixCacheConfig
-from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.session.loading import load_session
-from treeflash.spec.mtp import STEPS, MTPModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import mtp_buffers
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 GREEDY = SamplingParams(seed=1)

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.engine.engine import feature_rows
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.attention import prefill as attention
-from treeflash.kernels.quant_matmul import packed
-from treeflash.memory.estimate import EXPANDED_PAGES, EXPANDED_WEIGHTS, chunk_size, prefill_bytes
-from treeflash.models.decoder import Decoder
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
-from treeflash.state.sequences import SequenceStates
+from bough.engine.engine import feature_rows
+from bough.gguf.reader import GGUFFile
+from bough.kernels.attention import prefill as attention
+from bough.kernels.quant_matmul import packed
+from bough.memory.estimate import EXPANDED_PAGES, EXPANDED_WEIGHTS, chunk_size, prefill_bytes
+from bough.models.decoder import Decoder
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
+from bough.state.sequences import SequenceStates
 
 
 def test_chunks_by_the_card() -> None:

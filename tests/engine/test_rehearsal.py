@@ -2,15 +2,15 @@
 
 import pytest
 
+from bough.config import SpecConfig
+from bough.engine.engine import Engine
+from bough.session.requests import TextRequest
+from bough.spec.dflash import DFlashModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers
 from tests.engine.test_embedded_pair import SAMPLINGS, session
 from tests.engine.test_runner import events, tokens_of
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Engine
-from treeflash.session.requests import TextRequest
-from treeflash.spec.dflash import DFlashModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])

@@ -10,26 +10,26 @@ from typing import Literal
 import pytest
 import torch
 
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Event, Request, Tokens, VerifiedTree
+from bough.engine.runner import Mark, StepClock
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.step import Step, padded_rows
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.prefix_cache.files import SnapshotFiles
+from bough.session.constraint import ConstraintSpec, TokenConstraint
+from bough.session.requests import TextRequest
+from bough.spec.dflash import DFlashModel
+from bough.spec.drafter import Drafter
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers
 from tests.engine.driving import cut_after, drive
 from tests.engine.oracles import Oracle, RandomTrees
 from tests.engine.test_embedded_pair import session
 from tests.engine.test_lossless import SAMPLINGS
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Event, Request, Tokens, VerifiedTree
-from treeflash.engine.runner import Mark, StepClock
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step, padded_rows
-from treeflash.prefix_cache.cache import PrefixCacheConfig
-from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.session.constraint import ConstraintSpec, TokenConstraint
-from treeflash.session.requests import TextRequest
-from treeflash.spec.dflash import DFlashModel
-from treeflash.spec.drafter import Drafter
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 COUNT = 160

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from treeflash.engine.sampler import Sampler, SamplingParams, token_logprobs
-from treeflash.errors import UsageError
-from treeflash.kernels.sampling import gumbel
-from treeflash.models.step import Step, visibility
+from bough.engine.sampler import Sampler, SamplingParams, token_logprobs
+from bough.errors import UsageError
+from bough.kernels.sampling import gumbel
+from bough.models.step import Step, visibility
 
 V = 40
 CPU = torch.device("cpu")

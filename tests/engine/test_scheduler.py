@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from treeflash.engine.sampler import SamplingParams
-from treeflash.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler, Work
-from treeflash.engine.sequence import Phase, Request, Sequence
-from treeflash.engine.stats import RequestStats
+from bough.engine.sampler import SamplingParams
+from bough.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler, Work
+from bough.engine.sequence import Phase, Request, Sequence
+from bough.engine.stats import RequestStats
 
 
 def sequence(prompt: int = 10, chunk: int = 10) -> Sequence:

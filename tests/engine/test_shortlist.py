@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Request, Tokens, VerifiedTree
+from bough.errors import UsageError
+from bough.gguf.quantise import quantise
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import first_rows, pack, unpack
+from bough.session.loading import load_session
+from bough.session.requests import TextRequest
 from tests.engine.test_embedded_pair import SAMPLINGS
 from tests.gpu.texts import embedded_pair
 from tests.session.fake_gpu import dry_run, gpu_plan
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Request, Tokens, VerifiedTree
-from treeflash.errors import UsageError
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import first_rows, pack, unpack
-from treeflash.session.loading import load_session
-from treeflash.session.requests import TextRequest
 
 TARGET, DRAFT = embedded_pair()
 CONFIG = EngineConfig(

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.engine.engine import Done, Engine, Event, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.spec import DeltaSpec
+from bough.models.step import AttentionBuffers, DeltaBuffers, Step
+from bough.state.sequences import PAGE, SequenceStates
 from tests.engine.driving import cut_after, drive
 from tests.engine.oracles import Oracle
-from treeflash.engine.engine import Done, Engine, Event, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.spec import DeltaSpec
-from treeflash.models.step import AttentionBuffers, DeltaBuffers, Step
-from treeflash.state.sequences import PAGE, SequenceStates
 
 PROMPT = [72, 101, 108, 108, 111]
 WARM = SamplingParams(temperature=1.0, seed=8)

@@ -1,4 +1,4 @@
-"""Thousands of damaged files: each one opens or raises a TreeFlashError, quickly and in little memory."""
+"""Thousands of damaged files: each one opens or raises a BoughError, quickly and in little memory."""
 
 import random
 import struct
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeflash.errors import TreeFlashError
-from treeflash.gguf import GGUFFile, GGUFWriter, QuantType, ValueType
+from bough.errors import BoughError
+from bough.gguf import GGUFFile, GGUFWriter, QuantType, ValueType
 
 MUTATIONS = 24_000
 SHARDS = 4
@@ -133,7 +133,7 @@ def survive(folder: Path, count: int, *, seed: int) -> Counter[str]:
         try:
             touch(path)
             outcomes["opened"] += 1
-        except TreeFlashError as error:
+        except BoughError as error:
             assert str(path) in error.message
             assert len(error.message) < 1000
             outcomes[type(error).__name__] += 1

@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import pytest
 
-import treeflash.gguf.header as header_module
-from treeflash.errors import BadGGUF, TreeFlashError, UnsupportedQuant
-from treeflash.gguf import GGUFFile, QuantType, ValueType
+import bough.gguf.header as header_module
+from bough.errors import BadGGUF, BoughError, UnsupportedQuant
+from bough.gguf import GGUFFile, QuantType, ValueType
 
 
 def text(value: str | bytes) -> bytes:
@@ -35,9 +35,9 @@ def build(keys: list[bytes], tensors: list[bytes], *, data: int = 0, alignment: 
     return head + bytes(-len(head) % alignment) + bytes(data)
 
 
-def refuse(path: Path, content: bytes, error: type[TreeFlashError], *parts: str) -> TreeFlashError:
+def refuse(path: Path, content: bytes, error: type[BoughError], *parts: str) -> BoughError:
     path.write_bytes(content)
-    with pytest.raises(TreeFlashError) as caught:
+    with pytest.raises(BoughError) as caught:
         GGUFFile.open(path)
     assert type(caught.value) is error
     for part in (str(path), *parts):
@@ -66,7 +66,7 @@ def test_odd_bytes_in_vocabularies_and_texts(path: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a git-lfs pointer", "git lfs pull"),
         (b"PK\x03\x04" + bytes(99), "PyTorch checkpoint", "convert"),
         (b"\x80\x02\x8a\nl\xfc\x9c", "PyTorch checkpoint", "convert"),
-        (struct.pack("<Q", 90) + b'{"__metadata__":{}}', "a safetensors file", "treeflash convert"),
+        (struct.pack("<Q", 90) + b'{"__metadata__":{}}', "a safetensors file", "bough convert"),
         (b"tjgg\x03\0\0\0" + bytes(99), "before GGUF", "fetch"),
         (b"FUGG\x03\0\0\0" + bytes(99), "big-endian", "little-endian"),
         (bytes(5000), "not begun", "fetch it again"),

@@ -6,11 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treeflash.errors import ModelFileError, UnsupportedQuant
-from treeflash.gguf import quantise as quantise_module
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
+from bough.errors import ModelFileError, UnsupportedQuant
+from bough.gguf import quantise as quantise_module
+from bough.gguf.quantise import quantise
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
 
 F32, F16, BF16 = QuantType.F32, QuantType.F16, QuantType.BF16
 Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = QuantType.Q8_0, QuantType.Q4_0, QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treeflash.errors import UnsupportedQuant
-from treeflash.gguf import quants
-from treeflash.gguf.quants import check_decodable, dequantise
-from treeflash.gguf.types import QuantType
+from bough.errors import UnsupportedQuant
+from bough.gguf import quants
+from bough.gguf.quants import check_decodable, dequantise
+from bough.gguf.types import QuantType
 
 # Byte offsets of the float16 fields of a block.
 HALVES = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.gguf import read_ahead as module
-from treeflash.gguf.read_ahead import read_ahead
+from bough.gguf import read_ahead as module
+from bough.gguf.read_ahead import read_ahead
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
-from treeflash.errors import BadGGUF, ModelFileError, ModelNotFound
-from treeflash.gguf import GGUFFile, GGUFWriter, QuantType, TensorInfo, ValueType
+from bough.errors import BadGGUF, ModelFileError, ModelNotFound
+from bough.gguf import GGUFFile, GGUFWriter, QuantType, TensorInfo, ValueType
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.errors import BadGGUF, ResourceError, TreeFlashError, UsageError
-from treeflash.gguf import GGUFFile, GGUFWriter, QuantType, ValueType
+from bough.errors import BadGGUF, BoughError, ResourceError, UsageError
+from bough.gguf import GGUFFile, GGUFWriter, QuantType, ValueType
 
 METADATA: dict[str, tuple[Any, ValueType | None]] = {
     "general.name": ("Ein Test – 模型", None),
@@ -315,8 +315,8 @@ class FailingFile:
 def test_disk_errors_while_writing(tmp_path: Path, call: str, code: int) -> None:
     writer = declared(tmp_path / "x.gguf")
     writer._file = FailingFile(writer._file, call, code)  # type: ignore[assignment]
-    expected = TreeFlashError if code == errno.EIO else ResourceError
-    with pytest.raises(TreeFlashError) as caught:
+    expected = BoughError if code == errno.EIO else ResourceError
+    with pytest.raises(BoughError) as caught:
         writer.write_tensor("first", bytes(136))
         writer.write_tensor("second", bytes(32))
         writer.close()
@@ -330,8 +330,8 @@ def test_a_file_size_limit_while_writing(tmp_path: Path) -> None:
     """The system's own limit on file sizes makes a write fail halfway."""
     script = """if True:
         import resource, signal, sys
-        from treeflash.errors import ResourceError
-        from treeflash.gguf import GGUFWriter, QuantType
+        from bough.errors import ResourceError
+        from bough.gguf import GGUFWriter, QuantType
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
@@ -352,7 +352,7 @@ def test_a_file_size_limit_while_writing(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    script = "import sys, treeflash.gguf; sys.exit('torch' in sys.modules)"
+    script = "import sys, bough.gguf; sys.exit('torch' in sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from treeflash.kernels.attention import cuda
-from treeflash.kernels.attention import triton_kernels as attention_triton
+from bough.kernels.attention import cuda
+from bough.kernels.attention import triton_kernels as attention_triton
 
 # Tiles of the CUDA kernel, and splits of the context, other than those that are chosen.
 OTHER_TILES = (

@@ -1,9 +1,9 @@
-"""Which kernels the card runs, or the one that it acts as (TREEFLASH_PRETEND_CARD); tests of others skip."""
+"""Which kernels the card runs, or the one that it acts as (BOUGH_PRETEND_CARD); tests of others skip."""
 
 import pytest
 
+from bough.kernels.attention import cuda as attention_cuda
 from tests.gpu.inputs import CUDA_KERNELS, PagedStep
-from treeflash.kernels.attention import cuda as attention_cuda
 
 needs_cuda_kernels = pytest.mark.skipif(not CUDA_KERNELS, reason="this card runs Triton's kernels")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treeflash.convert.grow import grow
+from bough.convert.grow import grow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from bough.session.requests import Finished
+from bough.session.session import Session
+from bough.state.sequences import PAGE
 from tests.gpu.texts import GREEDY_WITH_LOGPROBS, Messages, generate
-from treeflash.session.requests import Finished
-from treeflash.session.session import Session
-from treeflash.state.sequences import PAGE
 
 _RULE = "You are a careful assistant who writes short answers. "
 SYSTEM = {"role": "system", "content": _RULE * 40}

@@ -8,23 +8,23 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.attention import paged_attention
-from treeflash.kernels.attention import prefill as chunk_attention
-from treeflash.kernels.attention import reference as attention_reference
-from treeflash.kernels.causal_conv import chunk as chunk_conv
-from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import reference as conv_reference
-from treeflash.kernels.causal_conv import triton_kernels as conv_triton
-from treeflash.kernels.delta_rule import chunk as chunk_delta
-from treeflash.kernels.delta_rule import cuda as delta_cuda
-from treeflash.kernels.delta_rule import fold_path
-from treeflash.kernels.delta_rule import reference as delta_reference
-from treeflash.kernels.delta_rule import triton_kernels as delta_triton
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import encode
-from treeflash.kernels.kv_cache.rotation import rotate
-from treeflash.kernels.runtime.device import usable
+from bough.gguf.types import QuantType
+from bough.kernels.attention import paged_attention
+from bough.kernels.attention import prefill as chunk_attention
+from bough.kernels.attention import reference as attention_reference
+from bough.kernels.causal_conv import chunk as chunk_conv
+from bough.kernels.causal_conv import cuda as conv_cuda
+from bough.kernels.causal_conv import reference as conv_reference
+from bough.kernels.causal_conv import triton_kernels as conv_triton
+from bough.kernels.delta_rule import chunk as chunk_delta
+from bough.kernels.delta_rule import cuda as delta_cuda
+from bough.kernels.delta_rule import fold_path
+from bough.kernels.delta_rule import reference as delta_reference
+from bough.kernels.delta_rule import triton_kernels as delta_triton
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.kv_cache.reference import encode
+from bough.kernels.kv_cache.rotation import rotate
+from bough.kernels.runtime.device import usable
 
 # A CPU serves only to try the inputs themselves: the tests skip there.
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import treeflash
+import bough
+from bough.engine.engine import Done, Engine, Progress, Request, Tokens
+from bough.engine.stats import RequestStats
+from bough.kernels.attention import prefill
+from bough.kernels.kv_cache.format import HeadPool, KVFormat
+from bough.kernels.kv_cache.reference import decode, encode
+from bough.kernels.kv_cache.rotation import rotate, rotate_back
+from bough.models.step import AttentionBuffers
+from bough.session.session import Session
 from tests.gpu.texts import GREEDY_WITH_LOGPROBS
-from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
-from treeflash.engine.stats import RequestStats
-from treeflash.kernels.attention import prefill
-from treeflash.kernels.kv_cache.format import HeadPool, KVFormat
-from treeflash.kernels.kv_cache.reference import decode, encode
-from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
-from treeflash.models.step import AttentionBuffers
-from treeflash.session.session import Session
 
 DEPTHS = tuple((2 * number + 1) / 20 for number in range(10))
 NEEDLE_TOKENS = 8  # of each needle, whose K and V are compared
@@ -35,7 +35,7 @@ class Needles:
 
 def long_text(session: Session, count: int) -> tuple[list[int], list[int]]:
     """Return `count` tokens of the package's own files with a needle at each depth, and their positions."""
-    files = sorted(Path(treeflash.__file__).parent.rglob("*.py"))
+    files = sorted(Path(bough.__file__).parent.rglob("*.py"))
     ids: list[int] = []
     for number in itertools.count():
         for file in files:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from treeflash.kernels.quant_matmul import PackedRows, pack_rows
+from bough.kernels.quant_matmul import PackedRows, pack_rows
 
 T = TypeVar("T")
 

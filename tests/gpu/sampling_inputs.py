@@ -5,8 +5,8 @@ import random
 import torch
 from torch import Tensor
 
+from bough.kernels.sampling import SamplingState
 from tests.gpu.inputs import DEVICE
-from treeflash.kernels.sampling import SamplingState
 
 VOCABULARY = 248_320
 FILTERS = {

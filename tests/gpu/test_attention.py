@@ -7,6 +7,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from bough.kernels.attention import cuda as attention_cuda
+from bough.kernels.attention import paged_attention, prefill
+from bough.kernels.attention import reference as attention_reference
+from bough.kernels.attention import triton_kernels as attention_triton
+from bough.kernels.kv_cache import triton_kernels as cache_kernel
+from bough.kernels.norm_rope import rope_angles
 from tests.gpu.attention_tiles import OTHER_TILES, other_tiles
 from tests.gpu.card import needs_cuda_attention
 from tests.gpu.inputs import (
@@ -25,12 +31,6 @@ from tests.gpu.inputs import (
 )
 from tests.gpu.numerics import assert_close, assert_same_bits, captured, nan_filled_memory
 from tests.kernels.paths import roots
-from treeflash.kernels.attention import cuda as attention_cuda
-from treeflash.kernels.attention import paged_attention, prefill
-from treeflash.kernels.attention import reference as attention_reference
-from treeflash.kernels.attention import triton_kernels as attention_triton
-from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
-from treeflash.kernels.norm_rope import rope_angles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -5,20 +5,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bough.config import SpecConfig
+from bough.engine.runner import GraphRunner
+from bough.kernels.kv_cache.format import FORMATS
+from bough.models.decoder import Target
+from bough.models.dflash import DFlashDraft
+from bough.session.session import Session
+from bough.spec.dflash import Ask, DFlashModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers
+from bough.state.sequences import CacheConfig
 from tests.engine import company
 from tests.gpu.numerics import assert_same_bits, nan_filled_memory
 from tests.gpu.texts import embedded_pair, load_session
-from treeflash.config import SpecConfig
-from treeflash.engine.runner import GraphRunner
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.models.decoder import Target
-from treeflash.models.dflash import DFlashDraft
-from treeflash.session.session import Session
-from treeflash.spec.dflash import Ask, DFlashModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
-from treeflash.state.sequences import CacheConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.step import Step
+from bough.state.sequences import SequenceStates
 from tests.gpu.inputs import DEVICE, random_trees
 from tests.gpu.numerics import assert_close
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.state.sequences import SequenceStates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

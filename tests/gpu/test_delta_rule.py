@@ -8,6 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.causal_conv import cuda as conv_cuda
+from bough.kernels.causal_conv import reference as conv_reference
+from bough.kernels.causal_conv import triton_kernels as conv_triton
+from bough.kernels.delta_rule import chunk as delta_chunk
+from bough.kernels.delta_rule import cuda as delta_cuda
+from bough.kernels.delta_rule import reference as delta_reference
+from bough.kernels.delta_rule import triton_kernels as delta_triton
 from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import (
     DELTA_DIM,
@@ -23,13 +30,6 @@ from tests.gpu.inputs import (
 )
 from tests.gpu.numerics import assert_close, assert_same_bits, nan_filled_memory
 from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps
-from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import reference as conv_reference
-from treeflash.kernels.causal_conv import triton_kernels as conv_triton
-from treeflash.kernels.delta_rule import chunk as delta_chunk
-from treeflash.kernels.delta_rule import cuda as delta_cuda
-from treeflash.kernels.delta_rule import reference as delta_reference
-from treeflash.kernels.delta_rule import triton_kernels as delta_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Request
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.session.loading import load_session
 from tests.engine.driving import run
 from tests.gpu.inputs import DEVICE
 from tests.tiny_draft import SECOND, draft_config, save_draft
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Request
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.session.loading import load_session
 
 pytestmark = pytest.mark.gpu
 

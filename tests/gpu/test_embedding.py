@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.bench.tuning import HALVES
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.embedding import embed
+from bough.kernels.embedding import triton_kernels as embedding_kernel
+from bough.kernels.gather_rows import gather_rows
+from bough.models.weights import Embedding
 from tests.gpu.inputs import DEVICE
 from tests.gpu.numerics import assert_same_bits, captured, nan_filled_memory
-from treeflash.bench.tuning import HALVES
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.embedding import embed
-from treeflash.kernels.embedding import triton_kernels as embedding_kernel
-from treeflash.kernels.gather_rows import gather_rows
-from treeflash.models.weights import Embedding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from bough.engine.engine import Request
+from bough.engine.events import Done, Tokens
+from bough.engine.sampler import SamplingParams
 from tests.engine.driving import run
 from tests.every_draft import PROPOSERS, EveryDraft
 from tests.gpu.inputs import DEVICE
-from treeflash.engine.engine import Request
-from treeflash.engine.events import Done, Tokens
-from treeflash.engine.sampler import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.bench.tuning import random_rows
+from bough.config import EngineConfig, SpecConfig
+from bough.engine.engine import Request
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.kernels.experts import ExpertStack, Routing, combine, expert_matmul, reference, route_rows
+from bough.kernels.experts import triton_kernels as experts_triton
+from bough.kernels.norm_rope import silu_rows
+from bough.kernels.quant_matmul import PackedRows, pack
+from bough.models.decoder import Decoder
+from bough.models.step import Step
+from bough.session.loading import load_session
+from bough.state.sequences import SequenceStates
 from tests.engine.driving import run
 from tests.gpu.inputs import DEVICE, random_trees
 from tests.gpu.numerics import assert_close, assert_same_bits, captured, nan_filled_memory, worst_row_error
 from tests.gpu.test_decoder import logits_of
 from tests.gpu.texts import NEAR_TIE
-from treeflash.bench.tuning import random_rows
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.engine.engine import Request
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.experts import ExpertStack, Routing, combine, expert_matmul, reference, route_rows
-from treeflash.kernels.experts import triton_kernels as experts_triton
-from treeflash.kernels.norm_rope import silu_rows
-from treeflash.kernels.quant_matmul import PackedRows, pack
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.session.loading import load_session
-from treeflash.state.sequences import SequenceStates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

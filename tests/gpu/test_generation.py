@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.engine.engine import Engine, Event, Request, Sequence, Tokens
+from bough.engine.runner import Forward
+from bough.engine.sampler import SamplingParams
+from bough.train.draft_target import load_target
+from bough.train.generation import Asked, generate_batch, many_engine
 from tests.gpu.texts import embedded_pair
-from treeflash.engine.engine import Engine, Event, Request, Sequence, Tokens
-from treeflash.engine.runner import Forward
-from treeflash.engine.sampler import SamplingParams
-from treeflash.train.draft_target import load_target
-from treeflash.train.generation import Asked, generate_batch, many_engine
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 9, 40, 64, 130, 300, 600)  # the last is longer than what steps read beside others

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.gguf.quantise import quantise
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import int8, int8_kernels, pack, pack_rows, packed, unpack, with_int8
+from bough.kernels.runtime.device import capability_of
 from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import DEVICE, TUNED_TYPES, spread_rows
 from tests.gpu.numerics import relative_error
 from tests.gpu.texts import embedded_pair, generate, load_session
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import int8, int8_kernels, pack, pack_rows, packed, unpack, with_int8
-from treeflash.kernels.runtime.device import capability_of
 
 pytestmark = pytest.mark.gpu
 

@@ -3,6 +3,13 @@
 import pytest
 import torch
 
+from bough.kernels.commit import commit_path, move_rows
+from bough.kernels.kv_cache import triton_kernels as cache_kernel
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.kv_cache.reference import decode, unpack
+from bough.kernels.kv_cache.rotation import rotate_back
+from bough.kernels.norm_rope import reference as norm_reference
+from bough.kernels.norm_rope import rope_angles
 from tests.gpu.inputs import (
     DEVICE,
     EPS,
@@ -16,13 +23,6 @@ from tests.gpu.inputs import (
 )
 from tests.gpu.numerics import assert_close, nan_filled_memory
 from tests.kernels.paths import rows_of
-from treeflash.kernels.commit import commit_path, move_rows
-from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import decode, unpack
-from treeflash.kernels.kv_cache.rotation import rotate_back
-from treeflash.kernels.norm_rope import reference as norm_reference
-from treeflash.kernels.norm_rope import rope_angles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

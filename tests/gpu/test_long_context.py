@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.engine.engine import Engine
+from bough.kernels.kv_cache.format import KVFormat
+from bough.models.decoder import Decoder
+from bough.state.sequences import CacheConfig
 from tests.gpu.device_memory import PeakMemory
 from tests.gpu.fresh_process import run_in_fresh_process
 from tests.gpu.long_text import DEPTHS, Needles, compile_slices, long_text, read, stored
 from tests.gpu.numerics import relative_error
 from tests.gpu.texts import NEAR_TIE, divergence, load_session
-from treeflash.engine.engine import Engine
-from treeflash.kernels.kv_cache.format import KVFormat
-from treeflash.models.decoder import Decoder
-from treeflash.state.sequences import CacheConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]
 

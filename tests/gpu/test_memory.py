@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Progress, Request, Tokens
+from bough.memory.device import CUDA_LIBRARIES
+from bough.memory.estimate import EMBEDDING, KV_CACHE, PARTIAL_SUMS, prefill_bytes
+from bough.models.measure import held_bytes
+from bough.models.step import Step
 from tests.gpu.device_memory import in_use
 from tests.gpu.fresh_process import run_in_fresh_process
 from tests.gpu.inputs import DEVICE
 from tests.gpu.numerics import relative_error
 from tests.gpu.texts import GREEDY, embedded_pair, load_session
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
-from treeflash.memory.device import CUDA_LIBRARIES
-from treeflash.memory.estimate import EMBEDDING, KV_CACHE, PARTIAL_SUMS, prefill_bytes
-from treeflash.models.measure import held_bytes
-from treeflash.models.step import Step
 
 pytestmark = pytest.mark.gpu
 

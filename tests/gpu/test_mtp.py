@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config import EngineConfig, SpecConfig
+from bough.engine.engine import Engine, Request
+from bough.engine.sampler import SamplingParams
+from bough.session.loading import load_session
 from tests.engine.driving import run
 from tests.gpu.inputs import DEVICE
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.engine.engine import Engine, Request
-from treeflash.engine.sampler import SamplingParams
-from treeflash.session.loading import load_session
 
 pytestmark = pytest.mark.gpu
 

@@ -6,6 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from bough.kernels.kv_cache import triton_kernels as cache_kernel
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.norm_rope import cuda as norm_cuda
+from bough.kernels.norm_rope import reference, ring
+from bough.kernels.norm_rope import triton_kernels as norm_triton
+from bough.kernels.runtime.device import card_of
+from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import (
     DELTA_DIM,
@@ -21,13 +28,6 @@ from tests.gpu.inputs import (
     WIDTH,
 )
 from tests.gpu.numerics import assert_close, assert_packed_rows, assert_same_bits, nan_filled_memory
-from treeflash.kernels.kv_cache import triton_kernels as cache_kernel
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.norm_rope import cuda as norm_cuda
-from treeflash.kernels.norm_rope import reference, ring
-from treeflash.kernels.norm_rope import triton_kernels as norm_triton
-from treeflash.kernels.runtime.device import card_of
-from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

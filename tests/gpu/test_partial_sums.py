@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.card import needs_cuda_kernels
-from tests.gpu.inputs import DEVICE, EPS, FEED_FORWARD, TUNED_TYPES, WIDTH
-from tests.gpu.numerics import assert_same_bits, captured, nan_filled_memory
-from treeflash.bench.tuning import random_rows
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.norm_rope import cuda as norm_cuda
-from treeflash.kernels.quant_matmul import (
+from bough.bench.tuning import random_rows
+from bough.gguf.types import QuantType
+from bough.kernels.norm_rope import cuda as norm_cuda
+from bough.kernels.quant_matmul import (
     PackedWeight,
     PartialSums,
     cuda,
@@ -22,6 +19,9 @@ from treeflash.kernels.quant_matmul import (
     packed_matmul,
     partial_matmul,
 )
+from tests.gpu.card import needs_cuda_kernels
+from tests.gpu.inputs import DEVICE, EPS, FEED_FORWARD, TUNED_TYPES, WIDTH
+from tests.gpu.numerics import assert_same_bits, captured, nan_filled_memory
 
 pytestmark = [pytest.mark.gpu, needs_cuda_kernels, pytest.mark.usefixtures("inference_mode")]
 

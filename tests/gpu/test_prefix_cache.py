@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.session.requests import Finished, TextRequest
+from bough.session.session import Session
 from tests.gpu.conversation import (
     HELLO,
     SYSTEM,
@@ -24,8 +26,6 @@ from tests.gpu.texts import (
     generate,
     load_session,
 )
-from treeflash.session.requests import Finished, TextRequest
-from treeflash.session.session import Session
 
 pytestmark = pytest.mark.gpu
 

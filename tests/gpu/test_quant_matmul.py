@@ -4,14 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.card import needs_cuda_kernels
-from tests.gpu.inputs import DEVICE, TUNED_TYPES, spread_rows
-from tests.gpu.numerics import assert_same_bits, worst_row_error
-from treeflash.bench.tuning import LAYERS_27B, Stack, random_rows, tune
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.norm_rope import add_rms_norm
-from treeflash.kernels.quant_matmul import (
+from bough.bench.tuning import LAYERS_27B, Stack, random_rows, tune
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.norm_rope import add_rms_norm
+from bough.kernels.quant_matmul import (
     BUCKETS,
     cuda,
     layout_of,
@@ -22,8 +19,11 @@ from treeflash.kernels.quant_matmul import (
     triton_kernels,
     unpack,
 )
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
-from treeflash.kernels.runtime.device import card_of
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from bough.kernels.runtime.device import card_of
+from tests.gpu.card import needs_cuda_kernels
+from tests.gpu.inputs import DEVICE, TUNED_TYPES, spread_rows
+from tests.gpu.numerics import assert_same_bits, worst_row_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -236,7 +236,7 @@ def test_triton_expands_weights(type: QuantType) -> None:
 @needs_cuda_kernels
 @pytest.mark.slow
 def test_every_tiling_gives_the_same_sums() -> None:
-    """All tilings that `treeflash tune` tries, at the shapes of a 27B model's layers."""
+    """All tilings that `bough tune` tries, at the shapes of a 27B model's layers."""
     stack = Stack(LAYERS_27B, DEVICE)
     for found in tune(card_of(DEVICE), stack.layouts, stack.measure):
         differing = [tiling.compare(found.built_in) for tiling in found.differing]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from bough.engine.sampler import Sampler
+from bough.models.step import Step
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import VOCABULARY, random_tree
 from tests.gpu.texts import GREEDY
-from treeflash.engine.sampler import Sampler
-from treeflash.models.step import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.inputs import DEVICE
-from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request
-from treeflash.kernels.sampling import (
+from bough.kernels.sampling import (
     RowOwners,
     SamplingState,
     filtered,
@@ -18,8 +16,10 @@ from treeflash.kernels.sampling import (
     rank_rows,
     sample_rows,
 )
-from treeflash.kernels.sampling import state as plain
-from treeflash.kernels.sampling.filters import OPEN, THRESHOLD
+from bough.kernels.sampling import state as plain
+from bough.kernels.sampling.filters import OPEN, THRESHOLD
+from tests.gpu.inputs import DEVICE
+from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

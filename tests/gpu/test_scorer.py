@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.compress.scorer import Query
+from bough.session.attention_scorer import AttentionScorer
 from tests.gpu.inputs import DEVICE
-from treeflash.compress.scorer import Query
-from treeflash.session.attention_scorer import AttentionScorer
 
 pytestmark = pytest.mark.gpu
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.commit import reference as commit_reference
+from bough.kernels.commit import triton_kernels as commit_kernel
+from bough.kernels.slot_mapping import reference as mapping_reference
+from bough.kernels.slot_mapping import triton_kernels as mapping_kernel
 from tests.gpu.inputs import DEVICE, HEAD_DIM, KV_HEADS, PAGE, random_trees
 from tests.gpu.numerics import assert_same_bits, nan_filled_memory
-from treeflash.kernels.commit import reference as commit_reference
-from treeflash.kernels.commit import triton_kernels as commit_kernel
-from treeflash.kernels.slot_mapping import reference as mapping_reference
-from treeflash.kernels.slot_mapping import triton_kernels as mapping_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from bough.config import DraftConfig, EngineConfig
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.spec import ModelSpec
+from bough.models.weights import WeightLoader
+from bough.session.loading import load_session
 from tests.gpu.fresh_process import run_in_fresh_process
 from tests.gpu.inputs import DEVICE
 from tests.gpu.texts import embedded_pair, expected_texts, generate
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.spec import ModelSpec
-from treeflash.models.weights import WeightLoader
-from treeflash.session.loading import load_session
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ def first_start(caches: str) -> dict[str, list[str]]:
     """Start the embedded pair with empty caches and answer; return what is compiled in each phase."""
     from triton import knobs
 
-    from treeflash.kernels.runtime import nvrtc
+    from bough.kernels.runtime import nvrtc
 
     knobs.cache.dir = caches
     found: list[str] = []
@@ -58,7 +58,7 @@ def test_all_kernels_are_compiled_ahead(tmp_path: Path) -> None:
     phases = run_in_fresh_process(first_start, str(tmp_path))
     assert len(phases["ahead"]) > 50 and len(set(phases["ahead"])) > 30
     assert phases["capturing"] == [] and phases["answers"] == []
-    assert list((tmp_path / "treeflash").glob("*.compiled"))  # the next start has nothing to do
+    assert list((tmp_path / "bough").glob("*.compiled"))  # the next start has nothing to do
 
 
 @torch.inference_mode()

@@ -5,6 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bough.engine.engine import Engine, Request, Tokens
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.session.session import Session
 from tests.gpu.inputs import DEVICE
 from tests.gpu.texts import (
     GREEDY,
@@ -15,10 +19,6 @@ from tests.gpu.texts import (
     generate,
     load_session,
 )
-from treeflash.engine.engine import Engine, Request, Tokens
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.session.session import Session
 
 pytestmark = pytest.mark.gpu
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.tree import Correction, accept_path, best_tree
 from tests.gpu.inputs import DEVICE
 from tests.gpu.numerics import assert_same_bits
-from treeflash.kernels.tree import Correction, accept_path, best_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.hub.catalog import EMBEDDED, named
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, Text, TextRequest
-from treeflash.session.worker import EngineWorker, Job, Turns
+from bough.config import DraftConfig, EngineConfig
+from bough.engine.sampler import SamplingParams
+from bough.hub.catalog import EMBEDDED, named
+from bough.session.loading import load_session
+from bough.session.requests import Finished, Text, TextRequest
+from bough.session.worker import EngineWorker, Job, Turns
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.hub.catalog import named
-from treeflash.session import loading
-from treeflash.session.requests import Finished, TextRequest
-from treeflash.session.session import Session
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sampler import SamplingParams
+from bough.hub.catalog import named
+from bough.session import loading
+from bough.session.requests import Finished, TextRequest
+from bough.session.session import Session
 
 GREEDY = SamplingParams(seed=1)
 GREEDY_WITH_LOGPROBS = SamplingParams(seed=1, logprobs=2)
@@ -35,7 +35,7 @@ def expected_texts() -> list[ExpectedText]:
 
 def embedded_pair() -> tuple[Path, Path]:
     """Return the target and the draft that are part of the package."""
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     return found[0].pair.target, found[0].pair.draft
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bough.hub import download
 from tests.hub.fake_pairs import use_hub
-from treeflash.hub import download
 
 
 @pytest.fixture(autouse=True)

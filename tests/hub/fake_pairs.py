@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
 from tests.hub.fake_hub import FakeHub
 from tests.tiny_draft import draft_config, save_draft
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
 
 TARGET, DRAFT = "unsloth/Qwen3.6-27B-GGUF", "z-lab/Qwen3.6-27B-DFlash"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.errors import TreeFlashError
-from treeflash.hub.cache import contents, of_repo, removal, unfinished
+from bough.errors import BoughError
+from bough.hub.cache import contents, of_repo, removal, unfinished
 
 CONFIG = json.dumps({"architectures": ["DFlashDraftModel"]}).encode()
 
@@ -118,7 +118,7 @@ def test_a_link_to_elsewhere_is_not_followed(cache, tmp_path_factory):
     snapshot.mkdir(parents=True)
     (snapshot / own.name).symlink_to(own)
     (model,) = of_repo("me/Mine", cache)
-    with pytest.raises(TreeFlashError, match="outside of the cache"):
+    with pytest.raises(BoughError, match="outside of the cache"):
         removal([model], cache)
     assert own.exists()
 
@@ -126,12 +126,12 @@ def test_a_link_to_elsewhere_is_not_followed(cache, tmp_path_factory):
 def test_a_damaged_cache_is_named(cache):
     (draft,) = of_repo("z-lab/Model-DFlash", cache)
     (cache / "models--z-lab--Model-DFlash/refs/main").write_text("ccc")
-    with pytest.raises(TreeFlashError, match="the cache of z-lab/Model-DFlash is damaged"):
+    with pytest.raises(BoughError, match="the cache of z-lab/Model-DFlash is damaged"):
         removal([draft], cache)
 
 
 def test_unfinished_downloads(cache):
-    blob = cache / "models--me--New/blobs/abc.treeflash.incomplete"
+    blob = cache / "models--me--New/blobs/abc.bough.incomplete"
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"half")
     assert unfinished("me/New", cache) == [blob] and unfinished("me/plain", cache) == []

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.errors import ModelFileError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.hub import catalog
-from treeflash.hub.names import RepoName
-from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.spec import FAMILIES, ModelSpec
+from bough.errors import ModelFileError
+from bough.gguf.reader import GGUFFile
+from bough.hub import catalog
+from bough.hub.names import RepoName
+from bough.models.draft_spec import DraftSpec
+from bough.models.spec import FAMILIES, ModelSpec
 
 CARDS = catalog.cards()
 GOOD = """\

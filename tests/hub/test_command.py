@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.hub.fake_hub import FakeHub
 
-PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
+PROGRAM = [sys.executable, "-m", "bough.cli.main"]
 
 
 def test_a_name_on_the_hub_is_downloaded_and_loaded(tiny_model, tmp_path):
@@ -25,7 +25,7 @@ def test_a_name_on_the_hub_is_downloaded_and_loaded(tiny_model, tmp_path):
         }
         environment.pop("HF_HUB_OFFLINE", None)
 
-        def treeflash(*arguments: str) -> subprocess.CompletedProcess[str]:
+        def bough(*arguments: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 [*PROGRAM, *arguments],
                 env=environment,
@@ -34,18 +34,18 @@ def test_a_name_on_the_hub_is_downloaded_and_loaded(tiny_model, tmp_path):
                 text=True,
             )
 
-        fetched = treeflash("run", "me/Tiny-GGUF:q8_0", "hello", "-n", "3", "--json")
+        fetched = bough("run", "me/Tiny-GGUF:q8_0", "hello", "-n", "3", "--json")
         assert fetched.returncode == 0, fetched.stderr
         path = Path(json.loads(fetched.stdout)["model"])
         assert path.is_relative_to(tmp_path / "hub/models--me--Tiny-GGUF")
         assert [headers["Range"] for headers in hub.downloads()] == ["bytes=0-", "bytes=300000-"]
 
-        wrong = treeflash("run", "me/Tiny-GGUF:q5_0", "hello")
+        wrong = bough("run", "me/Tiny-GGUF:q5_0", "hello")
         assert wrong.returncode == 3
         assert wrong.stderr.startswith(
             "error: me/Tiny-GGUF has no q5_0; it has Q4_K_M (0.0 MB), Q8_0 (1.8 MB)\nhint: "
         )
-    shown = treeflash("show", "me/Tiny-GGUF:Q8_0", "--json")
+    shown = bough("show", "me/Tiny-GGUF:Q8_0", "--json")
     assert json.loads(shown.stdout)["path"] == str(path)
-    unreachable = treeflash("run", "me/Other-GGUF", "hello")
+    unreachable = bough("run", "me/Other-GGUF", "hello")
     assert unreachable.returncode == 3 and "cannot be reached" in unreachable.stderr

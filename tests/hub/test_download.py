@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bough.errors import DownloadFailed, ModelNotFound, ResourceError
+from bough.hub import download
+from bough.hub.names import RepoName
 from tests.hub.fake_hub import COMMIT, FakeHub
-from treeflash.errors import DownloadFailed, ModelNotFound, ResourceError
-from treeflash.hub import download
-from treeflash.hub.names import RepoName
 
 MODEL = os.urandom(3_000_000)
 REPO = RepoName("someone/Model-GGUF")
@@ -81,7 +81,7 @@ def test_second_call_downloads_nothing_and_works_offline(hub, tmp_path):
 def test_offline_without_a_copy(hub, tmp_path):
     with pytest.raises(ModelNotFound, match="not in the cache") as caught:
         get(hub, tmp_path, offline=True)
-    assert "treeflash pull someone/Model-GGUF" in caught.value.hint
+    assert "bough pull someone/Model-GGUF" in caught.value.hint
     get(hub, tmp_path, RepoName(REPO.repo, "Q8_0"))
     with pytest.raises(ModelNotFound, match=r"has no Q6_K; it has Q8_0"):
         get(hub, tmp_path, RepoName(REPO.repo, "Q6_K"), offline=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from bough.errors import ModelNotFound, UnsupportedModel
+from bough.hub.cache import of_repo
+from bough.hub.download import Silent, fetch
+from bough.hub.drafts import cached_draft, fetch_draft
+from bough.hub.names import RepoName
 from tests.hub.fake_hub import FakeHub
 from tests.hub.fake_pairs import use_hub
-from treeflash.errors import ModelNotFound, UnsupportedModel
-from treeflash.hub.cache import of_repo
-from treeflash.hub.download import Silent, fetch
-from treeflash.hub.drafts import cached_draft, fetch_draft
-from treeflash.hub.names import RepoName
 
 REPO = RepoName("z-lab/Some-DFlash")
 CONFIG = json.dumps({"architectures": ["DFlashDraftModel"]}).encode()

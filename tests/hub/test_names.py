@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.errors import ModelNotFound, UsageError
-from treeflash.hub.names import (
+from bough.errors import ModelNotFound, UsageError
+from bough.hub.names import (
     GGUFSet,
     RepoName,
     choose,

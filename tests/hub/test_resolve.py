@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.errors import ModelNotFound, UsageError
-from treeflash.hub.names import RepoName
-from treeflash.hub.resolve import here, meaning, resolve, resolve_draft
+from bough.errors import ModelNotFound, UsageError
+from bough.hub.names import RepoName
+from bough.hub.resolve import here, meaning, resolve, resolve_draft
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_folders(folder):
     touch(folder / "hf/model.safetensors")
     with pytest.raises(ModelNotFound, match="holds a Hugging Face model") as caught:
         resolve("hf")
-    assert caught.value.hint == "treeflash convert hf"
+    assert caught.value.hint == "bough convert hf"
     (folder / "empty").mkdir()
     with pytest.raises(ModelNotFound, match=r"holds no .gguf file"):
         resolve("empty")

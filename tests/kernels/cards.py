@@ -6,7 +6,7 @@ from pathlib import Path
 
 import triton
 
-from treeflash.kernels.runtime.device import Card
+from bough.kernels.runtime.device import Card
 
 CARDS = {
     "A100": Card("sm_80", 108, 164 << 10, 163 << 10),

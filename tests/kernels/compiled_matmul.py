@@ -6,9 +6,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import triton_kernels
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import triton_kernels
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS
 
 TARGETS = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},

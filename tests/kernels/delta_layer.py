@@ -5,8 +5,8 @@ import random
 import torch
 from torch import Tensor
 
-from treeflash.kernels.causal_conv import conv_index, tree_conv
-from treeflash.kernels.delta_rule import fold_path, tree_delta, tree_order
+from bough.kernels.causal_conv import conv_index, tree_conv
+from bough.kernels.delta_rule import fold_path, tree_delta, tree_order
 
 _BUFFERS = ("window", "tree_inputs", "tree_gates", "state")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treeflash.kernels.experts import cuda
-from treeflash.kernels.experts.stack import ExpertStack
-from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
-from treeflash.kernels.runtime.device import Card
+from bough.kernels.experts import cuda
+from bough.kernels.experts.stack import ExpertStack
+from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
+from bough.kernels.runtime.device import Card
 
 COMPILER = shutil.which("g++")
 _PERMUTE = (

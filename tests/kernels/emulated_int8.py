@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.quant_matmul import cuda
+from bough.kernels.quant_matmul.int8 import GROUP, Int8Matrix
+from bough.kernels.quant_matmul.layout import PackedWeight
+from bough.kernels.runtime.sources import source
 from tests.kernels.emulated_experts import BODIES, COMPILER, with_bodies
-from treeflash.kernels.quant_matmul import cuda
-from treeflash.kernels.quant_matmul.int8 import GROUP, Int8Matrix
-from treeflash.kernels.quant_matmul.layout import PackedWeight
-from treeflash.kernels.runtime.sources import source
 
 # Barriers that count arrivals and bytes, and a warp group's mma: each thread computes its own sums from
 # operands in the 128-byte swizzle, where address bits 4 to 6 are those of the row in eight.

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.quant_matmul import cuda
+from bough.kernels.quant_matmul.layout import PackedWeight
+from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
+from bough.kernels.quant_matmul.tiling import Tiling
 from tests.kernels.cards import CARDS
 from tests.kernels.emulated_experts import BODIES, COMPILER, with_bodies
 from tests.kernels.emulated_int8 import BARRIER, BARRIERS
-from treeflash.kernels.quant_matmul import cuda
-from treeflash.kernels.quant_matmul.layout import PackedWeight
-from treeflash.kernels.quant_matmul.rows import PackedRows, empty_rows
-from treeflash.kernels.quant_matmul.tiling import Tiling
 
 CARD = CARDS["H200"]
 _PRELUDE = """

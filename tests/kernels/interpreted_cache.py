@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.attention import reference as attention
+from bough.kernels.attention import triton_kernels as attention_kernel
+from bough.kernels.kv_cache import triton_kernels
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.kv_cache.reference import decode, encode, unpack
+from bough.kernels.kv_cache.rotation import rotate, rotate_back
+from bough.kernels.norm_rope import reference as norm
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from tests.kernels.paths import roots
-from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.attention import triton_kernels as attention_kernel
-from treeflash.kernels.kv_cache import triton_kernels
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import decode, encode, unpack
-from treeflash.kernels.kv_cache.rotation import rotate, rotate_back
-from treeflash.kernels.norm_rope import reference as norm
 
 __all__ = ["poisoned"]
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.commit import reference, triton_kernels
-from treeflash.kernels.slot_mapping import reference as slot_mapping
-from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping_kernel
-from treeflash.models.step import Step
+from bough.kernels.commit import reference, triton_kernels
+from bough.kernels.slot_mapping import reference as slot_mapping
+from bough.kernels.slot_mapping import triton_kernels as slot_mapping_kernel
+from bough.models.step import Step
 
 torch.set_num_threads(1)
 SLOTS, SAVED = 3, 64

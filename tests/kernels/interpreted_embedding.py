@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.embedding import triton_kernels
 from tests.kernels.test_quant_matmul_layout import random_blocks
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.embedding import triton_kernels
 
 torch.set_num_threads(1)
 

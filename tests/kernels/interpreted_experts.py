@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.convert.tiny import make_tiny
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.kernels.experts import reference, triton_kernels
+from bough.kernels.experts.stack import ExpertStack, Routing, most_chunks, padded
+from bough.kernels.quant_matmul.layout import pack
+from bough.models.layers import Experts
+from bough.models.spec import ModelSpec
+from bough.models.weights import WeightLoader
 from tests.kernels.interpreter import sum_in_order
 from tests.kernels.test_quant_matmul_layout import random_blocks
-from treeflash.convert.tiny import make_tiny
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.experts import reference, triton_kernels
-from treeflash.kernels.experts.stack import ExpertStack, Routing, most_chunks, padded
-from treeflash.kernels.quant_matmul.layout import pack
-from treeflash.models.layers import Experts
-from treeflash.models.spec import ModelSpec
-from treeflash.models.weights import WeightLoader
 
 sum_in_order()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treeflash.kernels.gather_rows import triton_kernels
+from bough.kernels.gather_rows import triton_kernels
 
 
 @pytest.mark.parametrize("width", [1, 34, 36, 144, 2880, 4104])

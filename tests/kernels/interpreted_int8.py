@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import int8, int8_kernels, packed, triton_kernels
+from bough.kernels.quant_matmul.int8 import Int8Matrix, empty_int8
+from bough.kernels.quant_matmul.layout import pack, unpack, with_int8
 from tests.kernels.test_quant_matmul_layout import random_blocks
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import int8, int8_kernels, packed, triton_kernels
-from treeflash.kernels.quant_matmul.int8 import Int8Matrix, empty_int8
-from treeflash.kernels.quant_matmul.layout import pack, unpack, with_int8
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.attention import reference as attention
+from bough.kernels.attention import triton_kernels as attention_kernel
+from bough.kernels.causal_conv import reference as conv
+from bough.kernels.causal_conv import triton_kernels as conv_kernel
+from bough.kernels.delta_rule import reference as delta
+from bough.kernels.delta_rule import triton_kernels as delta_kernel
+from bough.kernels.norm_rope import reference as norm
+from bough.kernels.norm_rope import ring
+from bough.kernels.norm_rope import triton_kernels as norm_kernel
+from bough.kernels.quant_matmul.partial_sums import RowScaled
+from bough.kernels.quant_matmul.rows import PackedRows
+from bough.kernels.quant_matmul.triton_kernels import pack_rows, scale_rows
+from bough.models.step import Step
 from tests.kernels.interpreter import sum_in_order
-from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.attention import triton_kernels as attention_kernel
-from treeflash.kernels.causal_conv import reference as conv
-from treeflash.kernels.causal_conv import triton_kernels as conv_kernel
-from treeflash.kernels.delta_rule import reference as delta
-from treeflash.kernels.delta_rule import triton_kernels as delta_kernel
-from treeflash.kernels.norm_rope import reference as norm
-from treeflash.kernels.norm_rope import ring
-from treeflash.kernels.norm_rope import triton_kernels as norm_kernel
-from treeflash.kernels.quant_matmul.partial_sums import RowScaled
-from treeflash.kernels.quant_matmul.rows import PackedRows
-from treeflash.kernels.quant_matmul.triton_kernels import pack_rows, scale_rows
-from treeflash.models.step import Step
 
 sum_in_order()
 

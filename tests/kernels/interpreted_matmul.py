@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import packed, triton_kernels
+from bough.kernels.quant_matmul.layout import LAYOUTS, pack, unpack
+from bough.models.weights import Matrix, Projections
 from tests.kernels.interpreter import sum_in_order
 from tests.kernels.test_quant_matmul_layout import random_blocks
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import packed, triton_kernels
-from treeflash.kernels.quant_matmul.layout import LAYOUTS, pack, unpack
-from treeflash.models.weights import Matrix, Projections
 
 sum_in_order()
 

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels import causal_conv, delta_rule
+from bough.kernels.attention import prefill
+from bough.kernels.attention import reference as attention
+from bough.kernels.causal_conv import chunk as conv_chunk
+from bough.kernels.causal_conv import reference as conv
+from bough.kernels.causal_conv import triton_kernels as conv_kernels
+from bough.kernels.delta_rule import chunk as delta_chunk
+from bough.kernels.delta_rule import fold_path
+from bough.kernels.delta_rule import reference as delta
+from bough.kernels.delta_rule import triton_kernels as delta_kernels
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.kv_cache.reference import encode
+from bough.kernels.kv_cache.rotation import rotate
+from bough.kernels.norm_rope.reference import l2_norm
 from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
-from treeflash.kernels import causal_conv, delta_rule
-from treeflash.kernels.attention import prefill
-from treeflash.kernels.attention import reference as attention
-from treeflash.kernels.causal_conv import chunk as conv_chunk
-from treeflash.kernels.causal_conv import reference as conv
-from treeflash.kernels.causal_conv import triton_kernels as conv_kernels
-from treeflash.kernels.delta_rule import chunk as delta_chunk
-from treeflash.kernels.delta_rule import fold_path
-from treeflash.kernels.delta_rule import reference as delta
-from treeflash.kernels.delta_rule import triton_kernels as delta_kernels
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import encode
-from treeflash.kernels.kv_cache.rotation import rotate
-from treeflash.kernels.norm_rope.reference import l2_norm
 
 torch.set_num_threads(1)
 HALF = 4e-4  # error of rounding queries, keys and their dot products to float16

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.kernels.sampling import RowOwners, SamplingState, filtered, launch, rank_rows, sample_rows
-from treeflash.kernels.sampling.filters import OPEN as _OPEN
-from treeflash.kernels.sampling.filters import THRESHOLD as _THRESHOLD
-from treeflash.kernels.sampling.state import NoiseCache, adjusted
+from bough.kernels.sampling import RowOwners, SamplingState, filtered, launch, rank_rows, sample_rows
+from bough.kernels.sampling.filters import OPEN as _OPEN
+from bough.kernels.sampling.filters import THRESHOLD as _THRESHOLD
+from bough.kernels.sampling.state import NoiseCache, adjusted
 
 torch.set_num_threads(1)
 OPEN, THRESHOLD = _OPEN.value, _THRESHOLD.value

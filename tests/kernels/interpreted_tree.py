@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.tree import Acceptance, Correction, accept_path, best_tree, triton_kernels
+from bough.kernels.tree import Acceptance, Correction, accept_path, best_tree, triton_kernels
 
 torch.set_num_threads(1)
 Built = tuple[torch.Tensor, torch.Tensor]  # packed tree, weights

@@ -2,9 +2,9 @@
 
 import pytest
 
-from treeflash.kernels.native import Library, unavailable
-from treeflash.kernels.native.build import library_path
-from treeflash.kernels.native.library import usable_variants
+from bough.kernels.native import Library, unavailable
+from bough.kernels.native.build import library_path
+from bough.kernels.native.library import usable_variants
 
 needs_native = pytest.mark.skipif(
     unavailable() is not None, reason=f"no native CPU code here: {unavailable()}"

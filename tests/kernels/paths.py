@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from treeflash.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.format import HeadPool
 
 
 def rows_of(bits: int) -> list[int]:

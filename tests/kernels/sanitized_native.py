@@ -1,14 +1,14 @@
-"""A pytest plugin: native tests run a library built with sanitizers, from the folder TREEFLASH_SANITIZED."""
+"""A pytest plugin: native tests run a library built with sanitizers, from the folder BOUGH_SANITIZED."""
 
 import os
 from pathlib import Path
 
 import torch
 
-from treeflash.kernels import native
-from treeflash.kernels.native import build, library
+from bough.kernels import native
+from bough.kernels.native import build, library
 
-_FOLDER = Path(os.environ["TREEFLASH_SANITIZED"])
+_FOLDER = Path(os.environ["BOUGH_SANITIZED"])
 
 
 class HeapMemory:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.kernels.tree.reference import accept_path
+from bough.kernels.tree.reference import accept_path
 
 
 @st.composite

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from bough.kernels.attention import paged_attention, reference
+from bough.kernels.attention.reference import ordered_attention
+from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.kv_cache.reference import encode
+from bough.kernels.kv_cache.rotation import rotate
+from bough.models.step import Step, visibility
 from tests.kernels.paths import roots
-from treeflash.kernels.attention import paged_attention, reference
-from treeflash.kernels.attention.reference import ordered_attention
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool
-from treeflash.kernels.kv_cache.reference import encode
-from treeflash.kernels.kv_cache.rotation import rotate
-from treeflash.models.step import Step, visibility
 
 PAGE = 4
 

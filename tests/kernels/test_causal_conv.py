@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from treeflash.kernels.causal_conv import chunk_conv, conv_index, split_heads, tree_conv
-from treeflash.models.step import visibility
+from bough.kernels.causal_conv import chunk_conv, conv_index, split_heads, tree_conv
+from bough.models.step import visibility
 
 
 def along(series: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from treeflash.kernels.commit import commit_path, move_rows
+from bough.kernels.commit import commit_path, move_rows
 
 
 def test_the_kernels_are_their_references_in_the_interpreter() -> None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.kernels.commit import host, reference
+from bough.kernels.commit import host, reference
 
 
 @given(st.integers(1, 64), st.integers(0, 2**32), st.integers(0, 90))

@@ -6,22 +6,22 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from bough.kernels.attention import triton_kernels as attention
+from bough.kernels.causal_conv import cuda as conv_cuda
+from bough.kernels.causal_conv import triton_kernels as conv
+from bough.kernels.commit import triton_kernels as commit
+from bough.kernels.delta_rule import cuda as delta_cuda
+from bough.kernels.delta_rule import triton_kernels as delta
+from bough.kernels.delta_rule.reference import saved_states
+from bough.kernels.embedding import triton_kernels as embedding
+from bough.kernels.kv_cache import triton_kernels as cache
+from bough.kernels.norm_rope import cuda as rows_cuda
+from bough.kernels.norm_rope import ring
+from bough.kernels.norm_rope import triton_kernels as norm
+from bough.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.slot_mapping import triton_kernels as slot_mapping
+from bough.kernels.tree import MAX_ROWS
 from tests.kernels.cards import CARDS
-from treeflash.kernels.attention import triton_kernels as attention
-from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.causal_conv import triton_kernels as conv
-from treeflash.kernels.commit import triton_kernels as commit
-from treeflash.kernels.delta_rule import cuda as delta_cuda
-from treeflash.kernels.delta_rule import triton_kernels as delta
-from treeflash.kernels.delta_rule.reference import saved_states
-from treeflash.kernels.embedding import triton_kernels as embedding
-from treeflash.kernels.kv_cache import triton_kernels as cache
-from treeflash.kernels.norm_rope import cuda as rows_cuda
-from treeflash.kernels.norm_rope import ring
-from treeflash.kernels.norm_rope import triton_kernels as norm
-from treeflash.kernels.runtime.nvrtc import compile_cubin
-from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
-from treeflash.kernels.tree import MAX_ROWS
 
 # Shared memory of one program, bytes.
 TARGETS = {

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cards import CARDS, tool_output
-from treeflash.bench.tuning import candidates
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul.cuda import (
+from bough.bench.tuning import candidates
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul.cuda import (
     defines,
     grouped_source,
     matmul_source,
@@ -21,11 +20,12 @@ from treeflash.kernels.quant_matmul.cuda import (
     stage_bytes,
     stages,
 )
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
-from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import Tiling, built_in_tilings
-from treeflash.kernels.runtime.device import Card
-from treeflash.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
+from bough.kernels.quant_matmul.rows import BUCKETS
+from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
+from bough.kernels.runtime.device import Card
+from bough.kernels.runtime.nvrtc import compile_cubin
+from tests.kernels.cards import CARDS, tool_output
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bough.kernels.delta_rule import chunk_delta, tree_delta, tree_order
+from bough.kernels.delta_rule.reference import Visit, saved_states
+from bough.kernels.norm_rope import l2_norm
+from bough.kernels.tree import MAX_ROWS
+from bough.models.step import Step, visibility
 from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps, packed_order
-from treeflash.kernels.delta_rule import chunk_delta, tree_delta, tree_order
-from treeflash.kernels.delta_rule.reference import Visit, saved_states
-from treeflash.kernels.norm_rope import l2_norm
-from treeflash.kernels.tree import MAX_ROWS
-from treeflash.models.step import Step, visibility
 
 TOLERANCE = 1e-10  # float64: what is left is rounding
 

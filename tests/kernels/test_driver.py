@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from treeflash.kernels.runtime import driver
+from bough.kernels.runtime import driver
 
 
 def test_a_function_may_use_the_shared_memory_of_its_largest_launch_shape(

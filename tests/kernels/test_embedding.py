@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.embedding import embed
 from tests.kernels.test_quant_matmul_layout import random_blocks
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.embedding import embed
 
 
 def test_the_kernel_is_its_reference_in_the_interpreter() -> None:

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.gguf.types import QuantType
+from bough.kernels.experts import cuda, reference, triton_kernels
+from bough.kernels.experts.stack import ExpertStack, most_chunks, padded
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout, pack
+from bough.kernels.quant_matmul.triton_kernels import constants
+from bough.kernels.runtime.device import Card
+from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
 from tests.kernels.emulated_experts import COMPILER, EmulatedExperts
 from tests.kernels.test_compile_layers import TARGETS, shared_memory
 from tests.kernels.test_quant_matmul_layout import random_blocks
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.experts import cuda, reference, triton_kernels
-from treeflash.kernels.experts.stack import ExpertStack, most_chunks, padded
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout, pack
-from treeflash.kernels.quant_matmul.triton_kernels import constants
-from treeflash.kernels.runtime.device import Card
-from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0)]
 

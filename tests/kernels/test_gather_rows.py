@@ -10,11 +10,11 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.gather_rows import gather_rows, triton_kernels
+from bough.models.weights import Embedding
 from tests.kernels.test_sampling_compile import TARGETS
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.gather_rows import gather_rows, triton_kernels
-from treeflash.models.weights import Embedding
 
 
 def test_the_kernel_is_indexing_in_the_interpreter() -> None:

@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cards import tool_output, unwritten_reads
-from tests.kernels.emulated_experts import COMPILER
-from tests.kernels.emulated_int8 import EmulatedInt8, emulated_requantise
-from tests.kernels.test_compile_layers import TARGETS, capability, compiled, tiled
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import (
+from bough.gguf.quantise import quantise
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import (
     cuda,
     int8,
     int8_hopper,
@@ -26,9 +22,13 @@ from treeflash.kernels.quant_matmul import (
     unpack,
     with_int8,
 )
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
-from treeflash.kernels.quant_matmul.triton_kernels import constants
-from treeflash.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
+from bough.kernels.quant_matmul.triton_kernels import constants
+from bough.kernels.runtime.nvrtc import compile_cubin
+from tests.kernels.cards import tool_output, unwritten_reads
+from tests.kernels.emulated_experts import COMPILER
+from tests.kernels.emulated_int8 import EmulatedInt8, emulated_requantise
+from tests.kernels.test_compile_layers import TARGETS, capability, compiled, tiled
 
 BYTES = {"x": "*i8", "weight": "*i8", "codes": "*i8"}
 SIZES = dict.fromkeys(("rows", "columns", "x_padded", "weight_padded", "first", "all_tiles", "padded"), "i32")

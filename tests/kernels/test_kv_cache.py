@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import floats, lists
 
-from treeflash.kernels.attention import paged_attention
-from treeflash.kernels.kv_cache.format import FORMATS, HeadPool, approximations
-from treeflash.kernels.kv_cache.reference import decode, encode
-from treeflash.kernels.kv_cache.rotation import group_size, rotate, rotate_back
-from treeflash.kernels.norm_rope import cache_heads, rope_angles
+from bough.kernels.attention import paged_attention
+from bough.kernels.kv_cache.format import FORMATS, HeadPool, approximations
+from bough.kernels.kv_cache.reference import decode, encode
+from bough.kernels.kv_cache.rotation import group_size, rotate, rotate_back
+from bough.kernels.norm_rope import cache_heads, rope_angles
 
 QUANTISED = ["q8_0", "q5_0", "q4_0", "tq3_0"]
 DIM = 256

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from triton.runtime import build, jit
 
-from treeflash.kernels.runtime import launchers
-from treeflash.kernels.runtime.launchers import load_in_turn, settle_keys
+from bough.kernels.runtime import launchers
+from bough.kernels.runtime.launchers import load_in_turn, settle_keys
 
 LAUNCHER = """
 #include <Python.h>
@@ -115,9 +115,9 @@ def test_kernels_have_one_key_in_every_order() -> None:
     """Both call a function with constants of its module; each order in a process of its own."""
     script = """
 import sys
-from treeflash.kernels.attention import triton_kernels as attention
-from treeflash.kernels.kv_cache import triton_kernels as cache
-from treeflash.kernels.runtime.launchers import settle_keys
+from bough.kernels.attention import triton_kernels as attention
+from bough.kernels.kv_cache import triton_kernels as cache
+from bough.kernels.runtime.launchers import settle_keys
 settle_keys()
 kernels = [attention._merge_kernel, cache._cache_kernel][:: int(sys.argv[1])]
 print(sorted(kernel.cache_key for kernel in kernels))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.kernels.native import build
+from bough.kernels.native import build
 
 PROGRAM = Path(__file__).parent / "native_bits.c"
 needs_zig = pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed")
@@ -21,7 +21,7 @@ needs_zig = pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reas
 )
 def test_the_library_compiles(platform: tuple[str, str], tmp_path: Path) -> None:
     _, target, _ = build.PLATFORMS[platform]
-    made = tmp_path / "libtreeflash-neon.so"
+    made = tmp_path / "libbough-neon.so"
     assert build.build(build.zig(target), "neon", made, ("-Werror",)) is None
     assert made.stat().st_size > 50_000
 

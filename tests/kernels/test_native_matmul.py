@@ -5,16 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 
+from bough.gguf.quantise import quantise
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
+from bough.kernels.native.library import KINDS, parsed_flags, usable_variants
+from bough.kernels.native.memory import WeightMemory
+from bough.kernels.sampling import SamplingState, rank
+from bough.kernels.sampling import rank_rows as rank_state_rows
+from bough.kernels.sampling.state import NoiseCache, RowOwners
 from tests.kernels.native_library import needs_native, opened, variants
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
-from treeflash.kernels.native.library import KINDS, parsed_flags, usable_variants
-from treeflash.kernels.native.memory import WeightMemory
-from treeflash.kernels.sampling import SamplingState, rank
-from treeflash.kernels.sampling import rank_rows as rank_state_rows
-from treeflash.kernels.sampling.state import NoiseCache, RowOwners
 
 pytestmark = needs_native
 

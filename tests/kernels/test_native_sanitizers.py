@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bough.kernels.native.build import build
+from bough.kernels.native.library import usable_variants
 from tests.kernels.native_library import needs_native
-from treeflash.kernels.native.build import build
-from treeflash.kernels.native.library import usable_variants
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
@@ -43,7 +43,7 @@ def environment(folder: Path) -> dict[str, str]:
         "LD_PRELOAD": runtime(),
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "TREEFLASH_SANITIZED": str(folder),
+        "BOUGH_SANITIZED": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
     }
 

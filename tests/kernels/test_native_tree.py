@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.kernels import native
+from bough.kernels.tree import Correction, pack_tree
+from bough.kernels.tree.reference import best_first
 from tests.kernels.native_library import needs_native
-from treeflash.kernels import native
-from treeflash.kernels.tree import Correction, pack_tree
-from treeflash.kernels.tree.reference import best_first
 
 pytestmark = needs_native
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.kernels.quant_matmul.partial_sums import BLOCK, PartialSums
+from bough.kernels.quant_matmul.partial_sums import BLOCK, PartialSums
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.data())

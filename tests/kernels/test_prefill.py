@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bough.kernels.attention import prefill as attention
+from bough.kernels.causal_conv import chunk as conv
+from bough.kernels.delta_rule import chunk as delta
 from tests.kernels.cards import tool_output, unwritten_reads
 from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory, tiled
-from treeflash.kernels.attention import prefill as attention
-from treeflash.kernels.causal_conv import chunk as conv
-from treeflash.kernels.delta_rule import chunk as delta
 
 
 def test_kernels_are_their_references_in_the_interpreter() -> None:

@@ -8,20 +8,20 @@ import pytest
 import torch
 import triton
 
+from bough.errors import UsageError
+from bough.gguf.types import QuantType
+from bough.kernels.attention.cuda import tile_of
+from bough.kernels.causal_conv import cuda as conv_cuda
+from bough.kernels.delta_rule import cuda as delta_cuda
+from bough.kernels.experts import cuda as experts_cuda
+from bough.kernels.norm_rope import cuda as rows_cuda
+from bough.kernels.quant_matmul import cuda as matmul_cuda
+from bough.kernels.quant_matmul.layout import LAYOUTS
+from bough.kernels.quant_matmul.tiling import built_in_tilings
+from bough.kernels.runtime import device
+from bough.kernels.runtime.device import Card, capability_of, pretended
+from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS
-from treeflash.errors import UsageError
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.attention.cuda import tile_of
-from treeflash.kernels.causal_conv import cuda as conv_cuda
-from treeflash.kernels.delta_rule import cuda as delta_cuda
-from treeflash.kernels.experts import cuda as experts_cuda
-from treeflash.kernels.norm_rope import cuda as rows_cuda
-from treeflash.kernels.quant_matmul import cuda as matmul_cuda
-from treeflash.kernels.quant_matmul.layout import LAYOUTS
-from treeflash.kernels.quant_matmul.tiling import built_in_tilings
-from treeflash.kernels.runtime import device
-from treeflash.kernels.runtime.device import Card, capability_of, pretended
-from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 HOPPER = (9, 0)
 LATER = ("cp.async.bulk", "griddepcontrol", "mbarrier", "wgmma", "cluster")  # what only Hopper and later have
@@ -44,7 +44,7 @@ def test_a_hopper_has_the_limits_of_the_other_card(card: Card) -> None:
 
 
 def test_an_unknown_card_is_an_error() -> None:
-    with pytest.raises(UsageError, match="TREEFLASH_PRETEND_CARD is 'sm_61', needed: one of sm_75"):
+    with pytest.raises(UsageError, match="BOUGH_PRETEND_CARD is 'sm_61', needed: one of sm_75"):
         pretended("sm_61", HOPPER, 132)
 
 
@@ -53,7 +53,7 @@ def test_every_decision_asks_for_the_pretended_card(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     gpu = torch.device("cuda", 0)
     assert capability_of(gpu) == HOPPER and device.usable(gpu)
-    monkeypatch.setenv("TREEFLASH_PRETEND_CARD", "sm_75")
+    monkeypatch.setenv("BOUGH_PRETEND_CARD", "sm_75")
     assert capability_of(gpu) == (7, 5) and not device.usable(gpu)
 
 

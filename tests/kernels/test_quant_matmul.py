@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import dense_matmul, pack, packed_matmul, packed_matmuls, quant_matmul
-from treeflash.kernels.quant_matmul.reference import SLICE
-from treeflash.models.weights import Matrix, Projections
+from bough.gguf.quantise import quantise
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import dense_matmul, pack, packed_matmul, packed_matmuls, quant_matmul
+from bough.kernels.quant_matmul.reference import SLICE
+from bough.models.weights import Matrix, Projections
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (1, 7), (2, 4), (1, 16), (1, 17), (3, 20), (1, 0)])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul.layout import LAYOUTS, empty_packed, layout_of, pack, unpack
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul.layout import LAYOUTS, empty_packed, layout_of, pack, unpack
 
 # Byte offsets of the float16 fields of a block; every other byte may hold anything.
 _HALVES = {

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from treeflash.kernels.sampling import (
+from bough.kernels.sampling import (
     RowOwners,
     SamplingState,
     filtered,
@@ -17,8 +17,8 @@ from treeflash.kernels.sampling import (
     sample,
     sample_rows,
 )
-from treeflash.kernels.sampling.reference import fixed_exp
-from treeflash.kernels.sampling.state import NoiseCache
+from bough.kernels.sampling.reference import fixed_exp
+from bough.kernels.sampling.state import NoiseCache
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -5,9 +5,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from treeflash.kernels.sampling import search
-from treeflash.kernels.sampling import triton_kernels as sampling
-from treeflash.kernels.tree import triton_kernels as tree
+from bough.kernels.sampling import search
+from bough.kernels.sampling import triton_kernels as sampling
+from bough.kernels.tree import triton_kernels as tree
 
 TARGETS = {
     "sm_75": GPUTarget("cuda", 75, 32),

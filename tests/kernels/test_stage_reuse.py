@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul.cuda import defines, matmul_source
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
+from bough.kernels.quant_matmul.tiling import built_in_tilings
+from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul.cuda import defines, matmul_source
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
-from treeflash.kernels.quant_matmul.tiling import built_in_tilings
-from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 # One of every way in which scales and codes are loaded.
 KINDS = {

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import cuda
+from bough.kernels.quant_matmul.cuda import defines, partition, stage_bytes, stages
+from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, empty_packed
+from bough.kernels.quant_matmul.rows import BUCKETS
+from bough.kernels.quant_matmul.tiling import MAX_STAGES, Tiling, built_in_tilings
+from bough.kernels.quant_matmul.tuned import TunedFile
 from tests.kernels.cards import CARDS
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import cuda
-from treeflash.kernels.quant_matmul.cuda import defines, partition, stage_bytes, stages
-from treeflash.kernels.quant_matmul.layout import DENSE, LAYOUTS, empty_packed
-from treeflash.kernels.quant_matmul.rows import BUCKETS
-from treeflash.kernels.quant_matmul.tiling import MAX_STAGES, Tiling, built_in_tilings
-from treeflash.kernels.quant_matmul.tuned import TunedFile
 
 EVERY = {**{type.name: layout for type, layout in LAYOUTS.items()}, "F16": DENSE}
 # By type, for 8, 16, 24, 32, 48 and 64 rows: on an A100, on an H200, on cards with 100 KiB of shared memory.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from treeflash.kernels.tree import Acceptance, Correction, accept_path, best_tree
+from bough.kernels.tree import Acceptance, Correction, accept_path, best_tree
 
 ANCHOR = torch.tensor([99])
 NOTHING = torch.empty(0, dtype=torch.int64)

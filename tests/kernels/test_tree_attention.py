@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
+from bough.kernels.attention.reference import SPLITS, TIERS
+from bough.kernels.runtime.device import Card
+from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
-from treeflash.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
-from treeflash.kernels.attention.reference import SPLITS, TIERS
-from treeflash.kernels.runtime.device import Card
-from treeflash.kernels.runtime.nvrtc import compile_cubin
 
 PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
 

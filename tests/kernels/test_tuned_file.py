@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treeflash.kernels.quant_matmul.tiling import Tiling
-from treeflash.kernels.quant_matmul.tuned import TunedFile
+from bough.kernels.quant_matmul.tiling import Tiling
+from bough.kernels.quant_matmul.tuned import TunedFile
 
 KIND, OTHER = "NVIDIA H200, 9.0, 132 SMs", "NVIDIA H200, 9.0, 114 SMs"
 FOUND = {8: Tiling(5, wide=True, halfway=False), 64: Tiling(2, wide=False, halfway=True)}
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_good_is_not_used(
     assert file.load(KIND) == {}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and str(file.path) in record.getMessage()
-    assert "treeflash tune --reset" in record.getMessage()
+    assert "bough tune --reset" in record.getMessage()
     file.save(KIND, FOUND)
     assert file.load(KIND) == FOUND and len(caplog.records) == 1
 

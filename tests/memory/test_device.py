@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treeflash.memory.device import CUDA_LIBRARIES, MemoryBudget, limit_allocator
+from bough.memory.device import CUDA_LIBRARIES, MemoryBudget, limit_allocator
 
 GIB = 1 << 30
 

@@ -10,29 +10,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.convert.grow import Growth, grow
+from bough.convert.tiny import FAMILIES
+from bough.engine.engine import Engine, Request
+from bough.errors import ResourceError, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.kernels.kv_cache.format import FORMATS
+from bough.kernels.sampling.launch import Workspace
+from bough.kernels.sampling.state import SamplingState
+from bough.memory.device import CUDA_CONTEXT, MemoryBudget, assumed_budget
+from bough.memory.estimate import EMBEDDING, MemoryEstimate, draft_quant, estimate_memory, ring_dtype
+from bough.memory.planner import AUTO_FORMATS, MemoryPlanner, format_names
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft, open_draft
+from bough.models.measure import held_bytes, measured
+from bough.models.spec import ModelSpec
+from bough.models.step import largest_padded
+from bough.models.weights import WeightLoader
+from bough.state.draft_ring import draft_buffers
+from bough.state.sequences import CacheConfig, SequenceStates
 from tests.engine.sparse_pair import pair_27b
 from tests.tiny_draft import draft_config, save_draft
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.convert.grow import Growth, grow
-from treeflash.convert.tiny import FAMILIES
-from treeflash.engine.engine import Engine, Request
-from treeflash.errors import ResourceError, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.kernels.sampling.launch import Workspace
-from treeflash.kernels.sampling.state import SamplingState
-from treeflash.memory.device import CUDA_CONTEXT, MemoryBudget, assumed_budget
-from treeflash.memory.estimate import EMBEDDING, MemoryEstimate, draft_quant, estimate_memory, ring_dtype
-from treeflash.memory.planner import AUTO_FORMATS, MemoryPlanner, format_names
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft, open_draft
-from treeflash.models.measure import held_bytes, measured
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import largest_padded
-from treeflash.models.weights import WeightLoader
-from treeflash.state.draft_ring import draft_buffers
-from treeflash.state.sequences import CacheConfig, SequenceStates
 
 __all__ = ["pair_27b"]
 
@@ -93,7 +93,7 @@ def test_experts_in_host_memory_are_named_and_checked(
             planned(family, experts_host=count)
     with pytest.raises(UsageError, match="on a CPU all weights are in host memory"):
         planned("qwen35moe", CPU, experts_host=1)
-    monkeypatch.setattr("treeflash.memory.planner.available_memory", lambda device: 1000)
+    monkeypatch.setattr("bough.memory.planner.available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match="the experts of 2 layers take"):
         planned("qwen35moe", experts_host=2)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from bough.convert.convert import convert
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
 from tests.convert.hf_models import build_hf, save_hf
-from treeflash.convert.convert import convert
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
 
 # Where there is a GPU the same tests run on it as well, in float32.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
+from bough.gguf.quants import dequantise
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
 
 Array = np.ndarray
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bough.gguf.reader import GGUFFile
+from bough.kernels.kv_cache.format import FORMATS
+from bough.models.decoder import Decoder
+from bough.models.step import Step
+from bough.state.sequences import CacheConfig, SequenceStates
 from tests.models.conftest import Pair
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.state.sequences import CacheConfig, SequenceStates
 
 TOLERANCE = 1e-4
 PROMPT = 150

@@ -14,6 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bough.gguf.quantise import quantise
+from bough.gguf.quants import dequantise
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.models import dflash
+from bough.models.dflash import DFlashDraft
+from bough.models.spec import ModelSpec
+from bough.state.draft_ring import draft_buffers
 from tests.convert.gguf_package import read_tensors
 from tests.models.plain_dflash import PlainDraft
 from tests.tiny_draft import (
@@ -27,14 +35,6 @@ from tests.tiny_draft import (
     save_draft,
     save_gguf,
 )
-from treeflash.gguf.quantise import quantise
-from treeflash.gguf.quants import dequantise
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.models import dflash
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.spec import ModelSpec
-from treeflash.state.draft_ring import draft_buffers
 
 TOLERANCE = 1e-4
 ROUNDS = (40, 3, 8, 1, 17)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.errors import ModelFileError, UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.models.dflash import DFlashDraft, DynamicConvolution
+from bough.models.draft_spec import SecondSpec
+from bough.models.spec import ModelSpec
 from tests.models.plain_dflash import PlainDraft
 from tests.models.test_dflash import compare
 from tests.tiny_draft import SECOND, arrays, draft_config, gguf_metadata, save_draft, save_gguf
-from treeflash.errors import ModelFileError, UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.dflash import DFlashDraft, DynamicConvolution
-from treeflash.models.draft_spec import SecondSpec
-from treeflash.models.spec import ModelSpec
 
 TOLERANCE = 1e-5
 # As the published draft of Qwen3.8-27B.

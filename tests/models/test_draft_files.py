@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from bough.errors import BoughError, ModelFileError, ModelNotFound, UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.gguf.writer import GGUFWriter
+from bough.models.dflash import DFlashDraft
+from bough.models.spec import ModelSpec
 from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, save_draft, save_gguf
-from treeflash.errors import ModelFileError, ModelNotFound, TreeFlashError, UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.gguf.writer import GGUFWriter
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def target(tiny_model: Callable[..., Path]) -> ModelSpec:
 
 
 def load(
-    path: Path, target: ModelSpec, message: str, kind: type[TreeFlashError] = ModelFileError, **options
+    path: Path, target: ModelSpec, message: str, kind: type[BoughError] = ModelFileError, **options
 ) -> None:
     with pytest.raises(kind, match=message):
         DFlashDraft.load(path, target, **options)
@@ -204,4 +204,4 @@ def test_sizes_that_the_weights_do_not_have(
     if all(config[key] == value for key, value in changes.items()):
         DFlashDraft.load(folder, target)
     else:
-        load(folder, target, "needed|not part of|is missing", TreeFlashError)
+        load(folder, target, "needed|not part of|is missing", BoughError)

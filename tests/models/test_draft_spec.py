@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bough.errors import BoughError, ModelFileError, UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.gguf.writer import GGUFWriter
+from bough.models.draft_spec import DraftSpec
+from bough.models.spec import ModelSpec
 from tests.tiny_draft import draft_config, gguf_metadata
-from treeflash.errors import ModelFileError, TreeFlashError, UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.gguf.writer import GGUFWriter
-from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.spec import ModelSpec
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 13}
 
@@ -284,7 +284,7 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any], base: bool, targ
     config = (draft_config(target, **SLIDING) if base else {}) | changes
     try:
         spec = read(config, target)
-    except TreeFlashError as error:
+    except BoughError as error:
         assert error.message.startswith("draft: ")
     else:
         assert len(spec.layers) == len(spec.causal) and spec.heads % spec.kv_heads == 0
@@ -397,7 +397,7 @@ def test_any_gguf_metadata_is_read_or_refused(
     changes = data.draw(st.dictionaries(st.sampled_from(names), GGUF_NONSENSE, min_size=1, max_size=3))
     try:
         spec = read_gguf(tmp_path_factory.mktemp("draft"), keys | changes, target)
-    except TreeFlashError as error:
+    except BoughError as error:
         assert "draft.gguf: " in error.message
     else:
         assert max(spec.taps) < len(target.layers) and 0 <= spec.mask_id < target.vocab_size

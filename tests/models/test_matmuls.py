@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.kernels.quant_matmul import has_layout
-from treeflash.models.matmuls import layer_matmuls
-from treeflash.models.spec import ModelSpec
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.kernels.quant_matmul import has_layout
+from bough.models.matmuls import layer_matmuls
+from bough.models.spec import ModelSpec
 
-PAIR = Path(__file__).parents[2] / "src/treeflash/pair/target.gguf"
+PAIR = Path(__file__).parents[2] / "src/bough/pair/target.gguf"
 
 
 def test_the_embedded_target_has_a_delta_layer_and_an_attention_layer() -> None:

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config import EngineConfig
+from bough.gguf.reader import GGUFFile
+from bough.kernels import native
+from bough.kernels.kv_cache.format import FORMATS
+from bough.memory.planner import plan_memory
+from bough.models.decoder import Decoder, Target
+from bough.models.native import NativeDecoder, NativeLoader, native_gap, packed_model_bytes
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
+from bough.models.weights import WeightLoader
+from bough.state.sequences import CacheConfig, SequenceStates
 from tests.kernels.native_library import needs_native, opened, variants
-from treeflash.config import EngineConfig
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels import native
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.memory.planner import plan_memory
-from treeflash.models.decoder import Decoder, Target
-from treeflash.models.native import NativeDecoder, NativeLoader, native_gap, packed_model_bytes
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
-from treeflash.models.weights import WeightLoader
-from treeflash.state.sequences import CacheConfig, SequenceStates
 
 pytestmark = needs_native
 
 FAMILIES = ("qwen35", "qwen3", "qwen2", "llama")
 ERRORS = {"f32": 1e-5, "f16": 2e-3, "q8_0": 1e-2}  # relative RMS, by the cache
-PAIR = Path(__file__).parents[2] / "src/treeflash/pair/target.gguf"
+PAIR = Path(__file__).parents[2] / "src/bough/pair/target.gguf"
 
 
 class Run:

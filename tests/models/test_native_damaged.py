@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.errors import BoughError
+from bough.gguf.reader import GGUFFile
+from bough.kernels.kv_cache.format import FORMATS
+from bough.kernels.native import Library
+from bough.models.native import NativeDecoder, native_gap
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
+from bough.state.sequences import SequenceStates
 from tests.gguf.test_fuzz import header_bytes, mutate
 from tests.kernels.native_library import needs_native, opened
-from treeflash.errors import TreeFlashError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.kernels.native import Library
-from treeflash.models.native import NativeDecoder, native_gap
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
-from treeflash.state.sequences import SequenceStates
 
 pytestmark = needs_native
 
@@ -32,7 +32,7 @@ def load_and_step(path: Path, library: Library) -> str:
             if (gap := native_gap(file, spec, kv)) is not None:
                 return "gap" if gap else "no gap"
             target = NativeDecoder.load(file, library)
-    except TreeFlashError as error:
+    except BoughError as error:
         return type(error).__name__
     states = SequenceStates(spec, max_ctx=64, max_rows=4)
     slot = states.open()

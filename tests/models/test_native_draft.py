@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.gguf.reader import GGUFFile
+from bough.models.dflash import DFlashDraft, open_draft
+from bough.models.native import NativeLoader
+from bough.models.native_draft import NativeDraft, draft_gap
+from bough.models.spec import ModelSpec
 from tests.kernels.native_library import needs_native, opened
 from tests.models.plain_dflash import PlainDraft
 from tests.models.test_dflash import CASES, SLIDING, TOLERANCE, compare
 from tests.tiny_draft import arrays, draft_config, poisoned, random_rows, save_draft
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.dflash import DFlashDraft, open_draft
-from treeflash.models.native import NativeLoader
-from treeflash.models.native_draft import NativeDraft, draft_gap
-from treeflash.models.spec import ModelSpec
 
 pytestmark = needs_native
 
-PAIR = Path(__file__).parents[2] / "src/treeflash/pair"
+PAIR = Path(__file__).parents[2] / "src/bough/pair"
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.errors import TreeFlashError, UnsupportedModel
-from treeflash.gguf.header import ValueType
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.gguf.writer import GGUFWriter
-from treeflash.models.decoder import Decoder
-from treeflash.models.spec import ModelSpec
+from bough.errors import BoughError, UnsupportedModel
+from bough.gguf.header import ValueType
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.gguf.writer import GGUFWriter
+from bough.models.decoder import Decoder
+from bough.models.spec import ModelSpec
 
 QWEN35 = {
     "block_count": 8,
@@ -108,7 +108,7 @@ def test_recurrent_layers_override_the_interval(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_run_is_named(tmp_path: Path, changes: dict, message: str) -> None:
-    with pytest.raises(TreeFlashError, match=message) as caught:
+    with pytest.raises(BoughError, match=message) as caught:
         spec_of(tmp_path, **changes)
     assert "model.gguf" in caught.value.message
 
@@ -161,7 +161,7 @@ def test_a_missing_tensor_is_named(tiny_model: Callable[..., Path], tmp_path: Pa
     read: list[int] = []
     with (
         GGUFFile.open(tmp_path / "broken.gguf") as file,
-        pytest.raises(TreeFlashError, match=r"broken.gguf.*blk.3.attn_q_norm.weight"),
+        pytest.raises(BoughError, match=r"broken.gguf.*blk.3.attn_q_norm.weight"),
     ):
         Decoder.load(file, progress=lambda done, total: read.append(done))
     assert not read, "refused before weights are read"

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from treeflash.errors import BadGGUF
-from treeflash.gguf.header import TensorInfo
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.models.decoder import Decoder
-from treeflash.models.measure import held_bytes, measured
-from treeflash.models.spec import ModelSpec
-from treeflash.models.staging import RangeSource, StagedReader
-from treeflash.models.weights import WeightLoader
+from bough.errors import BadGGUF
+from bough.gguf.header import TensorInfo
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.models.decoder import Decoder
+from bough.models.measure import held_bytes, measured
+from bough.models.spec import ModelSpec
+from bough.models.staging import RangeSource, StagedReader
+from bough.models.weights import WeightLoader
 
 CPU = torch.device("cpu")
 

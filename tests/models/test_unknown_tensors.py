@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bough.errors import UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.gguf.writer import GGUFWriter
+from bough.models.decoder import Decoder
+from bough.models.native import NativeDecoder
 from tests.kernels.native_library import needs_native, opened
-from treeflash.errors import UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.gguf.types import QuantType
-from treeflash.gguf.writer import GGUFWriter
-from treeflash.models.decoder import Decoder
-from treeflash.models.native import NativeDecoder
 
 
 def with_tensor(path: Path, out: Path, name: str) -> Path:

@@ -28,7 +28,7 @@ def importing(name, globals=None, locals=None, fromlist=(), level=0):
     if name.partition(".")[0] == "triton":
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     importer = (globals or {}).get("__name__", "")
-    if importer.partition(".")[0] in ("treeflash", "__main__") and name.partition(".")[0] in MISSING[LIKE]:
+    if importer.partition(".")[0] in ("bough", "__main__") and name.partition(".")[0] in MISSING[LIKE]:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return real_import(name, globals, locals, fromlist, level)
 
@@ -46,7 +46,7 @@ class Attributes(type(os)):
         gone = {"os": GONE[LIKE], "signal": SIGNALS[LIKE]}[object.__getattribute__(self, "__name__")]
         if name in gone:
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.partition(".")[0] in ("treeflash", "__main__"):
+            if caller.partition(".")[0] in ("bough", "__main__"):
                 raise AttributeError(f"module 'os' has no attribute {name!r}")
         return object.__getattribute__(self, name)
 

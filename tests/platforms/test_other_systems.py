@@ -26,7 +26,7 @@ def environment(request, tmp_path) -> dict[str, str]:
     }
 
 
-def run(environment, *arguments: str, program=("-m", "treeflash"), stdin: str = ""):
+def run(environment, *arguments: str, program=("-m", "bough"), stdin: str = ""):
     command = [sys.executable, *program, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, input=stdin, timeout=120)
 
@@ -51,7 +51,7 @@ def test_the_hook_hides_what_it_should(environment):
         (["bench", "builtin", "--prompts", "2", "-n", "8"], "", "pp512"),
         (["bench", "step"], "", "rows"),
         (["doctor"], "", "memory"),
-        (["list"], "", "treeflash-40m"),
+        (["list"], "", "bough-40m"),
         (["show", "--fit", "--vram-limit", "2g"], "", "longest context"),
     ],
     ids=["run", "chat", "bench", "bench-step", "doctor", "list", "show"],
@@ -66,7 +66,7 @@ def test_the_server(environment, tmp_path):
     log = tmp_path / "log"
     with log.open("w") as errors:
         server = subprocess.Popen(
-            [sys.executable, "-m", "treeflash", "serve", "--port", "0"], env=environment, stderr=errors
+            [sys.executable, "-m", "bough", "serve", "--port", "0"], env=environment, stderr=errors
         )
     try:
         end = time.monotonic() + 90
@@ -95,7 +95,7 @@ def test_the_background_needs_a_lock(environment):
 
 def test_python(environment):
     script = (
-        "from treeflash import LLM, SamplingParams\n"
+        "from bough import LLM, SamplingParams\n"
         "with LLM() as llm: print(llm.chat('def f(n):', SamplingParams(max_tokens=8)))\n"
     )
     result = run(environment, script, program=("-c",))

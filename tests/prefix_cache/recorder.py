@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import DeltaBuffers
-from treeflash.prefix_cache.boundaries import SnapshotKind
-from treeflash.prefix_cache.cache import PrefixCache, PrefixCacheConfig
-from treeflash.prefix_cache.files import SnapshotFiles
-from treeflash.prefix_cache.snapshot import Snapshot
-from treeflash.state.draft_ring import SavedRings
-from treeflash.state.sequences import PAGE, SequenceStates
-from treeflash.state.snapshots import SnapshotStore
+from bough.models.spec import ModelSpec
+from bough.models.step import DeltaBuffers
+from bough.prefix_cache.boundaries import SnapshotKind
+from bough.prefix_cache.cache import PrefixCache, PrefixCacheConfig
+from bough.prefix_cache.files import SnapshotFiles
+from bough.prefix_cache.snapshot import Snapshot
+from bough.state.draft_ring import SavedRings
+from bough.state.sequences import PAGE, SequenceStates
+from bough.state.snapshots import SnapshotStore
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from bough.engine.sampler import SamplingParams
+from bough.session.session import Session
 from tests.prefix_cache.test_cache import turns
 from tests.session.test_many import session as pair_session
-from treeflash.engine.sampler import SamplingParams
-from treeflash.session.session import Session
 
 WARM = SamplingParams(temperature=0.7, seed=4)
 QUESTIONS = ["Write a Python function that counts the vowels in a string.", "Explain it.", "Make it shorter."]

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.prefix_cache.boundaries import GRID, SnapshotKind, chunk_ends, snapshot_positions
+from bough.prefix_cache.boundaries import GRID, SnapshotKind, chunk_ends, snapshot_positions
 
 CHUNKS = st.sampled_from([1, 7, 64, 512, 2048])
 TURNS = st.sets(st.integers(1, 30_000), max_size=60)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.session.loading import load_session
+from bough.session.requests import Finished, Progress, TextRequest
+from bough.session.session import Session
 from tests.tiny_draft import draft_config, save_draft
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, Progress, TextRequest
-from treeflash.session.session import Session
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant who writes short answers. " * 3}
 CHUNK = 64

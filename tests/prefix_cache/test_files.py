@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bough.errors import UsageError
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.prefix_cache.files import SnapshotFiles, identity
+from bough.state.sequences import PAGE
 from tests.prefix_cache.recorder import IDENTITY, Recorder
-from treeflash.errors import UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.prefix_cache.files import SnapshotFiles, identity
-from treeflash.state.sequences import PAGE
 
 WORDS = [position % 190 + 1 for position in range(3 * PAGE)]
 END = 2 * PAGE + 9

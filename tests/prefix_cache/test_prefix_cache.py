@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+from bough.prefix_cache.boundaries import SnapshotKind
+from bough.prefix_cache.snapshot import packed
+from bough.state import snapshots
+from bough.state.sequences import PAGE
 from tests.prefix_cache.recorder import Recorder
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.spec import ModelSpec
-from treeflash.prefix_cache.boundaries import SnapshotKind
-from treeflash.prefix_cache.snapshot import packed
-from treeflash.state import snapshots
-from treeflash.state.sequences import PAGE
 
 
 @pytest.fixture(scope="module")

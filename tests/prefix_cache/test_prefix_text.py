@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Progress, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
+from bough.prefix_cache.boundaries import SnapshotKind, chunk_ends
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.prefix_cache.files import SnapshotFile, SnapshotFiles
+from bough.spec.dflash import DFlashModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers
 from tests.engine.driving import drive
 from tests.tiny_draft import draft_config, save_draft
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Done, Engine, Progress, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
-from treeflash.prefix_cache.boundaries import SnapshotKind, chunk_ends
-from treeflash.prefix_cache.cache import PrefixCacheConfig
-from treeflash.prefix_cache.files import SnapshotFile, SnapshotFiles
-from treeflash.spec.dflash import DFlashModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.state.draft_ring import draft_buffers
 
 OPENER, CHUNK, MAX_CTX = 3, 64, 640
 GENERATED = 10

@@ -7,10 +7,10 @@ import httpx2
 import openai
 import pytest
 
+from bough.config import DraftConfig, EngineConfig
+from bough.hub.catalog import named
+from bough.session.loading import load_session
 from tests.server.live import Live, live, scripted
-from treeflash.config import DraftConfig, EngineConfig
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def echo_server() -> Iterator[Live]:
 @pytest.fixture(scope="session")
 def pair_server() -> Iterator[Live]:
     """The pair inside the package, with its draft."""
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(device="cpu", max_ctx=1024, draft=DraftConfig(pair.draft))

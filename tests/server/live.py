@@ -6,16 +6,16 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
+from bough.config import ServerConfig
+from bough.server.app import create_app
+from bough.server.listen import bind
+from bough.server.metrics import Metrics
+from bough.server.models import Models, ServedModel
+from bough.server.run import make_server
+from bough.session.worker import EngineWorker, Loader, TextSession, Turns
 from tests.server.scripted import Script, ScriptedSession, echo
-from treeflash.config import ServerConfig
-from treeflash.server.app import create_app
-from treeflash.server.listen import bind
-from treeflash.server.metrics import Metrics
-from treeflash.server.models import Models, ServedModel
-from treeflash.server.run import make_server
-from treeflash.session.worker import EngineWorker, Loader, TextSession, Turns
 
-MODEL = "treeflash-test"
+MODEL = "bough-test"
 
 
 @dataclass

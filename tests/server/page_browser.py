@@ -47,7 +47,7 @@ def open_page(chromium: Browser, page_server: PageServer) -> Iterator[Open]:
             lambda seen: seen.url.startswith(page_server.url) or troubles.append(f"asked {seen.url}"),
         )
         page.goto(page_server.url)
-        expect(page.locator("#model-name")).to_have_text("treeflash-40m")
+        expect(page.locator("#model-name")).to_have_text("bough-40m")
         return page
 
     yield open_page

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "src" / "treeflash" / "server" / "page"
+PAGE = Path(__file__).parents[2] / "src" / "bough" / "server" / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 WORD = re.compile(r" ?[A-Za-z]+|\n+ *| ?\d+| ?_+| ?[^\w\s]+|\s+|[^\W\d_]+")
 DEFAULT_ANSWER = "A **tree** of guesses is checked in one pass."
@@ -36,7 +36,7 @@ class Script:
     refuse: str = ""  # message of a 400
     finish: str = "stop"
     plain_answer: str | None = None  # when plain decoding is to differ
-    models: tuple[str, ...] = ("treeflash-40m",)
+    models: tuple[str, ...] = ("bough-40m",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     vanished: threading.Event = field(default_factory=threading.Event)
 
@@ -62,7 +62,7 @@ def grow(tokens: list[str], position: int, budget: int, dice: random.Random) -> 
 
 
 def chunks(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    extension = body.get("treeflash", {})
+    extension = body.get("bough", {})
     budget = extension.get("budget", 22)
     dice = random.Random(7)
     answer = script.plain_answer if script.plain_answer is not None and budget == 0 else script.answer
@@ -85,7 +85,7 @@ def chunks(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             choice["delta"][name] = choice["delta"].get(name, "") + token
             position += 1
         if extension.get("trees"):
-            chunk["treeflash"] = {"tree": tree}
+            chunk["bough"] = {"tree": tree}
         time.sleep(script.step_s)
         yield chunk
     speed = 41.7 if budget == 0 else 142.4
@@ -98,7 +98,7 @@ def chunks(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "seed": body.get("seed", 0),
     }
     last = {"index": 0, "delta": {}, "finish_reason": script.finish}
-    yield {"object": "chat.completion.chunk", "choices": [last], "treeflash": {"stats": stats}}
+    yield {"object": "chat.completion.chunk", "choices": [last], "bough": {"stats": stats}}
     usage = {"prompt_tokens": 100, "completion_tokens": position}
     yield {"object": "chat.completion.chunk", "choices": [], "usage": usage}
 

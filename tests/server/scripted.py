@@ -4,11 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from tests.text.templates import QWEN35
-from treeflash.engine.sampler import SamplingParams, TokenLogprob
-from treeflash.engine.stats import RequestStats, StepRecord
-from treeflash.errors import PromptTooLong, UsageError
-from treeflash.session.requests import (
+from bough.engine.sampler import SamplingParams, TokenLogprob
+from bough.engine.stats import RequestStats, StepRecord
+from bough.errors import PromptTooLong, UsageError
+from bough.session.requests import (
     Failed,
     Finished,
     Progress,
@@ -20,7 +19,8 @@ from treeflash.session.requests import (
     ToolCall,
     TreeStep,
 )
-from treeflash.text.template import ChatTemplate
+from bough.text.template import ChatTemplate
+from tests.text.templates import QWEN35
 
 
 class Bytes:

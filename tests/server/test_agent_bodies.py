@@ -5,9 +5,9 @@ import json
 import httpx2
 import pytest
 
+from bough.session.requests import Reasoning, Text, ToolArguments, ToolCall
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, scripted
-from treeflash.session.requests import Reasoning, Text, ToolArguments, ToolCall
 
 PATHS = {
     codex: "/v1/responses",

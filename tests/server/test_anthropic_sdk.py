@@ -5,12 +5,12 @@ import asyncio
 import anthropic
 import pytest
 
+from bough.config import ServerConfig
+from bough.engine.stats import RequestStats
+from bough.errors import BoughError
+from bough.session.requests import Finished, Text
 from tests.server.conftest import anthropic_client
 from tests.server.live import Live, scripted
-from treeflash.config import ServerConfig
-from treeflash.engine.stats import RequestStats
-from treeflash.errors import TreeFlashError
-from treeflash.session.requests import Finished, Text
 
 ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]
 WEATHER = {
@@ -122,7 +122,7 @@ def test_a_stop_sequence():
 
 def test_the_models(echo_server: Live):
     models = anthropic_client(echo_server).models.list()
-    assert [model.id for model in models] == ["treeflash-test"]
+    assert [model.id for model in models] == ["bough-test"]
     assert anthropic_client(echo_server).models.retrieve("some/model").id == "some/model"
 
 
@@ -149,7 +149,7 @@ def test_an_error_inside_a_stream():
     def script(request):
         yield Text("so far ")
         yield 0.1
-        yield TreeFlashError("the card is gone")
+        yield BoughError("the card is gone")
 
     with scripted(script) as server:
         client = anthropic_client(server)

@@ -9,18 +9,18 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from bough.compress.compressor import Compressor
+from bough.compress.conversation import Wanted
+from bough.compress.words import WordScorer
+from bough.config import CompressConfig, EngineConfig
+from bough.session.attention_scorer import AttentionScorer
+from bough.session.loading import load_session
+from bough.text.template import ChatTemplate
 from tests.compress.conversations import count, prose
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, live
 from tests.server.test_agent_bodies import HEADERS, PATHS
 from tests.text.templates import QWEN35
-from treeflash.compress.compressor import Compressor
-from treeflash.compress.conversation import Wanted
-from treeflash.compress.words import WordScorer
-from treeflash.config import CompressConfig, EngineConfig
-from treeflash.session.attention_scorer import AttentionScorer
-from treeflash.session.loading import load_session
-from treeflash.text.template import ChatTemplate
 
 FACT = "The password of the harbour office is KESTREL-4471."
 QUESTION = "What is the password of the harbour office?"

@@ -2,8 +2,8 @@
 
 import httpx2
 
+from bough.config import ServerConfig
 from tests.server.live import scripted
-from treeflash.config import ServerConfig
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -13,12 +13,12 @@ import httpx2
 import pytest
 
 from benchmarks.server_freeze import bodies, measure
+from bough.config import ServerConfig
+from bough.server import guard
+from bough.server.bodies import MAX_VALUES, too_many_values
+from bough.server.connections import Connections, accepts_at_once, most_connections
+from bough.server.schemas import MAX_LENGTHS, MAX_UNKNOWN
 from tests.server.live import Live, scripted
-from treeflash.config import ServerConfig
-from treeflash.server import guard
-from treeflash.server.bodies import MAX_VALUES, too_many_values
-from treeflash.server.connections import Connections, accepts_at_once, most_connections
-from treeflash.server.schemas import MAX_LENGTHS, MAX_UNKNOWN
 
 SCALE = 0.5
 STATUS = {"15M integers in an unknown field": 413, "28 MiB of escaped pairs": 400}
@@ -55,7 +55,7 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes(pair_server: Live):
 def test_a_long_prompt_is_tokenised_only_until_it_is_too_long(
     pair_server: Live, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("treeflash.text.tokenizer.PIECE", 1000)
+    monkeypatch.setattr("bough.text.tokenizer.PIECE", 1000)
     tokenizer = pair_server.session.tokenizer
     text = "x y " * (pair_server.session.max_ctx * tokenizer.longest_token // 5)
     answer = httpx2.post(f"{pair_server.url}/v1/completions", json={"prompt": text}, timeout=30)
@@ -130,7 +130,7 @@ def test_unfinished_requests_are_closed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_longest_waiting_connection_makes_room(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("treeflash.server.run.most_connections", lambda *_: 10)
+    monkeypatch.setattr("bough.server.run.most_connections", lambda *_: 10)
     with scripted(config=ServerConfig(api_keys=("key",))) as server, contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(opened(server.port)) for _ in range(30)]
         answer = httpx2.post(
@@ -155,7 +155,7 @@ import resource, sys, time, logging
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 logging.basicConfig(stream=sys.stderr)
 from tests.server.live import scripted
-from treeflash.config import ServerConfig
+from bough.config import ServerConfig
 with scripted(config=ServerConfig(api_keys=("key",))) as server:
     held = []
     try:

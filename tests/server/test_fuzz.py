@@ -8,10 +8,10 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bough.config import EngineConfig, ServerConfig
+from bough.session.loading import load_session
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, live, scripted
-from treeflash.config import EngineConfig, ServerConfig
-from treeflash.session.loading import load_session
 
 PATHS = {
     "/v1/chat/completions": opencode(turn=2) | {"n": 1, "logit_bias": {}, "stop": ["x"], "seed": 1},
@@ -134,7 +134,7 @@ ASKED = {
     "top_logprobs": 2,
     "thinking_budget": 2,
     "chat_template_kwargs": {"enable_thinking": True},
-    "treeflash": {"budget": 3, "trees": True},
+    "bough": {"budget": 3, "trees": True},
 }
 FORMS = [
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.config import ServerConfig
+from bough.errors import UsageError
+from bough.server.bodies import repaired as _repaired
+from bough.server.failures import failure_of
+from bough.server.listen import bind, check
+from bough.server.refusals import BURST, LOGGED, RateLimit
 from tests.server.live import Live, live, scripted
 from tests.server.scripted import ScriptedSession, echo
-from treeflash.config import ServerConfig
-from treeflash.errors import UsageError
-from treeflash.server.bodies import repaired as _repaired
-from treeflash.server.failures import failure_of
-from treeflash.server.listen import bind, check
-from treeflash.server.refusals import BURST, LOGGED, RateLimit
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 ROUTES = ["/", "/docs", "/openapi.json", "/props", "/metrics", "/v1/models", "/app.js"]
@@ -228,7 +228,7 @@ def test_other_methods_and_paths(http: httpx2.Client):
 
 def test_the_pages(http: httpx2.Client):
     page = http.get("/")
-    assert page.headers["content-type"].startswith("text/html") and "TreeFlash" in page.text
+    assert page.headers["content-type"].startswith("text/html") and "Bough" in page.text
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert http.get("/app.js").headers["content-type"].startswith("text/javascript")
     assert http.get("/style.css").headers["content-type"].startswith("text/css")
@@ -287,7 +287,7 @@ def test_text_routes(http: httpx2.Client):
 def test_metrics_count(http: httpx2.Client):
     def value(name: str) -> float:
         lines = http.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"treeflash:{name}"))
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"bough:{name}"))
 
     names = ["drafts_total", "draft_tokens_total", "accepted_tokens_total", "accepted_tokens_per_pos_total"]
     before = [value(f"spec_decode_num_{name}") for name in names]

@@ -6,9 +6,9 @@ import re
 import httpx2
 import pytest
 
+from bough.session.requests import Grammar
 from tests.server.live import Live
 from tests.server.scripted import ScriptedSession
-from treeflash.session.requests import Grammar
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 COLOUR = {
@@ -215,7 +215,7 @@ def test_fingerprint(http: httpx2.Client):
         marks.add(http.post(route, json=body).json()["system_fingerprint"])
         lines = http.post(route, json=body | {"stream": True}).text.splitlines()
         marks |= {json.loads(line[6:])["system_fingerprint"] for line in lines if line.startswith("data: {")}
-    assert len(marks) == 1 and "treeflash" in marks.pop()
+    assert len(marks) == 1 and "bough" in marks.pop()
 
 
 def test_the_first_chunk_has_no_text_before_calls_and_reasoning(http: httpx2.Client):

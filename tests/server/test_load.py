@@ -12,12 +12,12 @@ from dataclasses import replace
 import httpx2
 import pytest
 
+from bough.config import ServerConfig
+from bough.memory.planner import MemoryPlan, plan_memory
+from bough.session import loading
+from bough.session.session import Session
 from tests.server.live import Live, live
 from tests.session.test_many import nothing_left, session
-from treeflash.config import ServerConfig
-from treeflash.memory.planner import MemoryPlan, plan_memory
-from treeflash.session import loading
-from treeflash.session.session import Session
 
 CLIENTS = 64
 HOLDS = 6
@@ -76,8 +76,8 @@ def test_64_clients_on_a_pool_that_holds_6(server: Live) -> None:
         health = http.get("/health").json()
         assert (health["running"], health["waiting"], health["parallel"]) == (0, 0, 16)
         metrics = http.get("/metrics").text
-        assert "treeflash:num_requests_running 0.0" in metrics
-        assert "treeflash:num_requests_waiting 0.0" in metrics
+        assert "bough:num_requests_running 0.0" in metrics
+        assert "bough:num_requests_waiting 0.0" in metrics
     made.engine.prefixes.clear()
     assert nothing_left(made.engine)
 

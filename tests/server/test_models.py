@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from bough.config import ServerConfig
+from bough.errors import ResourceError
+from bough.server.models import ServedModel
+from bough.session.requests import Finished, Text
+from bough.session.worker import Turns
 from tests.server.live import Live, live
 from tests.server.scripted import ScriptedSession
-from treeflash.config import ServerConfig
-from treeflash.errors import ResourceError
-from treeflash.server.models import ServedModel
-from treeflash.session.requests import Finished, Text
-from treeflash.session.worker import Turns
 
 ASK = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -158,8 +158,8 @@ def test_requests_in_flight_finish_before_their_model_is_unloaded():
 
 def test_loading_is_shown_and_a_client_that_leaves_does_not_stop_it(caplog, monkeypatch):
     store = Store("a", "b")
-    monkeypatch.setattr("treeflash.server.models.PROGRESS_S", 0.0)
-    caplog.set_level("INFO", "treeflash")
+    monkeypatch.setattr("bough.server.models.PROGRESS_S", 0.0)
+    caplog.set_level("INFO", "bough")
     with serving(store) as (_, http), ThreadPoolExecutor() as pool:
         store.may_load.clear()
         with pytest.raises(httpx2.ReadTimeout):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from bough.session.requests import Reasoning, Text, TextRequest, ToolArguments, ToolCall
 from tests.server.live import Live, scripted
-from treeflash.session.requests import Reasoning, Text, TextRequest, ToolArguments, ToolCall
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
@@ -106,7 +106,7 @@ def test_a_turn_with_a_tool_call(client: str, server: Live, tmp_path: Path):
     home, work = tmp_path / "home", tmp_path / "work"
     (home / ".codex").mkdir(parents=True)
     work.mkdir()
-    launch = [sys.executable, "-m", "treeflash.cli.main", "launch", client, "--url", server.url, "--"]
+    launch = [sys.executable, "-m", "bough.cli.main", "launch", client, "--url", server.url, "--"]
     done = subprocess.run(
         [*launch, *ARGUMENTS[client], f"Run {COMMAND}"],
         cwd=work,

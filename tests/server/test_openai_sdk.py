@@ -8,12 +8,12 @@ import openai
 import pydantic
 import pytest
 
+from bough.engine.stats import RequestStats
+from bough.errors import BoughError, PromptTooLong
+from bough.server.failures import failure_of
+from bough.session.requests import Finished, Text
 from tests.server.conftest import openai_client
 from tests.server.live import Live, scripted
-from treeflash.engine.stats import RequestStats
-from treeflash.errors import PromptTooLong, TreeFlashError
-from treeflash.server.failures import failure_of
-from treeflash.session.requests import Finished, Text
 
 CODE = "```python\ndef add(a, b):\n"
 ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]
@@ -71,7 +71,7 @@ def test_a_repeated_prompt_is_cached(pair_server: Live):
 def test_budget_zero_gives_the_same_text(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "m", "messages": ASK, "max_tokens": 10, "seed": 7, "temperature": 0.9}
-    plain = client.chat.completions.create(**options, extra_body={"treeflash": {"budget": 0}})
+    plain = client.chat.completions.create(**options, extra_body={"bough": {"budget": 0}})
     trees = client.chat.completions.create(**options)
     assert plain.choices[0].message.content == trees.choices[0].message.content
     assert plain.usage and plain.usage.speculation["drafted_tokens"] == 0
@@ -276,12 +276,12 @@ def test_reasoning_is_separate(echo_server: Live):
 def test_trees_are_sent_on_request(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "m", "messages": ASK, "max_tokens": 8, "temperature": 0, "stream": True}
-    chunks = list(client.chat.completions.create(**options, extra_body={"treeflash": {"trees": True}}))
-    trees = [chunk.treeflash["tree"] for chunk in chunks if "tree" in getattr(chunk, "treeflash", {})]
+    chunks = list(client.chat.completions.create(**options, extra_body={"bough": {"trees": True}}))
+    trees = [chunk.bough["tree"] for chunk in chunks if "tree" in getattr(chunk, "bough", {})]
     assert trees and all(tree["parents"][0] == -1 and tree["accepted"][0] == 0 for tree in trees)
     assert all(len(tree["tokens"]) == len(tree["parents"]) for tree in trees)
-    assert chunks[-1].treeflash["stats"]["tok_s"] > 0
-    assert not any(hasattr(chunk, "treeflash") for chunk in client.chat.completions.create(**options))
+    assert chunks[-1].bough["stats"]["tok_s"] > 0
+    assert not any(hasattr(chunk, "bough") for chunk in client.chat.completions.create(**options))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_an_engine_error_fails_only_its_request():
             yield (
                 ZeroDivisionError("secret details")
                 if "odd" in request.messages[-1]["content"]
-                else (TreeFlashError("the card is gone", "reboot"))
+                else (BoughError("the card is gone", "reboot"))
             )
         yield Text("fine")
 

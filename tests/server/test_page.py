@@ -43,7 +43,7 @@ def test_an_answer_streams_with_its_trees(page_server: PageServer, open_page: Op
     assert page.locator("#speed-chart path.line").count() == 1
     body = page_server.script.bodies[0]
     assert body["messages"] == [{"role": "user", "content": "Why trees?"}]
-    assert body["treeflash"] == {"trees": True}
+    assert body["bough"] == {"trees": True}
     assert isinstance(body["seed"], int)
     assert "temperature" not in body and "chat_template_kwargs" not in body
 
@@ -87,7 +87,7 @@ def test_settings_reach_the_request_and_survive_a_reload(page_server: PageServer
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (body["temperature"], body["top_p"], body["max_tokens"], body["seed"]) == (0.7, 0.9, 300, 7)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
-    assert body["treeflash"] == {"trees": True, "budget": 5}
+    assert body["bough"] == {"trees": True, "budget": 5}
     expect(page.locator("#tree .targets circle")).to_have_count(6)
     page.click("#open-settings")
     expect(page.locator("#budget-value")).to_have_text("5")
@@ -137,8 +137,8 @@ def test_plain_decoding_repeats_the_answer(page_server: PageServer, open_page: O
     verdict = page.locator(".verdict")
     expect(verdict).to_have_text(f"3.4 times as fast. Same text, all {len(DEFAULT_ANSWER)} characters.")
     tree, plain = page_server.script.bodies
-    assert plain["treeflash"] == {"trees": True, "budget": 0}
-    assert {**plain, "treeflash": None} == {**tree, "treeflash": None}
+    assert plain["bough"] == {"trees": True, "budget": 0}
+    assert {**plain, "bough": None} == {**tree, "bough": None}
     page_server.script = Script(plain_answer="A **tree** of roots.")
     ask(page, "Once more")
     expect(verdict).to_contain_text("The texts diverge at character 15.")

@@ -100,6 +100,6 @@ def test_a_setting_out_of_range_is_said_in_words(open_page: Open):
 
 def test_the_welcome_says_which_model_it_is_and_a_suggestion_is_sent(open_page: Open):
     page = open_page()
-    expect(page.locator("#about-model")).to_contain_text("treeflash-40m is the small model")
+    expect(page.locator("#about-model")).to_contain_text("bough-40m is the small model")
     page.get_by_role("button", name="Why is the sky blue?").click()
     expect(page.locator(".messages")).to_contain_text("Why is the sky blue?")

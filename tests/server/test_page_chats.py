@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from bough.cli.chat import conversation
 from tests.server.page_server import PageServer, Script
-from treeflash.cli.chat import conversation
 
 pytest_plugins = ["tests.server.page_browser"]
 pytestmark = pytest.mark.browser
@@ -73,7 +73,7 @@ def test_how_much_of_the_context_is_used(open_page: Open) -> None:
 
 
 def test_one_of_several_models(page_server: PageServer, open_page: Open) -> None:
-    page_server.script.models = ("treeflash-40m", "other")
+    page_server.script.models = ("bough-40m", "other")
     page = open_page()
     page.get_by_role("combobox", name="Model").select_option("other")
     expect(page.locator("#about-model")).to_have_text("The model is other.")

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from bough.config import DraftConfig, EngineConfig, ServerConfig, SpecConfig
+from bough.hub.catalog import named
+from bough.session.loading import load_session
 from tests.server.live import Live, live, scripted
-from treeflash.config import DraftConfig, EngineConfig, ServerConfig, SpecConfig
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
 
 pytest_plugins = ["tests.server.page_browser"]
 pytestmark = pytest.mark.browser
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def tree_server() -> Iterator[Live]:
     """The pair, with a tree in every step: speed on this machine does not matter here."""
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(

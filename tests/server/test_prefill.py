@@ -10,12 +10,12 @@ import httpx2
 import openai
 import pytest
 
+from bough.config import CompressConfig, EngineConfig, ServerConfig
+from bough.session.loading import load_session
+from bough.session.requests import Progress
 from tests.compress.conversations import prose
 from tests.server.conftest import anthropic_client, openai_client
 from tests.server.live import Live, live, scripted
-from treeflash.config import CompressConfig, EngineConfig, ServerConfig
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Progress
 
 QUESTION = "\n\nWhat about the harbour?"
 OPTIONS = {"model": "m", "temperature": 0, "max_tokens": 6}

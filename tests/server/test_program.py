@@ -1,4 +1,4 @@
-"""`treeflash serve` and `treeflash stop` as programs, with the pair inside the package."""
+"""`bough serve` and `bough stop` as programs, with the pair inside the package."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from treeflash.hub.catalog import named
+from bough.hub.catalog import named
 
-PROGRAM = [sys.executable, "-m", "treeflash.cli.main"]
+PROGRAM = [sys.executable, "-m", "bough.cli.main"]
 SMALL = ["--device", "cpu", "--max-ctx", "512", "--offline"]
 LONG = {
     "messages": [{"role": "user", "content": "Write a long story."}],
@@ -29,7 +29,7 @@ LONG = {
 
 @pytest.fixture
 def surroundings(tmp_path: Path) -> dict[str, str]:
-    dropped = ("DFLASH_TARGET", "DFLASH_DRAFT", "TREEFLASH_API_KEY", "TREEFLASH_DEBUG")
+    dropped = ("DFLASH_TARGET", "DFLASH_DRAFT", "BOUGH_API_KEY", "BOUGH_DEBUG")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     source = str(Path(__file__).parents[2] / "src")
     return kept | {
@@ -79,10 +79,10 @@ def pieces(answer: httpx2.Response) -> Iterator[dict]:
 def test_sigterm_lets_running_requests_finish(surroundings: dict[str, str]):
     with serving(surroundings) as (url, child):
         props = httpx2.get(f"{url}/props").json()
-        assert props["model"] == "treeflash-40m" and props["max_ctx"] == 512
+        assert props["model"] == "bough-40m" and props["max_ctx"] == 512
         assert props["device"] == "cpu" and props["draft"] == "draft.gguf" and props["budget"] == 22
         assert props["prefix_cache"]["snapshots"] == props["prefix_cache"]["host_bytes"] == 0
-        assert 'treeflash:prefix_cache{what="host_bytes"} 0.0' in httpx2.get(f"{url}/metrics").text
+        assert 'bough:prefix_cache{what="host_bytes"} 0.0' in httpx2.get(f"{url}/metrics").text
         with httpx2.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as answer:
             chunks = pieces(answer)
             seen = [next(chunks) for _ in range(4)]
@@ -111,10 +111,10 @@ def test_sigint_cancels_running_requests(surroundings: dict[str, str]):
 
 LOADS = """
 import time
-from treeflash.config import ServerConfig
-from treeflash.server.listen import bind
-from treeflash.server.models import ServedModel
-from treeflash.server.run import serve
+from bough.config import ServerConfig
+from bough.server.listen import bind
+from bough.server.models import ServedModel
+from bough.server.run import serve
 
 def load(progress):
     progress(1, 4)
@@ -157,15 +157,15 @@ def test_daemon_and_stop(surroundings: dict[str, str], tmp_path: Path):
     nothing = program("stop")
     assert nothing.returncode == 1 and "no server runs in the background" in nothing.stderr
     other = tmp_path / "other.gguf"
-    other.symlink_to(named("treeflash-40m")[0].pair.target)
-    models = ["treeflash-40m", str(other)]
+    other.symlink_to(named("bough-40m")[0].pair.target)
+    models = ["bough-40m", str(other)]
     start = ["serve", *models, "--port", str(port), "--daemon", "--log-file", str(tmp_path / "log"), *SMALL]
     begun = program(*start)
     assert begun.returncode == 0, begun.stderr
     try:
-        assert f"treeflash-40m answers at http://127.0.0.1:{port}" in begun.stdout
+        assert f"bough-40m answers at http://127.0.0.1:{port}" in begun.stdout
         listed = httpx2.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
-        assert [each["id"] for each in listed] == ["treeflash-40m", "other"]
+        assert [each["id"] for each in listed] == ["bough-40m", "other"]
         body = {"model": str(other), "prompt": "def f(n):", "max_tokens": 4}
         httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).raise_for_status()
         found = json.loads(program("ps", "--json").stdout)["models"]
@@ -211,10 +211,10 @@ def test_a_failed_load_of_a_daemon_is_reported(surroundings: dict[str, str], tmp
     assert not list((tmp_path / "state").rglob("*.pid"))
 
 
-def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
+def test_settings_are_shown_without_keys(bough_program, tmp_path: Path):
     keys = tmp_path / "keys"
     keys.write_text("secret-one\n\nsecret-two\n")
-    done = treeflash_program(
+    done = bough_program(
         "serve", "--print-config", "--api-key-file", keys, "--think-budget", "2k", "--kv", "f16"
     )
     found = json.loads(done.stdout)
@@ -226,12 +226,12 @@ def test_settings_are_shown_without_keys(treeflash_program, tmp_path: Path):
     assert found["engine"]["draft"]["path"].endswith("draft.gguf")
 
 
-def test_a_key_file_that_everyone_can_read_is_warned_of(treeflash_program, tmp_path: Path):
+def test_a_key_file_that_everyone_can_read_is_warned_of(bough_program, tmp_path: Path):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     for mode, warned in ((0o644, True), (0o600, False), (0o640, False)):
         keys.chmod(mode)
-        done = treeflash_program("serve", "--print-config", "--api-key-file", keys)
+        done = bough_program("serve", "--print-config", "--api-key-file", keys)
         assert ("can read the keys" in done.stderr) == warned
 
 
@@ -245,18 +245,18 @@ def test_a_key_file_that_everyone_can_read_is_warned_of(treeflash_program, tmp_p
         (["--daemon", "--port", "0"], "a port other than 0"),
     ],
 )
-def test_invalid_settings_are_rejected(treeflash_program, arguments: list[str], message: str):
-    done = treeflash_program("serve", *arguments)
+def test_invalid_settings_are_rejected(bough_program, arguments: list[str], message: str):
+    done = bough_program("serve", *arguments)
     assert done.exit_code == 2 and message in done.stderr
 
 
 @pytest.fixture
-def treeflash_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def bough_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from typer.testing import CliRunner
 
-    from treeflash.cli.program import app
+    from bough.cli.program import app
 
-    for name in ("DFLASH_TARGET", "DFLASH_DRAFT", "TREEFLASH_API_KEY"):
+    for name in ("DFLASH_TARGET", "DFLASH_DRAFT", "BOUGH_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")

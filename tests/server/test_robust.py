@@ -12,11 +12,11 @@ import httpx2
 import openai
 import pytest
 
+from bough.config import ServerConfig
+from bough.session.requests import Progress, Text
 from tests.server.conftest import anthropic_client, openai_client
 from tests.server.live import Live, scripted
 from tests.server.scripted import said
-from treeflash.config import ServerConfig
-from treeflash.session.requests import Progress, Text
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -208,7 +208,7 @@ def test_keep_alive_during_a_long_prompt(monkeypatch: pytest.MonkeyPatch):
             yield 0.06
         yield Text("at last")
 
-    monkeypatch.setattr("treeflash.server.service.KEEP_ALIVE_S", 0.03)
+    monkeypatch.setattr("bough.server.service.KEEP_ALIVE_S", 0.03)
     with scripted(script) as server:
         streams = {
             "/v1/chat/completions": CHAT,

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import httpx2
 
+from bough.config import EngineConfig
+from bough.errors import UsageError
+from bough.server.run import line
+from bough.session.loading import load_session
+from bough.session.requests import Text
 from tests.server.conftest import openai_client
 from tests.server.live import Live, live, scripted
-from treeflash.config import EngineConfig
-from treeflash.errors import UsageError
-from treeflash.server.run import line
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Text
 
 
 def test_usage_covers_all_choices(echo_server: Live):

@@ -8,10 +8,10 @@ from collections.abc import Coroutine
 
 import pytest
 
+from bough.errors import QueueFull, Unavailable, UsageError
+from bough.session.requests import Finished, Text, TextRequest
+from bough.session.worker import EngineWorker, Job, State
 from tests.server.scripted import ScriptedSession
-from treeflash.errors import QueueFull, Unavailable, UsageError
-from treeflash.session.requests import Finished, Text, TextRequest
-from treeflash.session.worker import EngineWorker, Job, State
 
 
 def ask(text: str) -> TextRequest:

@@ -8,14 +8,14 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
-from treeflash.config import EngineConfig
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.runtime.device import Card
-from treeflash.kernels.runtime.dry_run import DryRun
-from treeflash.memory.device import MemoryBudget
-from treeflash.memory.planner import MemoryPlan, MemoryPlanner
-from treeflash.models.spec import ModelSpec
-from treeflash.session.building import rehearse
+from bough.config import EngineConfig
+from bough.gguf.reader import GGUFFile
+from bough.kernels.runtime.device import Card
+from bough.kernels.runtime.dry_run import DryRun
+from bough.memory.device import MemoryBudget
+from bough.memory.planner import MemoryPlan, MemoryPlanner
+from bough.models.spec import ModelSpec
+from bough.session.building import rehearse
 
 GPU = torch.device("cuda", 0)
 H200 = Card("sm_90", 132, 233472, 232448)
@@ -31,8 +31,8 @@ def fake_gpu(card: Card = H200) -> Iterator[None]:
         def replace(owner: object, name: str, value: object) -> None:
             stack.enter_context(patch.object(owner, name, value))
 
-        modules = [import_module(f"treeflash.kernels.{name}.cuda") for name in _KERNELS]
-        for module in [import_module("treeflash.kernels.runtime.device"), *modules]:
+        modules = [import_module(f"bough.kernels.{name}.cuda") for name in _KERNELS]
+        for module in [import_module("bough.kernels.runtime.device"), *modules]:
             for name, value in (("card_of", card), ("usable", True), ("kind_of", card.arch)):
                 if hasattr(module, name):
                     replace(module, name, lambda device, value=value: value)
@@ -41,11 +41,11 @@ def fake_gpu(card: Card = H200) -> Iterator[None]:
         replace(torch.cuda, "get_device_capability", lambda device=None: capability)
         caches = [
             each
-            for module in [*modules, import_module("treeflash.kernels.quant_matmul.packed")]
+            for module in [*modules, import_module("bough.kernels.quant_matmul.packed")]
             for each in vars(module).values()
             if hasattr(each, "cache_clear")
         ]
-        caches.append(import_module("treeflash.kernels.runtime.triton_pdl").launch_options)
+        caches.append(import_module("bough.kernels.runtime.triton_pdl").launch_options)
         for each in caches:
             each.cache_clear()
             stack.callback(each.cache_clear)

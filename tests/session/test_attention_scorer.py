@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from bough.compress.scorer import Query, ScoringFailed
+from bough.errors import Cancelled
+from bough.gguf.reader import GGUFFile
+from bough.kernels.attention import prefill
+from bough.kernels.norm_rope.reference import rope, rope_angles
+from bough.kernels.runtime.dry_run import DryRun
+from bough.models import scoring
+from bough.models.decoder import Decoder
+from bough.models.scoring import attention_mass, scoring_layers
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
+from bough.session import attention_scorer
+from bough.session.attention_scorer import AttentionScorer
+from bough.state.sequences import SequenceStates
+from bough.text.template import ChatTemplate
+from bough.text.tokenizer import Tokenizer
 from tests.session.fake_gpu import GPU, fake_gpu
-from treeflash.compress.scorer import Query, ScoringFailed
-from treeflash.errors import Cancelled
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.attention import prefill
-from treeflash.kernels.norm_rope.reference import rope, rope_angles
-from treeflash.kernels.runtime.dry_run import DryRun
-from treeflash.models import scoring
-from treeflash.models.decoder import Decoder
-from treeflash.models.scoring import attention_mass, scoring_layers
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
-from treeflash.session import attention_scorer
-from treeflash.session.attention_scorer import AttentionScorer
-from treeflash.state.sequences import SequenceStates
-from treeflash.text.template import ChatTemplate
-from treeflash.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 UNITS = [
@@ -101,7 +101,7 @@ def test_queries_and_keys_are_those_of_the_whole_model(
 
 
 def _weight(file: GGUFFile, name: str) -> torch.Tensor:
-    from treeflash.gguf.quants import dequantise
+    from bough.gguf.quants import dequantise
 
     info = file.tensors[name]
     return dequantise(torch.from_numpy(file.raw(name).copy()), info.type).reshape(info.shape)

@@ -11,17 +11,17 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.kernels.attention import prefill
+from bough.kernels.kv_cache import rotation
+from bough.kernels.runtime import ahead
+from bough.kernels.runtime.ahead import CompileAhead
+from bough.kernels.runtime.dry_run import DryRun, Launch, Tiles, current
+from bough.kernels.slot_mapping import triton_kernels as slot_mapping
 from tests.every_draft import EveryDraft
 from tests.gpu.texts import embedded_pair
 from tests.kernels.cards import CARDS
 from tests.session.fake_gpu import GPU, dry_run, fake_gpu
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.kernels.attention import prefill
-from treeflash.kernels.kv_cache import rotation
-from treeflash.kernels.runtime import ahead
-from treeflash.kernels.runtime.ahead import CompileAhead
-from treeflash.kernels.runtime.dry_run import DryRun, Launch, Tiles, current
-from treeflash.kernels.slot_mapping import triton_kernels as slot_mapping
 
 
 @pytest.fixture(scope="module")

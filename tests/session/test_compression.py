@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from bough.config import CompressConfig, EngineConfig
+from bough.engine.sampler import SamplingParams
+from bough.errors import Cancelled, PromptTooLong
+from bough.session.attention_scorer import AttentionScorer
+from bough.session.compression import Compression, PromptCompression
+from bough.session.loading import load_session
+from bough.session.prompts import Prompts
+from bough.session.requests import CompressOptions, Finished, Grammar, Prompt, TextRequest
+from bough.session.session import Session
+from bough.session.worker import EngineWorker
+from bough.text.tokenizer import EncodeLimit
 from tests.compress.conversations import prose
-from treeflash.config import CompressConfig, EngineConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import Cancelled, PromptTooLong
-from treeflash.session.attention_scorer import AttentionScorer
-from treeflash.session.compression import Compression, PromptCompression
-from treeflash.session.loading import load_session
-from treeflash.session.prompts import Prompts
-from treeflash.session.requests import CompressOptions, Finished, Grammar, Prompt, TextRequest
-from treeflash.session.session import Session
-from treeflash.session.worker import EngineWorker
-from treeflash.text.tokenizer import EncodeLimit
 
 FACT = "The password of the harbour office is KESTREL-4471."
 QUESTION = "What is the password of the harbour office?"

@@ -12,15 +12,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.session.schemas import random_schema, random_tools
-from tests.text.templates import QWEN35
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import UsageError
-from treeflash.hub.catalog import named
-from treeflash.session.loading import load_session
-from treeflash.session.prompts import CLOSING
-from treeflash.session.requests import (
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sampler import SamplingParams
+from bough.errors import UsageError
+from bough.hub.catalog import named
+from bough.session.loading import load_session
+from bough.session.prompts import CLOSING
+from bough.session.requests import (
     Finished,
     Grammar,
     Reasoning,
@@ -30,8 +28,10 @@ from treeflash.session.requests import (
     ToolCall,
     TreeStep,
 )
-from treeflash.session.session import Session
-from treeflash.text.template import ChatTemplate
+from bough.session.session import Session
+from bough.text.template import ChatTemplate
+from tests.session.schemas import random_schema, random_tools
+from tests.text.templates import QWEN35
 
 GREEDY = SamplingParams(seed=1)
 WARM = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.05, seed=5)
@@ -81,7 +81,7 @@ def session(kind: str, template: str | None = None) -> Session:
         made = session(kind)
         controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
         return Session(made.engine, made.tokenizer, ChatTemplate(template, controls=controls), made.plan)
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     speculation = {"plain": None, "tree": SpecConfig(adaptive=False), "controlled": SpecConfig()}[kind]
@@ -426,7 +426,7 @@ def test_log_probabilities_come_with_the_text() -> None:
 
 def test_recommended_sampling_comes_from_the_card() -> None:
     made = session("plain")
-    assert made.card is not None and made.card.name == "treeflash-40m"
+    assert made.card is not None and made.card.name == "bough-40m"
     assert made.sampling_for(None) == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
 
 

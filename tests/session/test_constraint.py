@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bough.session.constraint import ConstraintSpec, Mask, TokenConstraint
+from bough.text.grammar import Grammar, GrammarCompiler
+from bough.text.tokenizer import Tokenizer
 from tests.text.vocabulary import trained
-from treeflash.session.constraint import ConstraintSpec, Mask, TokenConstraint
-from treeflash.text.grammar import Grammar, GrammarCompiler
-from treeflash.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_metadata(trained("qwen35")[0])
 COMPILER = GrammarCompiler(TOKENIZER)

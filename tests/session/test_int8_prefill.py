@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config import EngineConfig, SpecConfig
+from bough.errors import UsageError
+from bough.gguf.reader import GGUFFile
+from bough.kernels.quant_matmul import PackedWeight
+from bough.memory.estimate import prefill_bytes
+from bough.models.decoder import Decoder
+from bough.models.measure import MeasuringLoader, held_bytes
+from bough.models.spec import ModelSpec
+from bough.models.step import Step
+from bough.models.weights import WeightLoader
+from bough.session import loading
+from bough.state.sequences import SequenceStates
 from tests.gpu.texts import embedded_pair
 from tests.session.fake_gpu import dry_run, gpu_plan
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.errors import UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.quant_matmul import PackedWeight
-from treeflash.memory.estimate import prefill_bytes
-from treeflash.models.decoder import Decoder
-from treeflash.models.measure import MeasuringLoader, held_bytes
-from treeflash.models.spec import ModelSpec
-from treeflash.models.step import Step
-from treeflash.models.weights import WeightLoader
-from treeflash.session import loading
-from treeflash.state.sequences import SequenceStates
 
 TARGET = embedded_pair()[0]
 

@@ -5,24 +5,24 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from treeflash.config import DraftConfig, EngineConfig, SpecConfig
-from treeflash.engine.engine import Engine
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import UsageError
-from treeflash.hub.catalog import named
-from treeflash.memory.planner import MemoryPlan, plan_memory
-from treeflash.session import loading
-from treeflash.session.constraint import TokenConstraint
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Failed, Finished, Grammar, Text, TextRequest
-from treeflash.session.session import Generation, Session
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Engine
+from bough.engine.sampler import SamplingParams
+from bough.errors import UsageError
+from bough.hub.catalog import named
+from bough.memory.planner import MemoryPlan, plan_memory
+from bough.session import loading
+from bough.session.constraint import TokenConstraint
+from bough.session.loading import load_session
+from bough.session.requests import Failed, Finished, Grammar, Text, TextRequest
+from bough.session.session import Generation, Session
 
 GREEDY = SamplingParams(seed=0)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
 
 
 def session(parallel: int, **options) -> Session:
-    found = named("treeflash-40m")
+    found = named("bough-40m")
     assert found is not None and found[0].pair is not None
     pair = found[0].pair
     config = EngineConfig(

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.session.output import OutputStream
-from treeflash.session.requests import SessionEvent, Text, ToolArguments, ToolCall
-from treeflash.text.output import OutputParser
-from treeflash.text.stream import TextStream
-from treeflash.text.tools import Tool
+from bough.session.output import OutputStream
+from bough.session.requests import SessionEvent, Text, ToolArguments, ToolCall
+from bough.text.output import OutputParser
+from bough.text.stream import TextStream
+from bough.text.tools import Tool
 
 CALL = "<tool_call>\n<function=look>\n<parameter=at>\nEND\n</parameter>\n</function>\n</tool_call>"
 

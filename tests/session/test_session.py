@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from treeflash.config import EngineConfig
-from treeflash.engine.engine import Progress
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import ResourceError, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.memory.device import MemoryBudget, pick_device
-from treeflash.memory.planner import MemoryPlanner
-from treeflash.models.spec import ModelSpec
-from treeflash.session.loading import load_session, sampling_of
-from treeflash.session.session import Finished, Session, Text, TextRequest
+from bough.config import EngineConfig
+from bough.engine.engine import Progress
+from bough.engine.sampler import SamplingParams
+from bough.errors import ResourceError, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.memory.device import MemoryBudget, pick_device
+from bough.memory.planner import MemoryPlanner
+from bough.models.spec import ModelSpec
+from bough.session.loading import load_session, sampling_of
+from bough.session.session import Finished, Session, Text, TextRequest
 
 WARM = SamplingParams(temperature=1.0, seed=3)
 MESSAGES = [{"role": "user", "content": "Hello there"}]

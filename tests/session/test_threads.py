@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.errors import UsageError
-from treeflash.session import threads
+from bough.errors import UsageError
+from bough.session import threads
 
 
 def stat(idle: int, busy: int) -> str:
@@ -65,7 +65,7 @@ def test_busy_cpus_reduce_the_threads_unless_the_user_set_them(
 
 def seconds(environment: dict[str, str], backend: str) -> float:
     prompt = ["--prompt", "Add two numbers.", "-n", "8", "--cpu-backend", backend]
-    command = [sys.executable, "-m", "treeflash.cli.main", "run", *prompt]
+    command = [sys.executable, "-m", "bough.cli.main", "run", *prompt]
     start = time.monotonic()
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True)
     return time.monotonic() - start

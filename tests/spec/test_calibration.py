@@ -3,8 +3,8 @@ import random
 
 import torch
 
-from treeflash.spec.policy import Calibration
-from treeflash.spec.tree import Proposal
+from bough.spec.policy import Calibration
+from bough.spec.tree import Proposal
 
 
 def taught(claim: float, right: float, rounds: int = 600) -> Calibration:

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.spec.cost_file import CostFile
-from treeflash.spec.policy import StepCosts
+from bough.spec.cost_file import CostFile
+from bough.spec.policy import StepCosts
 
 
 def test_costs_survive_and_keep_apart(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.engine.sampler import Sampler, SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
+from bough.spec.dflash import DFlashModel
+from bough.state.draft_ring import draft_buffers
 from tests.models.plain_dflash import PlainDraft
 from tests.tiny_draft import arrays, draft_config, poisoned, random_rows, save_draft
-from treeflash.engine.sampler import Sampler, SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
-from treeflash.spec.dflash import DFlashModel
-from treeflash.state.draft_ring import draft_buffers
 
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 SHAPED = {"input_embedding_scale": 0.5, "output_multiplier": 3.0, "final_logit_softcapping": 2.0}

@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.config import SpecConfig
+from bough.engine.engine import Engine, Request
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.dflash import CandidateSelector, DFlashDraft
+from bough.spec.dflash import DFlashModel
+from bough.spec.policy import Calibration, StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Proposal
+from bough.state.draft_ring import draft_buffers
 from tests.engine.driving import run as drive_to_end
 from tests.engine.test_lossless import SAMPLINGS
 from tests.models.plain_dflash import PlainDraft
 from tests.models.test_dflash2 import PUBLISHED
 from tests.tiny_draft import arrays, draft_config, gguf_metadata, random_rows, save_draft, save_gguf
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Engine, Request
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import CandidateSelector, DFlashDraft
-from treeflash.spec.dflash import DFlashModel
-from treeflash.spec.policy import Calibration, StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Proposal
-from treeflash.state.draft_ring import draft_buffers
 
 ANCHOR, DEPTH, CANDIDATES = 7, 7, 6
 CHAIN = [11, 12, 13, 14, -1, -1, -1]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.sampling import filtered, gumbel, sample
+from bough.kernels.tree.reference import accept_path
+from bough.spec.tree import Proposal, build_tree
 from tests.engine.oracles import trimmed
-from treeflash.kernels.sampling import filtered, gumbel, sample
-from treeflash.kernels.tree.reference import accept_path
-from treeflash.spec.tree import Proposal, build_tree
 
 V, DEPTH = 6, 3
 ROUNDS = 1_000_000

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.engine.sampler import Sampler, SamplingParams
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
+from bough.spec.dflash import Ask, DFlashModel, DraftCall, HostDraftCall, TreeShape
+from bough.spec.policy import FEW_ROWS, Calibration, Share
+from bough.spec.tree import Proposal
+from bough.state.draft_ring import draft_buffers
 from tests.tiny_draft import draft_config, random_rows, save_draft
-from treeflash.engine.sampler import Sampler, SamplingParams
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft
-from treeflash.spec.dflash import Ask, DFlashModel, DraftCall, HostDraftCall, TreeShape
-from treeflash.spec.policy import FEW_ROWS, Calibration, Share
-from treeflash.spec.tree import Proposal
-from treeflash.state.draft_ring import draft_buffers
 
 
 @torch.inference_mode()

@@ -10,23 +10,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bough.config import SpecConfig
+from bough.engine.engine import Engine, Request
+from bough.errors import ModelFileError, UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft, MarkovHead
+from bough.models.draft_spec import DraftSpec
+from bough.models.weights import WeightLoader
+from bough.spec.dflash import DFlashModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Proposal
+from bough.state.draft_ring import draft_buffers
 from tests.engine.driving import run as drive_to_end
 from tests.engine.test_lossless import SAMPLINGS
 from tests.models.plain_dflash import PlainDraft
 from tests.tiny_draft import arrays, draft_config, gguf_metadata, random_rows, save_draft, save_gguf
-from treeflash.config import SpecConfig
-from treeflash.engine.engine import Engine, Request
-from treeflash.errors import ModelFileError, UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.dflash import DFlashDraft, MarkovHead
-from treeflash.models.draft_spec import DraftSpec
-from treeflash.models.weights import WeightLoader
-from treeflash.spec.dflash import DFlashModel
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Proposal
-from treeflash.state.draft_ring import draft_buffers
 
 ANCHOR, BLOCK = 7, 6
 CHAIN = [11, 12, 13, 14, -1, -1]

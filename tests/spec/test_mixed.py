@@ -5,16 +5,16 @@ import random
 import pytest
 import torch
 
+from bough.config import SpecConfig
+from bough.errors import UsageError
+from bough.kernels.tree.reference import accept_path
+from bough.session.pairing import NamedDraft
+from bough.spec.drafter import StepOutcome, Turn
+from bough.spec.mixed import MixedModel
+from bough.spec.policy import MIX_TRIES, SHARE_PRIOR, Mixes, Share, StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Proposal
 from tests.spec.test_speculator import VOCABULARY, Clock, ScriptedDraft, depths_of, novel
-from treeflash.config import SpecConfig
-from treeflash.errors import UsageError
-from treeflash.kernels.tree.reference import accept_path
-from treeflash.session.pairing import NamedDraft
-from treeflash.spec.drafter import StepOutcome, Turn
-from treeflash.spec.mixed import MixedModel
-from treeflash.spec.policy import MIX_TRIES, SHARE_PRIOR, Mixes, Share, StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Proposal
 
 
 class ScriptedBlock(ScriptedDraft):

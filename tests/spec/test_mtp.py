@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.errors import UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.models import mtp
+from bough.models.decoder import Decoder
+from bough.models.mtp import DraftPaths, MTPBlock, MTPBuffers
+from bough.models.spec import has_mtp
+from bough.models.step import Step
+from bough.spec import mtp as proposer
+from bough.spec.mtp import BEAMS, CHILDREN, STEPS, MTPModel
+from bough.spec.policy import Calibration
+from bough.spec.tree import Proposal
+from bough.state.draft_ring import mtp_buffers
+from bough.state.sequences import SequenceStates
 from tests.models.plain_mtp import PlainMTP, read_arrays
-from treeflash.errors import UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models import mtp
-from treeflash.models.decoder import Decoder
-from treeflash.models.mtp import DraftPaths, MTPBlock, MTPBuffers
-from treeflash.models.spec import has_mtp
-from treeflash.models.step import Step
-from treeflash.spec import mtp as proposer
-from treeflash.spec.mtp import BEAMS, CHILDREN, STEPS, MTPModel
-from treeflash.spec.policy import Calibration
-from treeflash.spec.tree import Proposal
-from treeflash.state.draft_ring import mtp_buffers
-from treeflash.state.sequences import SequenceStates
 
 TEXT = [(7 * i * i + 3 * i + 11) % 300 for i in range(70)]
 COUNT = 10  # candidates

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.spec.policy import EAGER_SIZES, PLAIN_INTERVAL, Plan, RowPolicy, StepCosts
+from bough.spec.policy import EAGER_SIZES, PLAIN_INTERVAL, Plan, RowPolicy, StepCosts
 
 DEPTH = 15
 ROWS = 23

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from treeflash.spec.policy import PROBE_INTERVAL, StepCosts
-from treeflash.spec.sharing import REPLAN, BatchCosts, Offer, RowSharing
+from bough.spec.policy import PROBE_INTERVAL, StepCosts
+from bough.spec.sharing import REPLAN, BatchCosts, Offer, RowSharing
 
 SIZES = (1, 8, 16, 24, 32, 48, 64)
 # An H200 with a 27B: milliseconds of a step by rows, and of a draft call for one text.

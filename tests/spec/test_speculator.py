@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from treeflash.config import SpecConfig
-from treeflash.kernels.tree.reference import accept_path
-from treeflash.spec.drafter import StepOutcome
-from treeflash.spec.policy import StepCosts
-from treeflash.spec.speculator import Speculator
-from treeflash.spec.tree import Proposal
+from bough.config import SpecConfig
+from bough.kernels.tree.reference import accept_path
+from bough.spec.drafter import StepOutcome
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Proposal
 
 VOCABULARY = 1000
 DRAFT_COST = 0.3  # of a plain step

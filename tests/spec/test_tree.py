@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bough.spec.tree import Proposal, Tree, build_tree
 from tests.engine.oracles import trimmed
-from treeflash.spec.tree import Proposal, Tree, build_tree
 
 ANCHOR = 99
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from treeflash.errors import UsageError
-from treeflash.models.draft_spec import DraftSpec
-from treeflash.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
+from bough.errors import UsageError
+from bough.models.draft_spec import DraftSpec
+from bough.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
 
 SPEC = DraftSpec(
     source="draft",

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from treeflash.state.graphs import CapturedFunction, warn_eager
+from bough.state.graphs import CapturedFunction, warn_eager
 
 
 def test_what_a_capture_takes_can_be_told_from_what_the_function_takes(

@@ -1,4 +1,4 @@
-from treeflash.state.pages import PageAllocator
+from bough.state.pages import PageAllocator
 
 
 def test_lowest_pages_first_and_back_again() -> None:

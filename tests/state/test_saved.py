@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from treeflash.gguf.reader import GGUFFile
-from treeflash.kernels.kv_cache.format import FORMATS
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import DeltaBuffers, Step
-from treeflash.state import snapshots
-from treeflash.state.sequences import PAGE, CacheConfig, SequenceStates
-from treeflash.state.snapshots import SnapshotStore
+from bough.gguf.reader import GGUFFile
+from bough.kernels.kv_cache.format import FORMATS
+from bough.models.decoder import Decoder
+from bough.models.step import DeltaBuffers, Step
+from bough.state import snapshots
+from bough.state.sequences import PAGE, CacheConfig, SequenceStates
+from bough.state.snapshots import SnapshotStore
 
 MAX_ROWS = 8
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bough.errors import UsageError
+from bough.text.grammar import Grammar, GrammarCompiler, Matcher
+from bough.text.tokenizer import Tokenizer
+from bough.text.tools import Tool, call_grammar, read_tools, syntax_of, typed
 from tests.text.vocabulary import trained
-from treeflash.errors import UsageError
-from treeflash.text.grammar import Grammar, GrammarCompiler, Matcher
-from treeflash.text.tokenizer import Tokenizer
-from treeflash.text.tools import Tool, call_grammar, read_tools, syntax_of, typed
 
 TOKENIZER = Tokenizer.from_metadata(trained("qwen35")[0])
 COMPILER = GrammarCompiler(TOKENIZER)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from bough.errors import UsageError
+from bough.text.grammar import Grammar
+from bough.text.json_schema import MAX_INTEGER, prepare
 from tests.text.test_grammar import COMPILER, follows
-from treeflash.errors import UsageError
-from treeflash.text.grammar import Grammar
-from treeflash.text.json_schema import MAX_INTEGER, prepare
 
 NULL = {"type": "null"}
 A, B = ({"type": "object", "properties": {name: NULL}, "required": [name]} for name in "ab")

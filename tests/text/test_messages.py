@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.errors import UsageError
-from treeflash.text.messages import merge_neighbours, normalise
+from bough.errors import UsageError
+from bough.text.messages import merge_neighbours, normalise
 
 ASK = {"role": "user", "content": "Hi"}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.text.output import Delta, OutputParser
-from treeflash.text.tools import Tool
+from bough.text.output import Delta, OutputParser
+from bough.text.tools import Tool
 
 WEATHER = Tool(
     "weather",

@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.text.stops import StopStrings
+from bough.text.stops import StopStrings
 
 WORDS = st.text("abc\n", min_size=1, max_size=4)
 

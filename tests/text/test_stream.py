@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.text.tokenizer import Tokenizer
 from tests.text.vocabulary import TRAINED, awkward_text, marked_text, trained
-from treeflash.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_metadata(trained("qwen35")[0])
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.errors import BadGGUF, TemplateFailed, UsageError
+from bough.text.template import ChatTemplate
+from bough.text.tokenizer import Tokenizer
 from tests.text.templates import QWEN35, TURNS
 from tests.text.vocabulary import CONTROL, KEY, trained
-from treeflash.errors import BadGGUF, TemplateFailed, UsageError
-from treeflash.text.template import ChatTemplate
-from treeflash.text.tokenizer import Tokenizer
 
 METADATA = trained("qwen35")[0] | {"tokenizer.chat_template": QWEN35}
 TEMPLATE = ChatTemplate.from_metadata(METADATA)
@@ -240,7 +240,7 @@ def test_the_sandbox_exposes_nothing(name: str):
     ],
 )
 def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("treeflash.text.template.MAX_ITERATIONS", 20_000)
+    monkeypatch.setattr("bough.text.template.MAX_ITERATIONS", 20_000)
     with pytest.raises(TemplateFailed, match=r"repeats over|writes over|Recursion"):
         evaluate(source)
 
@@ -292,7 +292,7 @@ def test_bounds_do_not_change_results():
 
 
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("treeflash.text.bounded_jinja.MAX_SECONDS", 0.1)
+    monkeypatch.setattr("bough.text.bounded_jinja.MAX_SECONDS", 0.1)
     with pytest.raises(TemplateFailed, match="runs over"):
         evaluate("{% for i in range(90000) %}{% for j in range(9) %}{% endfor %}{% endfor %}")
 

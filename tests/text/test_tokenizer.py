@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
+from bough.text.tokenizer import EncodeLimit, Tokenizer
 from tests.text.vocabulary import (
     CONTROL,
     KEY,
@@ -16,8 +18,6 @@ from tests.text.vocabulary import (
     marked_text,
     trained,
 )
-from treeflash.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
-from treeflash.text.tokenizer import EncodeLimit, Tokenizer
 
 PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2", "smollm"]
 TOKENIZERS = {pre: Tokenizer.from_metadata(trained(pre)[0]) for pre in PRES}
@@ -279,7 +279,7 @@ SEPARATED = st.lists(
 def test_encoding_in_pieces_does_not_change_the_ids(pre: str, text: str):
     whole = TOKENIZERS[pre].encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treeflash.text.tokenizer.PIECE", 3)
+        patch.setattr("bough.text.tokenizer.PIECE", 3)
         assert TOKENIZERS[pre].encode(text, limit=EncodeLimit(10**6)) == whole
 
 
@@ -295,7 +295,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_bytes(pre: str):
 
 
 def test_encoding_stops_when_it_is_too_long_or_cancelled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("treeflash.text.tokenizer.PIECE", 100)
+    monkeypatch.setattr("bough.text.tokenizer.PIECE", 100)
     tokenizer = TOKENIZERS["qwen35"]
     with pytest.raises(PromptTooLong, match="at least") as caught:
         tokenizer.encode("x y " * 10_000, limit=EncodeLimit(5_000))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bough.errors import UsageError
+from bough.text.grammar import GrammarCompiler
+from bough.text.output import OutputParser
+from bough.text.tokenizer import Tokenizer
+from bough.text.tools import Tool, call_grammar, read_tools, typed
 from tests.text.vocabulary import trained
-from treeflash.errors import UsageError
-from treeflash.text.grammar import GrammarCompiler
-from treeflash.text.output import OutputParser
-from treeflash.text.tokenizer import Tokenizer
-from treeflash.text.tools import Tool, call_grammar, read_tools, typed
 
 TOKENIZER = Tokenizer.from_metadata(trained("qwen35")[0])
 COMPILER = GrammarCompiler(TOKENIZER)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.train.draft_target import Target, load_target
+from bough.train.draft_target import Target, load_target
 
 
 @pytest.fixture(scope="session")

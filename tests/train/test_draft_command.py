@@ -1,4 +1,4 @@
-"""`treeflash train` as a command: files, errors, Ctrl-C."""
+"""`bough train` as a command: files, errors, Ctrl-C."""
 
 import json
 import signal
@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bough.cli.program import app
+from bough.gguf.reader import GGUFFile
 from tests.convert.hf_models import build_hf, save_hf
-from treeflash.cli.program import app
-from treeflash.gguf.reader import GGUFFile
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--layers", 1, "--block", 4, "--batch", 2, "--anchors", 4, "--seq", 48, "--n-gen", 8, "-t", 0]
 QUICK += ["--device", "cpu", "--offline"]
 
 
-def treeflash(*arguments: Any) -> Any:
+def bough(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
@@ -41,7 +41,7 @@ def model(tiny_model) -> Path:
 
 def test_one_command_makes_a_draft(model, prompts, tmp_path):
     folder = tmp_path / "draft"
-    result = treeflash("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, "--gguf", *QUICK)
+    result = bough("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, "--gguf", *QUICK)
     assert result.exit_code == 0, result.output
     assert "tokens a step on held-out prompts" in result.stdout
     assert f"--draft {folder}" in " ".join(result.stdout.split())
@@ -57,14 +57,14 @@ def test_one_command_makes_a_draft(model, prompts, tmp_path):
         "training.png",
     }
     for draft in (folder, folder / "draft-q8_0.gguf"):
-        result = treeflash("run", model, "hello", "--draft", draft, "-n", 5, "--device", "cpu", "--json")
+        result = bough("run", model, "hello", "--draft", draft, "-n", 5, "--device", "cpu", "--json")
         assert result.exit_code == 0, result.output
-    again = treeflash("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, *QUICK)
+    again = bough("train", model, "--prompts", prompts, "-o", folder, "--steps", 3, *QUICK)
     assert again.exit_code == 2 and "exists from an earlier run" in again.stderr
     other = ["-o", tmp_path / "other", "--steps", 1, "--json", "--float32", *QUICK]
     other += ["--kv-heads", 2, "--feed-forward", 64, "--head-tokens", 260, "--portable", tmp_path / "carried"]
     other += ["--gguf", "--no-vocabulary"]
-    result = treeflash("train", model, "--tokens", folder / "tokens", *other)
+    result = bough("train", model, "--tokens", folder / "tokens", *other)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["steps"] == 1 and found["acceptance_length"] >= 1 and found["parity"] < 1e-3
@@ -74,13 +74,13 @@ def test_one_command_makes_a_draft(model, prompts, tmp_path):
     small, whole = (each / "draft-q8_0.gguf" for each in (tmp_path / "other", folder))
     with GGUFFile.open(small) as one, GGUFFile.open(whole) as two:
         assert "tokenizer.ggml.tokens" in two.metadata and "tokenizer.ggml.tokens" not in one.metadata
-    result = treeflash("run", model, "hello", "--draft", small, "-n", 5, "--device", "cpu", "--json")
+    result = bough("run", model, "hello", "--draft", small, "-n", 5, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
 
 
 def test_a_hugging_face_folder_is_converted_first(prompts, tmp_path):
     save_hf(*build_hf("qwen35"), tmp_path / "checkpoint")
-    result = treeflash(
+    result = bough(
         "train", tmp_path / "checkpoint", "--prompts", prompts, "-o", tmp_path / "draft", "--steps", 1, *QUICK
     )
     assert result.exit_code == 0, result.output
@@ -100,16 +100,16 @@ def test_errors_have_exit_codes_and_messages(model, prompts, tmp_path):
         ([model, "--prompts", prompts, "--mask-token", 999], 2, "is 999, needed a row of the embedding"),
         ([model, "--prompts", prompts, "--continue-from", model], 4, "needed 'dflash' for a draft"),
     ):
-        result = treeflash("train", *arguments, *output)
+        result = bough("train", *arguments, *output)
         assert (result.exit_code, message in result.stderr) == (code, True), result.output
     assert not (tmp_path / "draft").exists()
-    result = treeflash("train", model, "--prompts", prompts)
+    result = bough("train", model, "--prompts", prompts)
     assert result.exit_code == 2 and "--output" in result.stderr
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(model, prompts, tmp_path):
     folder = tmp_path / "draft"
-    program = [sys.executable, "-m", "treeflash.cli.main", "train", model, "--prompts", prompts, "-o", folder]
+    program = [sys.executable, "-m", "bough.cli.main", "train", model, "--prompts", prompts, "-o", folder]
     process = subprocess.Popen(
         [str(each) for each in [*program, "--minutes", 30, "--save-every", 0, *QUICK]],
         stdout=subprocess.PIPE,
@@ -125,6 +125,6 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(model, prompts, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "the same command with --resume goes on" in errors
-    result = treeflash("train", model, "--prompts", prompts, "-o", folder, "--steps", 1, "--resume", *QUICK)
+    result = bough("train", model, "--prompts", prompts, "-o", folder, "--steps", 1, "--resume", *QUICK)
     assert result.exit_code == 0, result.output
     assert (folder / "model.safetensors").exists()

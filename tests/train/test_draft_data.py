@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash.errors import ModelFileError, UsageError
-from treeflash.train import draft_data, shards
-from treeflash.train.draft_data import (
+from bough.errors import ModelFileError, UsageError
+from bough.train import draft_data, shards
+from bough.train.draft_data import (
     Regeneration,
     TokenData,
     encode_prompt,
@@ -20,8 +20,8 @@ from treeflash.train.draft_data import (
     read_prompts,
     regenerate,
 )
-from treeflash.train.draft_target import mask_token
-from treeflash.train.shards import pack_shards, read_shard, shard_files
+from bough.train.draft_target import mask_token
+from bough.train.shards import pack_shards, read_shard, shard_files
 
 QUICK = Regeneration(length=48, max_tokens=12, temperatures=(0.0, 1.0), top_p=1.0, seed=5)
 

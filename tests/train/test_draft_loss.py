@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, pad
 
-from treeflash.models.draft_spec import SecondSpec
-from treeflash.train import draft_loss
-from treeflash.train.draft_loss import Head, Tally, block_loss, block_weights, selection
-from treeflash.train.draft_model import CandidateSelector
+from bough.models.draft_spec import SecondSpec
+from bough.train import draft_loss
+from bough.train.draft_loss import Head, Tally, block_loss, block_weights, selection
+from bough.train.draft_model import CandidateSelector
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bough.errors import UsageError
+from bough.models.dflash import DFlashDraft
+from bough.models.draft_spec import DraftSpec
+from bough.state.draft_ring import draft_buffers
+from bough.train.draft_export import draft_config
+from bough.train.draft_model import DraftModel, new_spec
+from bough.train.draft_target import Target
 from tests.tiny_draft import draft_config as config_of
 from tests.tiny_draft import draft_tensors
-from treeflash.errors import UsageError
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.draft_spec import DraftSpec
-from treeflash.state.draft_ring import draft_buffers
-from treeflash.train.draft_export import draft_config
-from treeflash.train.draft_model import DraftModel, new_spec
-from treeflash.train.draft_target import Target
 
 BLOCK, LENGTH = 8, 40
 ANCHORS = torch.tensor([[3, 11, 12, 30], [1, 6, 20, 32]])

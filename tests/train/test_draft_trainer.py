@@ -13,24 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bough.config import EngineConfig, SpecConfig
+from bough.engine.sampler import SamplingParams
+from bough.errors import BoughError, ModelFileError, ResourceError, UnsupportedModel, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.models.dflash import DFlashDraft
+from bough.models.spec import ModelSpec, has_mtp
+from bough.session.loading import load_session
+from bough.session.requests import Finished, TextRequest
+from bough.train import draft_eval, portable
+from bough.train.curves import CURVES
+from bough.train.draft_data import Regeneration, TokenData
+from bough.train.draft_eval import Evaluation, check_parity, measure
+from bough.train.draft_run import Job, train_draft
+from bough.train.draft_settings import Saved, TrainConfig, TrainingProgress
+from bough.train.draft_target import load_target
+from bough.train.draft_trainer import Trainer
+from bough.train.muon import orthogonalised
 from tests.train.toy_target import SENTENCES, make_toy
-from treeflash.config import EngineConfig, SpecConfig
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import ModelFileError, ResourceError, TreeFlashError, UnsupportedModel, UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.dflash import DFlashDraft
-from treeflash.models.spec import ModelSpec, has_mtp
-from treeflash.session.loading import load_session
-from treeflash.session.requests import Finished, TextRequest
-from treeflash.train import draft_eval, portable
-from treeflash.train.curves import CURVES
-from treeflash.train.draft_data import Regeneration, TokenData
-from treeflash.train.draft_eval import Evaluation, check_parity, measure
-from treeflash.train.draft_run import Job, train_draft
-from treeflash.train.draft_settings import Saved, TrainConfig, TrainingProgress
-from treeflash.train.draft_target import load_target
-from treeflash.train.draft_trainer import Trainer
-from treeflash.train.muon import orthogonalised
 
 ROOT = Path(__file__).parents[2]
 QUICK = TrainConfig(layers=1, block=4, steps=6, batch=3, anchors=4, held_out=2, lr=1e-2, float32=True)
@@ -364,7 +364,7 @@ def test_a_non_finite_gradient_is_skipped(tiny_target, data, tmp_path):
     trainer = Trainer(tiny_target, data, tmp_path, replace(QUICK, steps=100))
     before = weights(trainer)
     trainer._frozen.head[:] = torch.nan
-    with pytest.raises(TreeFlashError, match="the gradient was not finite in 20 consecutive steps"):
+    with pytest.raises(BoughError, match="the gradient was not finite in 20 consecutive steps"):
         trainer._loop()
     assert same(before, weights(trainer))
 
@@ -381,7 +381,7 @@ def test_a_parity_failure_raises(tiny_target, data, tmp_path, monkeypatch):
         return draft
 
     monkeypatch.setattr(draft_eval.DFlashDraft, "load", careless)
-    with pytest.raises(TreeFlashError, match=r"logits differ by 0\.0"):
+    with pytest.raises(BoughError, match=r"logits differ by 0\.0"):
         check_parity(tiny_target, tmp_path, data, [0, 1, 2])
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from treeflash.engine.engine import Engine, Request, Tokens
-from treeflash.engine.sampler import SamplingParams
-from treeflash.errors import UsageError
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.train.generation import Asked, generate_batch
+from bough.engine.engine import Engine, Request, Tokens
+from bough.engine.sampler import SamplingParams
+from bough.errors import UsageError
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.train.generation import Asked, generate_batch
 
 
 @pytest.fixture(scope="module")

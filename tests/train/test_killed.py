@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from treeflash.train.draft_data import Regeneration
-from treeflash.train.draft_run import Job, train_draft
-from treeflash.train.draft_settings import TrainConfig
-from treeflash.train.shards import read_shard, shard_files
+from bough.train.draft_data import Regeneration
+from bough.train.draft_run import Job, train_draft
+from bough.train.draft_settings import TrainConfig
+from bough.train.shards import read_shard, shard_files
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tests.train.test_killed import job_of
-from treeflash.train import draft_data, draft_trainer
-from treeflash.train.draft_run import train_draft
-from treeflash.train.draft_settings import TrainingProgress
+from bough.train import draft_data, draft_trainer
+from bough.train.draft_run import train_draft
+from bough.train.draft_settings import TrainingProgress
 
 draft_data._SHARD = {"cpu": 4}
 stage, folder = sys.argv[1], Path(sys.argv[2])

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from bough.config import EngineConfig
+from bough.convert.convert import convert
+from bough.session.loading import load_session
+from bough.session.session import Text, TextRequest
+from bough.train.target import TargetConfig
 from tests.convert.hf_models import save_tokenizer
-from treeflash.config import EngineConfig
-from treeflash.convert.convert import convert
-from treeflash.session.loading import load_session
-from treeflash.session.session import Text, TextRequest
-from treeflash.train.target import TargetConfig
 
 SCRIPTS = Path(__file__).parents[2] / "training"
 SHAPE = TargetConfig(
@@ -119,7 +119,7 @@ def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -
     assert record["held_out_loss"]["general"] < 1.0 < np.log(SHAPE.vocabulary) / 4
     last = json.loads((work / "log.jsonl").read_text().splitlines()[-1])
     assert last["phase"] == "instruct" and last["loss"] < 1.0 and last["minutes"] <= 0.7
-    convert(work / "TreeFlash-40M", work / "target.gguf", mix="f32")
+    convert(work / "Bough-40M", work / "target.gguf", mix="f32")
     session = load_session(work / "target.gguf", EngineConfig(max_ctx=256, device="cpu"))
 
     def says(**request: Any) -> str:
@@ -133,7 +133,7 @@ def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -
 def test_a_run_continues_from_a_file(pretrain: ModuleType, work: Path) -> None:
     pretrain.main(["--work", str(work), "--minutes", "0.15", "--instruct-share", "0.1", *FLAGS], SHAPE)
     first = json.loads((work / "pretrain.json").read_text())["held_out_loss"]["end"]
-    convert(work / "TreeFlash-40M", work / "target.gguf", mix="q8_0")
+    convert(work / "Bough-40M", work / "target.gguf", mix="q8_0")
     flags = ["--work", str(work), "--minutes", "0.1", *FLAGS, "--lr", "3e-4"]
     pretrain.main([*flags, "--continue-from", str(work / "target.gguf")], SHAPE)
     record = json.loads((work / "pretrain.json").read_text())
@@ -146,7 +146,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
 ) -> None:
     common = ["--work", str(work), "--minutes", "0.1", *FLAGS]
     pretrain.main([*common, "--pause-after", "0.04"], SHAPE)
-    assert "continue with --resume" in capsys.readouterr().out and not (work / "TreeFlash-40M").exists()
+    assert "continue with --resume" in capsys.readouterr().out and not (work / "Bough-40M").exists()
     counts = torch.load(work / "checkpoint.pt", weights_only=True)["counts"]
     fresh = pretrain.Pretraining(pretrain.arguments(common), SHAPE)
     with pytest.raises(SystemExit, match="another shape"):
@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
     assert f"resumed at step {counts[0]}" in output
     steps = [json.loads(line)["step"] for line in (work / "log.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and steps[-1] > counts[0] > 0
-    assert (work / "TreeFlash-40M" / "model.safetensors").exists()
+    assert (work / "Bough-40M" / "model.safetensors").exists()
 
 
 def test_the_learning_rate_rises_stays_and_falls(pretrain: ModuleType) -> None:

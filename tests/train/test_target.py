@@ -9,15 +9,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from bough.convert.convert import convert
+from bough.errors import BoughError, UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.step import Step
+from bough.state.sequences import SequenceStates
+from bough.train.target import Target, TargetConfig, save_target
+from bough.train.target_file import read_target
 from tests.convert.hf_models import randomise, save_tokenizer
-from treeflash.convert.convert import convert
-from treeflash.errors import TreeFlashError, UnsupportedModel
-from treeflash.gguf.reader import GGUFFile
-from treeflash.models.decoder import Decoder
-from treeflash.models.step import Step
-from treeflash.state.sequences import SequenceStates
-from treeflash.train.target import Target, TargetConfig, save_target
-from treeflash.train.target_file import read_target
 
 SHAPE = TargetConfig(vocabulary=320, width=64, layers=4, inner=96, head_dim=32, delta_dim=16, context=512)
 TOLERANCE = 1e-4
@@ -105,7 +105,7 @@ def test_a_target_is_read_back_from_its_file(ours: Target, tmp_path: Path) -> No
     again.load_state_dict(read)
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-6, atol=1e-6)
-    with pytest.raises(TreeFlashError, match=r"blk\.\d"):
+    with pytest.raises(BoughError, match=r"blk\.\d"):
         read_target(tmp_path / "target.gguf", replace(ours.config, inner=2 * ours.config.inner))
     with pytest.raises(UnsupportedModel, match="nothing else"):
         read_target(tmp_path / "target.gguf", replace(ours.config, layers=ours.config.layers // 2))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from treeflash.convert.checkpoint import HFConfig
-from treeflash.convert.convert import write_model
-from treeflash.convert.families import read_sizes
-from treeflash.convert.rules import tensor_rules
-from treeflash.convert.tiny import VOCABULARY, vocabulary
-from treeflash.text.tokenizer import Tokenizer
+from bough.convert.checkpoint import HFConfig
+from bough.convert.convert import write_model
+from bough.convert.families import read_sizes
+from bough.convert.rules import tensor_rules
+from bough.convert.tiny import VOCABULARY, vocabulary
+from bough.text.tokenizer import Tokenizer
 
 SENTENCES = (
     "Ants sing in the rain. ",

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from treeflash.convert.checkpoint import HFConfig
-from treeflash.convert.hf_vocab import read_vocabulary
-from treeflash.gguf.reader import GGUFFile
-from treeflash.text.template import ChatTemplate
-from treeflash.text.tokenizer import Tokenizer
+from bough.convert.checkpoint import HFConfig
+from bough.convert.hf_vocab import read_vocabulary
+from bough.gguf.reader import GGUFFile
+from bough.text.template import ChatTemplate
+from bough.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 
@@ -40,7 +40,7 @@ from task_documents import DOCSTRINGS, function, task_dialogue, task_source
 from tokenizer import from_model, pieces, save, train
 
 ENTRIES = 600
-PAIR = Path(__file__).parents[2] / "src" / "treeflash" / "pair" / "target.gguf"
+PAIR = Path(__file__).parents[2] / "src" / "bough" / "pair" / "target.gguf"
 DIALOGUES = {
     "code_io": (
         "How can we add one?",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeflash.cli.chat import conversation as saved
-from treeflash.cli.chat.conversation import Conversation, Message, Settings
-from treeflash.errors import UsageError
+from bough.cli.chat import conversation as saved
+from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.errors import UsageError
 
 TURNS = st.builds(
     Message,

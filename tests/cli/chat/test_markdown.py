@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
 
-from treeflash.cli.chat import markdown
-from treeflash.cli.chat.stream import MarkdownStream, PlainStream
+from bough.cli.chat import markdown
+from bough.cli.chat.stream import MarkdownStream, PlainStream
 
 MARKS = ("**", "*", "_", "~~", "`", "```", "```python\n", "~~~\n", "# ", "## x\n", "---\n", "===\n", "\\")
 BLOCKS = (

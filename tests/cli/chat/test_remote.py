@@ -5,20 +5,20 @@ import socket
 
 import pytest
 
+from bough.cli.chat.remote import RemoteBackend, ServerFailed, address
+from bough.errors import UsageError
 from tests.cli.chat_server import ChatServer, echo, thought
-from treeflash.cli.chat.remote import RemoteBackend, ServerFailed, address
-from treeflash.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch):
-    monkeypatch.delenv("TREEFLASH_API_KEY", raising=False)
+    monkeypatch.delenv("BOUGH_API_KEY", raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for what is on this machine
 
 
-def test_a_conversation(treeflash):
+def test_a_conversation(bough):
     with ChatServer(echo) as server:
-        result = treeflash("chat", "--url", server.url, "--system", "Be kind.", stdin="one two\nthree\n")
+        result = bough("chat", "--url", server.url, "--system", "Be kind.", stdin="one two\nthree\n")
     assert (result.exit_code, result.stdout) == (0, "one two \nthree \n")
     assert result.stderr.count("2 tok · ") == 1 and "TTFT" in result.stderr and "prompt 7" in result.stderr
     first, second = server.requests
@@ -31,23 +31,23 @@ def test_a_conversation(treeflash):
     assert [each["role"] for each in second["messages"]] == ["system", "user", "assistant", "user"]
 
 
-def test_bytes_that_are_no_text(treeflash):
+def test_bytes_that_are_no_text(bough):
     with ChatServer(echo) as server:
-        result = treeflash("chat", "--url", server.url, stdin=b"a\xff b\n")
+        result = bough("chat", "--url", server.url, stdin=b"a\xff b\n")
     assert (result.exit_code, result.stdout) == (0, "a\ufffd b \n")
 
 
-def test_only_a_line_break_ends_a_line(treeflash):
+def test_only_a_line_break_ends_a_line(bough):
     said = "a\u2028b\u2029c\x85d ü 😀"
     with ChatServer(lambda _: [said, "."]) as server:
-        result = treeflash("chat", "--url", server.url, stdin="x\n")
+        result = bough("chat", "--url", server.url, stdin="x\n")
     assert (result.exit_code, result.stdout) == (0, f"{said}.\n"), result.stderr
 
 
-def test_settings_are_sent_under_their_names(treeflash):
+def test_settings_are_sent_under_their_names(bough):
     flags = ["-t", "0.5", "-n", "9", "--seed", "3", "--set", "top_k=4", "--set", r"stop=\n", "--no-think"]
     with ChatServer(echo) as server:
-        result = treeflash("chat", "my-model", "--url", f"{server.url}/v1/", *flags, stdin="/think 80\nhi\n")
+        result = bough("chat", "my-model", "--url", f"{server.url}/v1/", *flags, stdin="/think 80\nhi\n")
     assert result.exit_code == 0, result.stderr
     sent = server.requests[0]
     assert {name: sent[name] for name in ("temperature", "max_tokens", "seed", "top_k", "stop", "model")} == {
@@ -61,11 +61,11 @@ def test_settings_are_sent_under_their_names(treeflash):
     assert sent["chat_template_kwargs"] == {"enable_thinking": True} and sent["thinking_budget"] == 80
 
 
-def test_a_server_of_ours_takes_the_draft(treeflash):
-    stats = {"choices": [], "treeflash": {"stats": {"tok_s": 55.5, "acceptance_length": 4.25}}}
-    with ChatServer(lambda _: [thought("hm"), "x", stats], owner="treeflash") as server:
-        result = treeflash("chat", "--url", server.url, stdin="hi\n/draft off\n/regen\n/stats\n")
-    assert result.exit_code == 0 and [each["treeflash"] for each in server.requests] == [
+def test_a_server_of_ours_takes_the_draft(bough):
+    stats = {"choices": [], "bough": {"stats": {"tok_s": 55.5, "acceptance_length": 4.25}}}
+    with ChatServer(lambda _: [thought("hm"), "x", stats], owner="bough") as server:
+        result = bough("chat", "--url", server.url, stdin="hi\n/draft off\n/regen\n/stats\n")
+    assert result.exit_code == 0 and [each["bough"] for each in server.requests] == [
         {"budget": None},
         {"budget": 0},
     ]
@@ -74,31 +74,31 @@ def test_a_server_of_ours_takes_the_draft(treeflash):
     assert "the same text · 55.5 tok/s now" in result.stderr and "acceptance length" in result.stdout
 
 
-def test_a_server_of_others_does_not(treeflash):
+def test_a_server_of_others_does_not(bough):
     with ChatServer(echo) as server:
-        result = treeflash("chat", "--url", server.url, stdin="/draft off\n")
-        flags = treeflash("chat", "--url", server.url, "--budget", "4", stdin="")
-    assert "/draft needs a TreeFlash server" in result.stderr and result.exit_code == 2
+        result = bough("chat", "--url", server.url, stdin="/draft off\n")
+        flags = bough("chat", "--url", server.url, "--budget", "4", stdin="")
+    assert "/draft needs a Bough server" in result.stderr and result.exit_code == 2
     assert "--url and flags of the draft exclude each other" in flags.stderr
 
 
-def test_keys(treeflash, monkeypatch):
+def test_keys(bough, monkeypatch):
     with ChatServer(echo, key="secret") as server:
-        without = treeflash("chat", "--url", server.url, stdin="hi\n")
-        given = treeflash("chat", "--url", server.url, "--api-key", "secret", stdin="hi\n")
-        monkeypatch.setenv("TREEFLASH_API_KEY", "secret")
-        listed = treeflash("chat", "--url", server.url, stdin="hi\n")
+        without = bough("chat", "--url", server.url, stdin="hi\n")
+        given = bough("chat", "--url", server.url, "--api-key", "secret", stdin="hi\n")
+        monkeypatch.setenv("BOUGH_API_KEY", "secret")
+        listed = bough("chat", "--url", server.url, stdin="hi\n")
     assert without.exit_code == 1 and "says 401: wrong key\nhint: --api-key KEY" in without.stderr
     assert given.stdout == listed.stdout == "hi \n"
 
 
-def test_no_server(treeflash):
+def test_no_server(bough):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        result = treeflash("chat", "--url", f"127.0.0.1:{taken.getsockname()[1]}", stdin="hi\n")
+        result = bough("chat", "--url", f"127.0.0.1:{taken.getsockname()[1]}", stdin="hi\n")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: there is no server at 127.0.0.1:")
-    assert "hint: treeflash serve" in result.stderr
+    assert "hint: bough serve" in result.stderr
 
 
 @pytest.mark.parametrize("models", ["<html>a page</html>", {"data": 1}, {"models": []}, [1]])
@@ -127,21 +127,21 @@ def test_a_server_that_lists_no_models():
         ({"error": "plain"}, "the server broke off: plain"),
     ],
 )
-def test_a_reply_that_breaks_off_is_kept(treeflash, tmp_path, piece, message):
+def test_a_reply_that_breaks_off_is_kept(bough, tmp_path, piece, message):
     with ChatServer(lambda _: ["so far ", piece, "never"]) as server:
         path = tmp_path / "talk.json"
-        result = treeflash("chat", "--url", server.url, stdin=f"hi\n/save {path}\n")
+        result = bough("chat", "--url", server.url, stdin=f"hi\n/save {path}\n")
     assert result.exit_code == 1 and message in result.stderr and result.stdout == "so far \n"
     saved = json.loads(path.read_text())["messages"]
     assert saved[1] == {"role": "assistant", "content": "so far ", "stopped": True}
 
 
-def test_a_server_that_dies(treeflash):
+def test_a_server_that_dies(bough):
     def die(_):
         raise OSError
 
     with ChatServer(die) as server:
-        result = treeflash("chat", "--url", server.url, stdin="hi\n")
+        result = bough("chat", "--url", server.url, stdin="hi\n")
     assert result.exit_code == 1 and "ended the reply without saying why" in result.stderr
 
 

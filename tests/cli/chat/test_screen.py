@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rich.text import Text
 from wcwidth import wcwidth
 
+from bough.cli import view
+from bough.cli.chat.screen import Painter, PlainReply, TerminalReply
+from bough.cli.chat.stream import MarkdownStream
 from tests.cli.chat.test_markdown import SOURCES
 from tests.cli.terminal import Screen
-from treeflash.cli import view
-from treeflash.cli.chat.screen import Painter, PlainReply, TerminalReply
-from treeflash.cli.chat.stream import MarkdownStream
 
 
 class Glass(io.StringIO):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from treeflash.cli import view
-from treeflash.cli.chat import slash_commands
-from treeflash.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
-from treeflash.cli.chat.conversation import Conversation, Message, Settings
-from treeflash.cli.chat.loop import Chat, _as_ours
-from treeflash.errors import PromptTooLong, TreeFlashError, UsageError
+from bough.cli import view
+from bough.cli.chat import slash_commands
+from bough.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
+from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.cli.chat.loop import Chat, _as_ours
+from bough.errors import BoughError, PromptTooLong, UsageError
 
 
 class Parrot:
@@ -224,7 +224,7 @@ def test_statistics_and_help(talk, capsys):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", [TreeFlashError, RuntimeError])
+@pytest.mark.parametrize("kind", [BoughError, RuntimeError])
 def test_failures_leave_a_sound_conversation(talk, parrot, kind, late, capsys):
     parrot.failure = kind("late: it broke" if late else "it broke")
     chat = talk("a", "b")
@@ -237,7 +237,7 @@ def test_failures_leave_a_sound_conversation(talk, parrot, kind, late, capsys):
 
 
 def test_a_failed_second_answer_keeps_the_first(talk, parrot, monkeypatch):
-    monkeypatch.setattr(parrot, "check", lambda _: setattr(parrot, "failure", TreeFlashError("no")))
+    monkeypatch.setattr(parrot, "check", lambda _: setattr(parrot, "failure", BoughError("no")))
     chat = talk("a", "/think on", "/regen")
     assert contents(chat) == ["a", f"a {parrot.asked[0][2]}"]
 
@@ -325,7 +325,7 @@ def test_another_model(talk, parrot, capsys):
 
             def load() -> Parrot:
                 if name == "broken":
-                    raise TreeFlashError("it is broken")
+                    raise BoughError("it is broken")
                 return Other()
 
             return load
@@ -334,7 +334,7 @@ def test_another_model(talk, parrot, capsys):
     chat.models, chat.reload = Shelf(), lambda: parrot
     with pytest.raises(UsageError, match="no such model"):
         chat.switch("missing")
-    with pytest.raises(TreeFlashError, match="broken"):
+    with pytest.raises(BoughError, match="broken"):
         chat.switch("broken")
     assert chat.backend is parrot
     chat.settings.thinking = True

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.chat_server import ChatServer, echo, thought
 from tests.cli.terminal import Terminal
 
-PROGRAM = [sys.executable, "-m", "treeflash.cli.main", "chat"]
+PROGRAM = [sys.executable, "-m", "bough.cli.main", "chat"]
 PROMPT = "› a message, or /help"
 QUESTION = "Write a python function that adds two numbers"
 ARTICLE = """\
@@ -177,7 +177,7 @@ def test_lines(chat, server, environment):
     terminal.wait(lambda text: text.endswith("› /system"), "not completed")
     terminal.type("Be brief.\r")
     terminal.wait(lambda text: "System message set." in text, "not set")
-    history = Path(environment["XDG_STATE_HOME"]) / "treeflash" / "chat-history"
+    history = Path(environment["XDG_STATE_HOME"]) / "bough" / "chat-history"
     assert "+pasted" in history.read_text() and history.stat().st_mode & 0o77 == 0
     terminal.type("\x04")
     assert terminal.ended() == 0 and terminal.last == "›"

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { z } from "zod";
 
-export const URL = process.env.TREEFLASH_URL;
+export const URL = process.env.BOUGH_URL;
 export const MODEL = "some-model";
 export const ASK = "Write a function that adds two numbers.";
 export const PICK = "Pick a fruit.";

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-URL = os.environ["TREEFLASH_URL"]
+URL = os.environ["BOUGH_URL"]
 MODEL = "some-model"
 ASK = "Write a function that adds two numbers."
 PICK = "Pick a fruit."

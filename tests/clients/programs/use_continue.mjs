@@ -14,7 +14,7 @@ const program = fileURLToPath(new URL("../node_modules/.bin/cn", import.meta.url
 async function answer(fields) {
   const home = mkdtempSync(join(tmpdir(), "continue-"));
   const config = join(home, "config.yaml");
-  const model = { name: "treeflash", model: "some-model", ...fields, defaultCompletionOptions: { maxTokens: 64 } };
+  const model = { name: "bough", model: "some-model", ...fields, defaultCompletionOptions: { maxTokens: 64 } };
   // JSON is YAML.
   writeFileSync(config, JSON.stringify({ name: "local", version: "0.0.1", schema: "v1", models: [model] }));
   const env = { ...process.env, HOME: home, CONTINUE_GLOBAL_DIR: home, CONTINUE_TELEMETRY_ENABLED: "0" };

@@ -52,10 +52,10 @@ def case_tools() -> None:
 
 def case_about() -> None:
     (model,) = client.list().models
-    assert model.model == "treeflash-40m" and model.size > 10_000_000 and model.details.format == "gguf"
+    assert model.model == "bough-40m" and model.size > 10_000_000 and model.details.format == "gguf"
     shown = client.show(MODEL)
     assert "tools" in shown.capabilities and shown.modelinfo["general.architecture"] == "qwen35"
-    assert shown.template and client.ps().models[0].model == "treeflash-40m"
+    assert shown.template and client.ps().models[0].model == "bough-40m"
 
 
 def case_errors() -> None:

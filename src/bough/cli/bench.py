@@ -1,0 +1,503 @@
+"""`bough bench`: plain and tree decoding on the same prompts, as tables, lines, JSON and plots."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bough.cli import speculation, view
+from bough.cli.bench_run import (
+    COMPRESS,
+    COMPRESS_TEXTS,
+    SHARE,
+    STEP,
+    BenchRun,
+    Grid,
+    measure_local,
+    measure_server,
+)
+from bough.cli.command import INTERRUPTED
+from bough.cli.interrupt import held
+from bough.cli.loading import LoadingBar, choose, find
+from bough.cli.options import (
+    HARDWARE,
+    EngineOptions,
+    KVCacheOptions,
+    Model,
+    Only,
+    Quiet,
+    SpeculationOptions,
+    check_remote,
+    grouped,
+    panel,
+)
+from bough.cli.speculation import Chosen
+from bough.config import EngineConfig, environment
+from bough.errors import UsageError
+from bough.hub.catalog import named
+from bough.hub.names import parse_repo
+from bough.session.folders import cache_folder
+
+if TYPE_CHECKING:
+    from bough.bench.runner import Result
+
+BUILTIN = "builtin"
+SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
+SUITES += (STEP, SHARE, COMPRESS)
+_measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
+
+Suites = Annotated[
+    str,
+    typer.Argument(
+        metavar="SUITES",
+        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
+        "or step: where the time of a single step goes; or share: a page about this machine, ready for an "
+        "issue; or compress: what MODEL keeps as a scorer.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    prompts: Annotated[
+        int | None,
+        _measured(
+            "--prompts",
+            min=1,
+            metavar="N",
+            help="Of each suite. Default: 10; all of builtin and agent; sweep: 1 of code and 1 of prose.",
+        ),
+    ] = None
+    n_gen: Annotated[
+        int, _measured("--n-gen", "-n", min=2, metavar="N", help="Most tokens of an answer.")
+    ] = 256
+    seed: Annotated[int, _measured("--seed", min=0, help="Of sampling.")] = 0
+    temperature: Annotated[
+        str | None, _measured("--temperature", "-t", metavar="X[,X]", help="Default: 0; sweep: 0,0.8.")
+    ] = None
+    budget: Annotated[
+        str | None,
+        _measured(
+            "--budget",
+            metavar="N[,N]",
+            help="Most proposed tokens in a tree; several for sweep. "
+            "Default: as recommended for the model; sweep: 4,8,16,22,32,48,63.",
+        ),
+    ] = None
+    context: Annotated[
+        str | None,
+        _measured(
+            "--context",
+            metavar="N[,N]",
+            help="In sweep: tokens before the prompt, 0,1k,4k; in compress: of a text, 4k.",
+        ),
+    ] = None
+    fixed: Annotated[
+        bool,
+        _measured(
+            "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
+        ),
+    ] = False
+    predict: Annotated[
+        str | None,
+        _measured(
+            "--predict", metavar="CARD", help="In step: estimate another card's, such as 3090; runs nothing."
+        ),
+    ] = None
+    thinking: Annotated[
+        bool,
+        _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
+    ] = False
+    data: Annotated[
+        Path | None,
+        _measured(
+            "--data",
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="Has humaneval/test.jsonl[.gz] and so on; else the public suites come from the hub.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    url: Annotated[
+        str | None,
+        _server("--url", metavar="URL", help="Measure an OpenAI-compatible server; MODEL is its name there."),
+    ] = None
+    api_key: Annotated[
+        str | None, _server("--api-key", metavar="KEY", help="Sent to the server; else BOUGH_API_KEY.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    lines: Annotated[
+        Path | None,
+        _output(
+            "--lines",
+            metavar="FILE",
+            help="Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.",
+        ),
+    ] = None
+    resume: Annotated[bool, _output("--resume", help="Go on from what --lines has of the same settings.")] = (
+        False
+    )
+    json_file: Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")] = None
+    markdown: Annotated[Path | None, _output("--markdown", metavar="FILE", help="The table as a page.")] = (
+        None
+    )
+    plot: Annotated[Path | None, _output("--plot", metavar="FOLDER", help="Plots; needs matplotlib.")] = None
+    compare: Annotated[
+        Path | None,
+        _output(
+            "--compare",
+            metavar="OLD.json",
+            exists=True,
+            dir_okay=False,
+            help="Changes since a file of --json.",
+        ),
+    ] = None
+    quiet: Quiet = False
+
+    @property
+    def path(self) -> Path:
+        """Return the file of the results."""
+        if self.lines is not None:
+            return self.lines
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "bench.jsonl"
+
+
+def in_order(suites: str, model: str | None) -> tuple[str, str | None]:
+    """Return the suites and the model; a model may come first, as in the other commands, or alone."""
+    if not _is_model(suites) or (model is not None and _is_model(model)):
+        return suites, model
+    return model or BUILTIN, suites
+
+
+def _is_model(name: str) -> bool:
+    on_disk = name.lower().endswith(".gguf") or (name not in SUITES and Path(name).exists())
+    return on_disk or named(name) is not None or ("/" in name and parse_repo(name) is not None)
+
+
+@grouped
+def bench(
+    *,
+    suites: Suites = BUILTIN,
+    model: Model = None,
+    measured: MeasureOptions,
+    speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
+    cache: KVCacheOptions,
+    engine: Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))],
+    remote: RemoteOptions,
+    output: OutputOptions,
+) -> None:
+    """Measure plain and tree decoding in one process, on the same prompts.
+
+    With the chat template and end tokens; time to first token is counted apart. Each result is written when
+    it is measured: after Ctrl-C `--resume` goes on. In a pipe the last line is the summary as JSON.
+
+    bough bench model.gguf
+
+    bough bench builtin --prompts 2 -n 24
+
+    bough bench builtin,agent model.gguf --json now.json --plot pictures
+
+    bough bench builtin --url http://127.0.0.1:8000 --prompts 2
+
+    bough bench share model.gguf --markdown my-card.md
+    """
+    suites, model = in_order(suites, model)
+    chosen = [each.strip() for each in suites.split(",") if each.strip()]
+    grid = Grid.parse(
+        chosen, temperature=measured.temperature, budget=measured.budget, context=measured.context
+    )
+    config = engine.config(cache)
+    if remote.url is not None:
+        check_remote(engine, cache)
+    before = _document(output.compare) if output.compare is not None else None
+    screen = view.Screen(quiet=output.quiet)
+    with screen.waiting("Starting PyTorch"), held():
+        from bough.bench import plots
+    if output.plot is not None:
+        plots.require()
+    if chosen == [COMPRESS]:
+        return _compress(model, measured, grid, engine, output, screen)
+    _check_predict(chosen, measured.predict)
+    if chosen in ([STEP], [SHARE]):
+        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
+        return _one_step(chosen[0], target, config, screen, output, measured=measured)
+    loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
+    run = _run(chosen, measured, config, output)
+    if remote.url is not None:
+        key = remote.api_key or environment().api_key
+        measure_server(run, loaded, grid, remote.url, key=key, model=model)
+    else:
+        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
+        measure_local(run, loaded, grid, target, config, screen)
+    if run.found:
+        _report(run, output, before, screen)
+    if run.cancelled():
+        raise typer.Exit(INTERRUPTED)
+
+
+def _local(
+    model: str | None,
+    options: SpeculationOptions,
+    config: EngineConfig,
+    grid: Grid,
+    *,
+    offline: bool,
+    screen: view.Screen,
+) -> tuple[Chosen, EngineConfig]:
+    """Return the model and the engine's settings. Each run measures its own step costs."""
+    speculation.check(options)
+    target, proposing = choose(model, options, offline=offline, screen=screen)
+    spec = proposing.config
+    if spec is not None and grid.budgets:
+        spec = replace(spec, budget=max(grid.budgets))
+    return target, replace(config, speculation=spec, draft=proposing.draft)
+
+
+def _prompts(suites: Sequence[str], options: MeasureOptions, grid: Grid, *, offline: bool) -> dict[str, Any]:
+    from bough.bench.suites import load
+
+    return {
+        suite: load(suite, options.prompts, data=options.data, offline=offline, contexts=grid.contexts)
+        for suite in suites
+    }
+
+
+def _run(
+    suites: Sequence[str], options: MeasureOptions, config: EngineConfig, output: OutputOptions
+) -> BenchRun:
+    from bough.bench import machine
+    from bough.bench.measure import Settings
+    from bough.bench.runner import ResultFile
+
+    facts: dict[str, Any] = {
+        "suites": ",".join(suites),
+        "prompts": options.prompts,
+        "n_gen": options.n_gen,
+        "seed": options.seed,
+        "thinking": options.thinking,
+        "temperature": options.temperature,
+        "budget": options.budget,
+        "context": options.context,
+        "fixed": options.fixed,
+        "kv_k": config.kv_k,
+        "kv_v": config.kv_v,
+        "window": config.window,
+        "max_ctx": config.max_ctx,
+    }
+    head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
+    settings = Settings(options.n_gen, options.seed, options.thinking)
+    return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
+
+
+def _check_predict(suites: Sequence[str], predict: str | None) -> None:
+    if predict is not None and list(suites) != [STEP]:
+        raise UsageError(f"--predict is for the suite step, not for {','.join(suites)}")
+
+
+def _one_step(
+    kind: str,
+    target: Chosen,
+    config: EngineConfig,
+    screen: view.Screen,
+    output: OutputOptions,
+    *,
+    measured: MeasureOptions,
+) -> None:
+    if kind == SHARE:
+        _share(target, config, screen, output, tokens=measured.n_gen)
+    elif measured.predict is not None:
+        _predict(target, config, measured.predict, output)
+    else:
+        _step(target, config, screen, output)
+
+
+def _predict(target: Chosen, config: EngineConfig, card: str, output: OutputOptions) -> None:
+    """Show what steps would take on another card."""
+    from bough.bench import predict
+
+    result = predict.predict(target.path, config, card)
+    columns, *cases = predict.lines(result)
+    view.table(f"Prediction for {result['card']}: {target.path.name}", columns, cases)
+    view.plain(
+        f"Nothing was measured on such a card. From its {result['bandwidth_gb_s']} GB/s and the shares of "
+        "its read bandwidth that an H200 reached; tok/s at an acceptance length, the draft included."
+    )
+    _written(result, output)
+
+
+def _share(
+    target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions, *, tokens: int
+) -> None:
+    """Measure, show and save what an issue about another card needs."""
+    from bough.bench import share
+    from bough.session.loading import load_session
+
+    if config.speculation is not None:
+        config = replace(config, speculation=replace(config.speculation, adaptive=False))
+    with LoadingBar(target.path.name, screen) as bar:
+        session = load_session(target.path, config, progress=bar.reading, warming=bar.warming)
+    result = share.measure(session, tokens=min(tokens, share.TOKENS)) | {"model": target.path.name}
+    path = output.markdown or Path("bough-share.md")
+    share.save(result, path)
+    view.plain(share.page(result))
+    screen.note(f"The same is in {path}; paste it into an issue.")
+    _written(result, output)
+
+
+def _written(result: dict[str, Any], output: OutputOptions) -> None:
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if not sys.stdout.isatty():
+        view.print_json(result)
+
+
+def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions) -> None:
+    """Measure and show where the time of single steps goes, by their number of rows."""
+    from bough.bench import step as bench_step
+
+    with LoadingBar(target.path.name, screen) as bar:
+        result = bench_step.bench_step(
+            target.path,
+            config,
+            save=output.path,
+            progress=bar.reading,
+            compiling=bar.compiling,
+            warming=bar.warming,
+        )
+    columns, *cases = bench_step.lines(result)
+    view.table(f"Steps of {target.path.name}", columns, cases)
+    if parts := bench_step.part_lines(result):
+        view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
+    _written(result, output)
+
+
+def _compress(
+    model: str | None,
+    options: MeasureOptions,
+    grid: Grid,
+    engine: EngineOptions,
+    output: OutputOptions,
+    screen: view.Screen,
+) -> None:
+    """Measure and show which facts compression keeps with the attention of a model, and with other rules."""
+    from bough.bench import compress_run, machine
+    from bough.memory.device import pick_device
+
+    path = find(model, think=None, offline=engine.offline or environment().offline, screen=screen).path
+    device = pick_device(engine.device)
+    texts = options.prompts or COMPRESS_TEXTS
+    facts = {
+        "suites": COMPRESS,
+        "model": path.name,
+        "texts": texts,
+        "seed": options.seed,
+        "device": str(device),
+    }
+    head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
+    found: list[dict[str, Any]] = []
+    for length, rows in compress_run.run(path, grid.contexts, texts, device=device, seed=options.seed):
+        found += rows
+        columns, cells = compress_run.table(rows)
+        view.table(f"Facts kept of {length:,} tokens, {path.stem}", columns, cells, texts=("task",))
+        with output.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(head | row)}\n" for row in rows)
+        if output.plot is not None:
+            output.plot.mkdir(parents=True, exist_ok=True)
+            compress_run.plot(rows, output.plot / f"compress-{length}.svg", f"{path.stem}, {length:,} tokens")
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(head | {"rows": found}, indent=1), encoding="utf-8")
+    view.print_json(head | {"rows": found})
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        _ = found["run"], found["lines"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--compare {path} is not a file that `bench --json` wrote") from error
+    return found
+
+
+def _report(
+    run: BenchRun, output: OutputOptions, before: Mapping[str, Any] | None, screen: view.Screen
+) -> None:
+    """Show the results, what changed since an earlier run, and write the files that were asked for."""
+    from bough.bench import report
+
+    found = list(run.found.values())
+    _show(run.head, found, screen, output.path, interrupted=run.cancelled())
+    if before is not None:
+        _changes(before, report.document(run.head, found))
+    _write(run.head, found, output, screen)
+    if not sys.stdout.isatty():
+        view.print_json(report.summary(run.head, found))
+
+
+def _show(
+    head: "Result", found: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
+) -> None:
+    from bough.bench import report
+
+    if head.get("speed"):
+        rows = [[name, report.spread(each, 1)] for name, each in head["speed"].items()]
+        view.table("The target alone, as llama-bench measures it", ["test", "tok/s"], rows)
+    headings = (report.title(head), "Steps")
+    for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
+        view.table(heading, columns, cases)
+    if disturbed := report.disturbance(head):
+        screen.notice(disturbed.replace("**", ""))
+    skipped = sum("skipped" in line for line in found)
+    if skipped:
+        screen.notice(f"{skipped} answers were left out: the prompt does not fit in the context.")
+    if interrupted:
+        screen.notice(
+            f"Interrupted. {len(found)} results are in {lines}; the same command with --resume goes on."
+        )
+    else:
+        screen.note(f"Every prompt's result is in {lines}.")
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    from bough.bench import report
+
+    changes = report.compare(before, after)
+    real = [[*row[:5]] for row in changes if row[5]]
+    if real:
+        view.table(
+            "Changes beyond noise", ("suite", "figure", "before", "now", "change"), real, texts=("figure",)
+        )
+    for difference in report.differences(before, after):
+        view.plain(f"Not the same in both: {difference}.")
+    view.plain(f"{len(changes) - len(real)} of {len(changes)} figures did not change beyond noise.")
+
+
+def _write(head: "Result", found: "Sequence[Result]", output: OutputOptions, screen: view.Screen) -> None:
+    from bough.bench import plots, report
+
+    pictures: dict[str, str] = {}
+    if output.plot is not None:
+        plotted = plots.render(found, output.plot, title=report.subject(head))
+        pictures = {name: str(path) for name, path in plotted.items()}
+        screen.note(f"{len(plotted)} plots are in {output.plot}.")
+    for path in (output.json_file, output.markdown):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if output.json_file is not None:
+        output.json_file.write_text(json.dumps(report.document(head, found), indent=1), encoding="utf-8")
+    if output.markdown is not None:
+        page = f"# Benchmark\n\n{report.markdown(head, found, pictures)}\n{report.DEFINITIONS}"
+        output.markdown.write_text(page, encoding="utf-8")

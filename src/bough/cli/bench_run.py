@@ -1,0 +1,249 @@
+"""The measuring of `bough bench`: suites at several budgets and temperatures, here or on a server."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn
+
+from bough.cli import view
+from bough.cli.interrupt import Interrupt
+from bough.cli.loading import load as load_session
+from bough.cli.speculation import Chosen
+from bough.cli.values import size
+from bough.config import EngineConfig
+from bough.errors import UsageError
+
+if TYPE_CHECKING:
+    from bough.bench.measure import Endpoint, Settings
+    from bough.bench.runner import Case, Key, Result, ResultFile
+    from bough.bench.suites import Prompt
+    from bough.session.session import Session
+
+SWEEP = "sweep"
+STEP = "step"
+SHARE = "share"
+COMPRESS = "compress"
+COMPRESS_CONTEXTS = (4096,)
+COMPRESS_TEXTS = 8
+SWEEP_BUDGETS = (4, 8, 16, 22, 32, 48, 63)
+SWEEP_TEMPERATURES = (0.0, 0.8)
+SWEEP_CONTEXTS = (0, 1024, 4096)
+WARM_UP = [{"role": "user", "content": "Count from one to twenty."}]
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """The budgets and temperatures at which each prompt of a suite is answered."""
+
+    budgets: list[int | None]  # 0: plain; None: the server's own choice
+    temperatures: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Budgets, temperatures and contexts as given on the command line; None: not given."""
+
+    temperatures: list[float] | None
+    budgets: list[int] | None
+    contexts: list[int]
+
+    @classmethod
+    def parse(
+        cls, suites: Sequence[str], *, temperature: str | None, budget: str | None, context: str | None
+    ) -> "Grid":
+        """Return the lists in the options; refuse those that do not go with the suites."""
+        _check_suites(suites)
+        if context is not None and SWEEP not in suites and COMPRESS not in suites:
+            raise UsageError("--context is for the suites sweep and compress")
+        budgets = None if budget is None else numbers("--budget", budget, int, low=1, high=63)
+        if budgets and len(budgets) > 1 and set(suites) != {SWEEP}:
+            raise UsageError(f"--budget is {budget}, several are for the suite sweep alone")
+        heats = None if temperature is None else numbers("--temperature", temperature, float, low=0, high=100)
+        contexts = list(COMPRESS_CONTEXTS if COMPRESS in suites else SWEEP_CONTEXTS)
+        if context is not None:
+            contexts = numbers("--context", context, int, low=0, high=1 << 22)
+        return cls(heats, budgets, contexts)
+
+    def trees(self, suite: str, recommended: int) -> list[int]:
+        """Return the budgets of a suite's trees."""
+        return self.budgets or (list(SWEEP_BUDGETS) if suite == SWEEP else [recommended])
+
+    def variants(self, suite: str, trees: Sequence[int | None], *, plain: bool) -> Variants:
+        heats = self.temperatures or (list(SWEEP_TEMPERATURES) if suite == SWEEP else [0.0])
+        return Variants([*([0] if plain else []), *trees], heats)
+
+
+def _check_suites(suites: Sequence[str]) -> None:
+    if not suites:
+        raise UsageError("no suite was named", "bough bench builtin")
+    if len(set(suites)) < len(suites):
+        raise UsageError(f"a suite is named twice in {','.join(suites)}, needed once")
+    for alone in (STEP, SHARE, COMPRESS):
+        if alone in suites and len(suites) > 1:
+            raise UsageError(f"{alone} measures no answers, and goes with no other suite")
+
+
+def numbers(flag: str, text: str, kind: type, *, low: float, high: float) -> list[Any]:
+    """Return the numbers of a list with commas; whole numbers may end in k."""
+    try:
+        parts = [part.strip() for part in text.split(",")]
+        found = [size(part) if kind is int and part != "0" else kind(part) for part in parts]
+    except (ValueError, typer.BadParameter):
+        found = [low - 1]
+    if not all(low <= each <= high for each in found):
+        raise UsageError(f"{flag} is {text!r}, needed numbers from {low:g} to {high:g} with commas between")
+    return list(dict.fromkeys(found))
+
+
+class BenchRun:
+    """Measures prompts; results go into `found` and, one by one, into the file. Ctrl-C ends it."""
+
+    def __init__(
+        self, file: "ResultFile", head: "Result", settings: "Settings", *, resume: bool, quiet: bool
+    ):
+        self.head, self.settings = head, settings
+        self.found: dict[Key, Result] = {}
+        self._interrupt = Interrupt()
+        self._file, self._resume = file, resume
+        self._shown = not quiet and sys.stderr.isatty()
+
+    def cancelled(self) -> bool:
+        return self._interrupt.requested
+
+    def interruptible(self) -> Interrupt:
+        """Return what makes Ctrl-C end the run, for the time of a `with`."""
+        self._interrupt = Interrupt()
+        return self._interrupt
+
+    def measure(
+        self, plan: "Sequence[tuple[Sequence[Prompt], Variants]]", make: "Callable[[Settings], Endpoint]"
+    ) -> None:
+        """Measure each suite's prompts in its variants; results in the file are taken over with --resume."""
+        from bough.bench import runner
+
+        self.interruptible()
+        earlier = self._file.resume(self.head["settings"]) if self._resume else {}
+        cases = [
+            case
+            for prompts, variants in plan
+            for case in runner.cases(prompts, variants.budgets, variants.temperatures)
+        ]
+        keys = {key for case in cases for key in case.keys}
+        found = {key: line for key, line in earlier.items() if key in keys}
+
+        def measured(line: "Result") -> None:
+            self.found[runner.key_of(line)] = line
+            way = "plain" if line["budget"] == runner.PLAIN else "tree"
+            speed = f"{line['tok_s']:.1f} tok/s" if "tok_s" in line else "left out"
+            bar.update(len(found), len(keys), label=f"{line['prompt']} {way} {speed}")
+
+        columns = [BarColumn(), MofNCompleteColumn()]
+        with view.Bar("Measuring", columns, shown=self._shown) as bar, self._interrupt:
+            bar.update(len(found), len(keys))
+            with contextlib.suppress(KeyboardInterrupt):
+                if len(found) < len(keys):
+                    _warm_up(make(replace(self.settings, n_gen=WARM_UP_TOKENS)), cases)
+                lines = runner.measure(make(self.settings), cases, dict(found))
+                runner.record(self._file, self.head, found, lines, measured)
+        self.found |= found
+
+
+def _warm_up(endpoint: "Endpoint", cases: "Sequence[Case]") -> None:
+    from bough.bench.suites import Prompt
+
+    for budget in dict.fromkeys(case.budget for case in cases):
+        endpoint.generate(Prompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
+    endpoint.clear_cache()
+
+
+def measure_server(
+    run: BenchRun,
+    loaded: "Mapping[str, Sequence[Prompt]]",
+    grid: Grid,
+    url: str,
+    *,
+    key: str | None,
+    model: str | None,
+) -> None:
+    """Measure the suites on an OpenAI-compatible server."""
+    from bough.bench.remote import RemoteEndpoint
+    from bough.cli.chat import remote
+
+    backend = remote.RemoteBackend.connect(url, key=key, model=model)
+    base = remote.address(url)
+    run.head["settings"] |= {"model": backend.name, "draft": None, "url": base}
+    run.head |= {"device": f"the server {base}", "torch": "", "threads": 0}
+    trees = (grid.budgets if backend.ours else None) or [None]
+    plan = [(loaded[suite], grid.variants(suite, trees, plain=backend.ours)) for suite in loaded]
+
+    def connected(settings: "Settings") -> "Endpoint":
+        return RemoteEndpoint(
+            remote.client(base, key),
+            base,
+            model=backend.name,
+            ours=backend.ours,
+            settings=settings,
+            cancelled=run.cancelled,
+        )
+
+    run.measure(plan, connected)
+
+
+def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, Any]:
+    """Return the prompt and decode speed of the model alone."""
+    from bough.bench import speed
+
+    with screen.waiting("Measuring prompt and decode speed"), run.interruptible():
+        return speed.measure(session, run.cancelled)
+
+
+def measure_local(
+    run: BenchRun,
+    loaded: "Mapping[str, Sequence[Prompt]]",
+    grid: Grid,
+    target: Chosen,
+    config: EngineConfig,
+    screen: view.Screen,
+) -> None:
+    """Measure the suites with a model that is loaded here; the sweep has a session of its own."""
+    from bough.bench import machine
+    from bough.bench.measure import LocalEndpoint
+    from bough.prefix_cache.files import identity
+
+    run.head["settings"] |= {
+        "model": target.card.name if target.card else target.path.stem,
+        "draft": config.draft.path.name if config.draft else None,
+        # A draft that was trained again has the same name.
+        "files": identity([target.path, *([config.draft.path] if config.draft else [])])[:12],
+    }
+    trees = {
+        suite: grid.trees(suite, config.speculation.budget) if config.speculation else [] for suite in loaded
+    }
+    for sweeping in (False, True):
+        suites = [suite for suite in loaded if (suite == SWEEP) == sweeping]
+        if not suites or run.cancelled():
+            continue
+        speculation = config.speculation
+        if speculation is not None:
+            # A sweep measures what each size costs, so the policy may not choose another one.
+            speculation = replace(
+                speculation,
+                budget=max(trees[suites[0]]),
+                adaptive=not (sweeping or run.head["settings"]["fixed"]),
+            )
+        session = load_session(target.path, replace(config, speculation=speculation), screen)
+        run.head |= machine.of_session(session)
+        if not sweeping:
+            run.head["speed"] = _speed(run, session, screen)
+        if not session.template.supports_thinking:
+            run.settings = replace(run.settings, thinking=None)
+        plan = [(loaded[suite], grid.variants(suite, trees[suite], plain=True)) for suite in suites]
+        if run.cancelled():
+            return
+        run.measure(plan, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
+        del session  # the next one needs its memory

@@ -1,0 +1,152 @@
+"""What generates the replies of a chat: the protocol, and a session that is loaded here."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bough.cli import report
+from bough.cli.chat.conversation import OPTIONS, Settings
+from bough.cli.loading import summary
+from bough.errors import UsageError
+
+if TYPE_CHECKING:
+    from bough.session.requests import Finished
+    from bough.session.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """Tokens of the prompt that have been prefilled."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyEnd:
+    line: str  # of statistics
+    details: Mapping[str, Any]  # for /stats
+    tok_s: float = 0.0
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+Event = PromptProgress | ReasoningDelta | TextDelta | ReplyEnd
+
+
+class Backend(Protocol):
+    @property
+    def name(self) -> str:
+        """Return the model's name."""
+        ...
+
+    @property
+    def about(self) -> str:
+        """Return where it runs and how much it holds, as far as is known."""
+        ...
+
+    @property
+    def breakable(self) -> bool:
+        """Return whether a reply may be abandoned at any moment, without a request to stop."""
+        ...
+
+    def check(self, settings: Settings) -> None:
+        """Raise UsageError for settings that cannot be honoured."""
+        ...
+
+    def defaults(self, settings: Settings) -> Mapping[str, float]:
+        """Return the values of settings that are not set, where the backend has them."""
+        ...
+
+    def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Settings,
+        *,
+        seed: int,
+        cancelled: Callable[[], bool],
+    ) -> Generator[Event]: ...
+
+
+class Models(Protocol):
+    """Where the models of a chat come from."""
+
+    def find(self, name: str | None) -> Callable[[], Backend]:
+        """Return what loads a model; raise if there is none of this name."""
+        ...
+
+
+class LocalBackend:
+    breakable = False
+
+    def __init__(self, session: "Session", *, name: str, speculating: bool, drafted: bool):
+        """Answer with a loaded session. speculating: the engine proposes tokens; drafted: it has a draft."""
+        self.name = name
+        self._session = session
+        self._speculating = speculating
+        self._drafted = drafted
+
+    @property
+    def about(self) -> str:
+        return summary(self._session, drafted=self._drafted, speculating=self._speculating)
+
+    def check(self, settings: Settings) -> None:
+        if settings.thinking is not None and not self._session.template.supports_thinking:
+            raise UsageError(f"{self.name} has no switch for thinking in its chat template")
+        if settings.draft_budget and not self._speculating:
+            raise UsageError("the model was loaded without a draft", "start the chat without --no-draft")
+
+    def defaults(self, settings: Settings) -> Mapping[str, float]:
+        sampling = self._session.sampling_for(settings.thinking)
+        values = {name: getattr(sampling, name, None) for name in OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Settings,
+        *,
+        seed: int,
+        cancelled: Callable[[], bool],
+    ) -> Generator[Event]:
+        from bough.session.requests import Finished, Progress, Reasoning, Text, TextRequest
+
+        values = {name: value for name, value in settings.values.items() if name != "max_tokens"}
+        limit = settings.values.get("max_tokens")
+        sampling = replace(self._session.sampling_for(settings.thinking), **(values | {"seed": seed}))
+        request = TextRequest(
+            messages=messages,
+            max_tokens=None if limit is None else int(limit),
+            sampling=sampling,
+            stop=settings.stop,
+            thinking=settings.thinking,
+            thinking_budget=settings.thinking_budget,
+            draft_budget=settings.draft_budget,
+            cancelled=cancelled,
+        )
+        for event in self._session.generate(request):
+            match event:
+                case Progress():
+                    yield PromptProgress(event.done, event.total)
+                case Reasoning():
+                    yield ReasoningDelta(event.text)
+                case Text():
+                    yield TextDelta(event.text)
+                case Finished():
+                    plain = not self._speculating or settings.draft_budget == 0
+                    yield self._ended(event, plain=plain, sampled=sampling.temperature > 0)
+
+    def _ended(self, finished: "Finished", *, plain: bool, sampled: bool) -> ReplyEnd:
+        interrupted = finished.reason == "cancelled"
+        line = report.line(finished, plain=plain, sampled=sampled, interrupted=interrupted)
+        details = {"model": self.name, "finish_reason": finished.reason} | report.statistics(finished.stats)
+        return ReplyEnd(line, details, finished.stats.decode_tok_s, finished.stats.notes)

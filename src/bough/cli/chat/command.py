@@ -1,0 +1,213 @@
+"""`bough chat`: connects to a server or loads a model, and holds a conversation."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bough.cli import speculation, view
+from bough.cli.completion import model_names
+from bough.cli.loading import choose, engine_config, with_scorer
+from bough.cli.loading import load as load_session
+from bough.cli.options import (
+    MODEL_HELP,
+    EngineOptions,
+    KVCacheOptions,
+    Only,
+    Quiet,
+    SpeculationOptions,
+    System,
+    Think,
+    check_remote,
+    grouped,
+    panel,
+)
+from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
+from bough.cli.speculation import Chosen, Speculation
+from bough.config import EngineConfig, environment
+from bough.errors import UsageError
+
+if TYPE_CHECKING:
+    from bough.cli.chat.backend import Backend, Models
+    from bough.cli.chat.conversation import Conversation, Settings
+
+_server, _prompt, _sampling = panel("Server"), panel("Prompt"), panel("Sampling")
+
+ChatModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"{MODEL_HELP}; else BOUGH_MODEL. With --url: the name of a model on the server.",
+        autocompletion=model_names,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    url: Annotated[
+        str | None,
+        _server(
+            "--url",
+            metavar="URL",
+            help="Talk to an OpenAI-compatible server instead of loading a model: http://127.0.0.1:8000",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, _server("--api-key", metavar="KEY", help="For --url; else BOUGH_API_KEY.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationOptions:
+    system: System = None
+    load: Annotated[
+        Path | None, _prompt("--load", metavar="PATH", help="Go on with a conversation that /save wrote.")
+    ] = None
+    think: Think = None
+    settings: Annotated[
+        list[str] | None,
+        _sampling(
+            "--set",
+            metavar="NAME=VALUE",
+            help="What /set sets, by its name there; may be given several times.",
+        ),
+    ] = None
+
+
+# What a conversation has a setting for.
+ChatSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES, "seed", "stop"))]
+
+
+@grouped
+def chat(
+    *,
+    model: ChatModel = None,
+    remote: RemoteOptions,
+    beginning: ConversationOptions,
+    sampling: ChatSamplingOptions,
+    speculating: SpeculationOptions,
+    engine: EngineOptions,
+    cache: KVCacheOptions,
+    quiet: Quiet = False,
+) -> None:
+    """Talk with a model.
+
+    `/help` inside lists the commands; docs/chat.md describes them. Without a terminal each line of
+    standard input is a message or a command.
+
+    bough chat qwen3.6-27b
+
+    bough chat --url http://127.0.0.1:8000
+    """
+    screen = view.Screen(quiet=quiet)
+    speculation.check(speculating)
+    sampling.check(screen, system=beginning.system)
+    conversation, settings = _begin(beginning, sampling)
+    config = engine.config(cache)
+    models: Models
+    if remote.url is not None:
+        check_remote(engine, cache)
+        speculation.check_remote(speculating)
+        models = RemoteModels(remote.url, remote.api_key or environment().api_key, screen)
+    else:
+        config = with_scorer(config, engine, screen)
+        models = LocalModels(
+            speculating, config, think=beginning.think, offline=engine.offline, screen=screen
+        )
+    converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
+
+
+def converse(
+    models: "Models",
+    model: str | None,
+    conversation: "Conversation",
+    settings: "Settings",
+    *,
+    screen: view.Screen,
+    quiet: bool,
+    path: Path | None = None,
+) -> None:
+    """Load a model and hold a conversation with it. path: the file that the conversation is from."""
+    from bough.cli.chat.loop import Chat
+
+    load = models.find(model)
+    backend = load()
+    backend.check(settings)
+    chat = Chat(backend, conversation, settings, screen=screen, quiet=quiet, path=path)
+    chat.models, chat.reload = models, load
+    if code := chat.run():
+        raise typer.Exit(code)
+
+
+def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+    """Return a new or loaded conversation and its settings, changed by what the command line says."""
+    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.conversation import load as read
+
+    conversation, settings = (Conversation(), Settings()) if options.load is None else read(options.load)
+    conversation.system = options.system if options.system is not None else conversation.system
+    settings.thinking = options.think if options.think is not None else settings.thinking
+    settings.values |= sampling.given()
+    settings.stop += sampling.stops
+    if sampling.limit is not None:
+        settings.values["max_tokens"] = sampling.limit
+    for each in options.settings or ():
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise UsageError(f"--set is {each!r}; needs NAME=VALUE, as in top_p=0.9")
+        settings.set(name, value)
+    return conversation, settings
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModels:
+    """The models of a server."""
+
+    url: str
+    key: str | None
+    screen: view.Screen
+
+    def find(self, name: str | None) -> "Callable[[], Backend]":
+        """Return what connects to the server."""
+        return lambda: self._connect(name)
+
+    def _connect(self, name: str | None) -> "Backend":
+        from bough.cli.chat.remote import RemoteBackend
+
+        with self.screen.waiting(f"Connecting to {self.url}"):
+            return RemoteBackend.connect(self.url, key=self.key, model=name)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModels:
+    """Models that are loaded here, all with the same options."""
+
+    options: SpeculationOptions
+    config: EngineConfig
+    _: KW_ONLY
+    think: bool | None
+    offline: bool
+    screen: view.Screen
+
+    def find(self, name: str | None) -> "Callable[[], Backend]":
+        """Return what loads a model, which is fetched if it is not here; raise if there is none."""
+        target, proposing = choose(
+            name, self.options, think=self.think, offline=self.offline, screen=self.screen
+        )
+        return lambda: self._load(target, proposing)
+
+    def _load(self, target: Chosen, proposing: Speculation) -> "Backend":
+        from bough.cli.chat.backend import LocalBackend
+
+        session = load_session(target.path, engine_config(self.config, proposing), self.screen)
+        if proposing.note:
+            self.screen.note(proposing.note)
+        return LocalBackend(
+            session,
+            name=target.card.title if target.card else target.path.stem,
+            speculating=proposing.config is not None,
+            drafted=proposing.draft is not None,
+        )

@@ -1,0 +1,290 @@
+"""The loop of a chat: reads messages and commands, streams replies, keeps the conversation."""
+
+import contextlib
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from bough.cli import view
+from bough.cli.chat import conversation as saved
+from bough.cli.chat import slash_commands
+from bough.cli.chat.backend import (
+    Backend,
+    Event,
+    Models,
+    PromptProgress,
+    ReasoningDelta,
+    ReplyEnd,
+    TextDelta,
+)
+from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
+from bough.cli.chat.screen import PlainReply, Reply, TerminalReply, on_terminal
+from bough.cli.streams import OutputFailed
+from bough.errors import BoughError, PromptTooLong, UsageError
+
+LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
+
+
+class StopRequest:
+    """While entered, Ctrl-C requests the end of the reply; a second one, or `breakable`, raises at once."""
+
+    def __init__(self, *, breakable: bool):
+        self.requested = False
+        self._breakable = breakable
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _caught(self, _number: int, _frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if again or self._breakable:
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True, slots=True)
+class LastReply:
+    """The last reply and the seed and budget it was generated with."""
+
+    text: str
+    seed: int
+    draft_budget: int | None
+    tok_s: float
+
+
+@dataclass(slots=True)
+class Received:
+    """What has been received of a reply."""
+
+    text: str = ""
+    reasoning: str = ""
+    end: ReplyEnd | None = None
+
+    def add(self, event: Event, reply: Reply) -> None:
+        """Record an event and show it."""
+        match event:
+            case PromptProgress(done, total):
+                reply.reading(done, total)
+            case ReasoningDelta(piece):
+                self.reasoning += piece
+                reply.thought(piece)
+            case TextDelta(piece):
+                self.text += piece
+                reply.write(piece)
+            case ReplyEnd():
+                self.end = event
+
+
+class Chat:
+    def __init__(
+        self,
+        backend: Backend,
+        conversation: Conversation,
+        settings: Settings,
+        *,
+        screen: view.Screen,
+        quiet: bool = False,
+        path: Path | None = None,
+    ):
+        """Hold a conversation; path: the file it was loaded from."""
+        self.backend = backend
+        self.conversation = conversation
+        self.settings = settings
+        self.screen = screen
+        self.attachments: list[tuple[str, str]] = []  # names and texts, for the next message
+        self.path = path  # where it was last saved or loaded
+        self.ended: ReplyEnd | None = None
+        self._last: LastReply | None = None
+        self._quiet = quiet
+        self._terminal = on_terminal()
+        self._exit_code = 0
+        self.models: Models | None = None  # for /model
+        self.reload: Callable[[], Backend] | None = None  # loads the present one again
+
+    @property
+    def answered(self) -> bool:
+        return bool(self.conversation.messages) and self.conversation.messages[-1].role == "assistant"
+
+    def run(self) -> int:
+        """Run until the user leaves; return the exit code."""
+        source: Source = Lines()
+        if self._terminal:
+            source = Keyboard(history_file(), slash_commands.complete)
+            self.screen.note(f"{self.backend.name} · {self.backend.about}")
+            self.screen.note("/help shows commands, Ctrl-D leaves")
+        if self.path is not None:
+            self._loaded(self.path)
+        while True:
+            try:
+                self._turn(source)
+            except EOFError:
+                return self._exit_code
+
+    def _turn(self, source: Source) -> None:
+        """Read one line and handle it; show errors that do not end the chat."""
+        try:
+            if self._terminal:
+                view.plain("")
+                view.flush()
+            line = source.ask()
+            if line.strip():
+                self._handle(line)
+        except KeyboardInterrupt:
+            if not self._terminal:
+                raise
+        except OutputFailed:
+            raise
+        except BoughError as error:
+            view.failure(error, as_json=False)
+            # Without a terminal nobody reads the error: the exit code reports it.
+            self._exit_code = self._exit_code or (0 if self._terminal else error.exit_code)
+
+    def change(self, settings: Settings) -> None:
+        self.backend.check(settings)
+        self.settings = settings
+
+    def switch(self, name: str) -> None:
+        """Go on with another model; if it cannot be loaded, with the present one."""
+        if self.models is None or self.reload is None:
+            raise UsageError("this chat cannot change its model")
+        load = self.models.find(name)
+        del self.backend  # both may not fit in memory
+        try:
+            self.backend = load()
+        except (BoughError, RuntimeError, MemoryError):
+            self.backend = self.reload()
+            raise
+        self.reload, self._last = load, None
+        try:
+            self.backend.check(self.settings)
+        except UsageError as error:
+            self.settings = replace(self.settings, thinking=None, thinking_budget=None, draft_budget=None)
+            self.screen.notice(f"{error.message[0].upper()}{error.message[1:]}: set back to default.")
+
+    def load(self, path: Path) -> None:
+        conversation, settings = saved.load(path)
+        self.change(settings)
+        self.conversation, self.path, self._last = conversation, path, None
+        self._loaded(path)
+
+    def regenerate(self) -> None:
+        """Answer the last message again, with the same seed if only speculation changed, to compare speed."""
+        if not self.conversation.messages:
+            raise UsageError("there is no message to answer again")
+        before = self.conversation.take_reply()
+        made = self._last if before is not None and self._last and self._last.text == before.content else None
+        comparable = made is not None and made.draft_budget != self.settings.draft_budget
+        seed = made.seed if made is not None and comparable else self._seed()
+        try:
+            self._answer(seed)
+        finally:
+            if before is not None and not self.answered:
+                self.conversation.messages.append(before)
+        now = self._last
+        if made is not None and now is not None and comparable and self.answered:
+            same = "the same text" if now.text == made.text else "another text"
+            self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
+
+    def _handle(self, line: str) -> None:
+        if line.strip().lower() in LEAVING:
+            raise EOFError
+        if slash_commands.run(self, line):
+            return
+        message = Message("user", self._with_files(line))
+        self.conversation.messages.append(message)
+        try:
+            self._answer(self._seed())
+        finally:
+            if self.answered:
+                self.attachments.clear()
+            else:
+                self.conversation.undo()
+
+    def _with_files(self, line: str) -> str:
+        parts = []
+        for name, text in self.attachments:
+            fence = "```"
+            while fence in text:
+                fence += "`"
+            parts.append(f"{name}:\n{fence}\n{text.rstrip()}\n{fence}\n\n")
+        return "".join(parts) + line
+
+    def _seed(self) -> int:
+        return int(self.settings.values.get("seed", secrets.randbits(32)))
+
+    def _answer(self, seed: int) -> None:
+        """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
+        reply: Reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        stop = StopRequest(breakable=self.backend.breakable)
+        received = Received()
+        failure: BoughError | None = None
+        events = self.backend.reply(
+            self.conversation.request(), self.settings, seed=seed, cancelled=lambda: stop.requested
+        )
+        unseen = unechoed() if self._terminal else contextlib.nullcontext()
+        try:
+            with unseen, reply, stop, contextlib.suppress(KeyboardInterrupt), contextlib.closing(events):
+                for event in events:
+                    received.add(event, reply)
+        except (OutputFailed, BrokenPipeError):
+            raise
+        except (BoughError, RuntimeError, MemoryError) as error:
+            failure = _as_ours(error)
+        whole = received.end is not None and not stop.requested and failure is None
+        self._keep(received, seed, whole=whole)
+        self._report(received.end, stopped=stop.requested, kept=bool(received.text.strip()))
+        if failure is not None:
+            raise failure
+        if stop.requested and not self._terminal:
+            raise KeyboardInterrupt
+
+    def _keep(self, received: Received, seed: int, *, whole: bool) -> None:
+        """Append a reply to the conversation unless it is empty and incomplete."""
+        if not whole and not received.text.strip():
+            return
+        message = Message("assistant", received.text, received.reasoning, stopped=not whole)
+        self.conversation.messages.append(message)
+        self.ended = received.end or self.ended
+        speed = received.end.tok_s if received.end else 0.0
+        self._last = LastReply(received.text, seed, self.settings.draft_budget, speed)
+
+    def _report(self, ended: ReplyEnd | None, *, stopped: bool, kept: bool) -> None:
+        line = ended.line if ended else "interrupted" if stopped else ""
+        if stopped and not kept:
+            line += ": nothing was written, the message is removed"
+        if line:
+            self.screen.note(line)
+        for note in ended.notes if ended else ():
+            self.screen.notice(note)
+
+    def _loaded(self, path: Path) -> None:
+        """Show the last exchange of a loaded conversation."""
+        count = len(self.conversation.messages)
+        self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
+        for message in self.conversation.messages[-2:] if self._terminal else ():
+            with TerminalReply() as reply:
+                if message.role == "user":
+                    reply.thought(f"› {message.content}")
+                else:
+                    reply.write(message.content)
+
+
+def _as_ours(error: Exception) -> BoughError:
+    """Return an error with a hint that fits a chat."""
+    if isinstance(error, PromptTooLong):
+        hint = "/undo, /clear, or a larger --max-ctx" if error.raisable else "/undo or /clear"
+        return PromptTooLong(
+            error.tokens, error.limit, hint, raisable=error.raisable, at_least=error.at_least
+        )
+    if isinstance(error, BoughError):
+        return error
+    return BoughError(f"the model failed: {error}", "/save keeps the conversation")

@@ -1,0 +1,233 @@
+"""`bough doctor`: what this machine has, and whether its kernels compute correctly."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+import bough
+from bough.cli import view
+from bough.memory.host import physical_memory
+
+LIBRARIES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "typer", "rich")
+LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
+BFLOAT16_CAPABILITY = (8, 0)
+BROKEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    status: Literal["ok", "note", "warn", "fail"]
+    detail: str
+    hint: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check this machine: Python, PyTorch, GPU, memory, disk, model cache, and a test of the kernels.
+
+    The exit code is 1 when something is broken. Having no GPU is not.
+    """
+    screen = view.Screen(quiet=as_json)
+    found = []
+    with screen.waiting("Checking"):
+        for part in (system, pytorch, native_code, resources, models, kernels):
+            found += part()
+    broken = [check.name for check in found if check.status == "fail"]
+    if as_json:
+        view.print_json({"ok": not broken, "checks": [asdict(check) for check in found]})
+    else:
+        view.checks([(check.status, check.name, check.detail, check.hint) for check in found])
+        view.plain(f"\n{len(broken)} broken: {', '.join(broken)}" if broken else "\nEverything works.")
+    if broken:
+        raise typer.Exit(BROKEN)
+
+
+def system() -> Iterator[Check]:
+    yield Check("bough", "ok", bough.__version__)
+    yield Check("python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield Check("platform", "ok", f"{platform.platform()}, {os.cpu_count()} CPUs")
+    versions = {name: _version(name) for name in LIBRARIES}
+    missing = [name for name, version in versions.items() if version is None]
+    listed = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    hint = f"pip install {' '.join(missing)}" if missing else ""
+    yield Check("libraries", "fail" if missing else "ok", listed, hint)
+
+
+def pytorch() -> Iterator[Check]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Check("torch", "fail", f"cannot be imported: {error}", "reinstall it: https://pytorch.org")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield Check("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
+    triton = _version("triton")
+    if triton:
+        yield Check("triton", "ok", triton)
+    else:
+        yield Check("triton", "note", "not installed: kernels run in plain PyTorch, which is slower on a GPU")
+    yield from _graphics(torch)
+
+
+def native_code() -> Iterator[Check]:
+    """Yield whether models run in native code on this CPU."""
+    try:
+        from bough.kernels.native.library import find_library
+    except (ImportError, OSError):
+        return
+    library, detail = find_library()
+    if library is None:
+        hint = "install a C compiler, then the package again" if "compiler" in detail else ""
+        yield Check("native CPU code", "note", f"none, {detail}: PyTorch computes on a CPU, slowly", hint)
+    else:
+        yield Check("native CPU code", "ok", f"for {detail}")
+
+
+def _graphics(torch: Any) -> Iterator[Check]:
+    driver = _driver()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            yield _card(torch, index, driver)
+    elif driver is None:
+        yield Check("gpu", "note", "none: no NVIDIA driver is loaded; models run on the CPU, slowly")
+    elif torch.version.cuda is None:
+        hint = "install a PyTorch with CUDA: https://pytorch.org/get-started/locally"
+        yield Check("gpu", "warn", f"not used: driver {driver} is there, but this PyTorch has no CUDA", hint)
+    else:
+        yield _no_card(torch, driver)
+
+
+def _no_card(torch: Any, driver: str) -> Check:
+    """Return why PyTorch cannot use the GPU although a driver is loaded."""
+    reason = "No CUDA GPUs are available"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    if "No CUDA GPUs" in reason:
+        hint = "is CUDA_VISIBLE_DEVICES set? It hides cards that are not in it"
+        return Check("gpu", "warn", f"none visible (driver {driver}): models run on the CPU, slowly", hint)
+    hint = f"the driver must support CUDA {torch.version.cuda}: update it, or install an older PyTorch"
+    return Check("gpu", "fail", f"cannot be used (driver {driver}): {reason}", hint)
+
+
+def _card(torch: Any, index: int, driver: str | None) -> Check:
+    free, total = torch.cuda.mem_get_info(index)
+    capability = torch.cuda.get_device_capability(index)
+    detail = (
+        f"{torch.cuda.get_device_name(index)}, {view.amount(free)} of {view.amount(total)} free, "
+        f"compute capability {capability[0]}.{capability[1]}, driver {driver or 'unknown'}"
+    )
+    if capability < BFLOAT16_CAPABILITY:
+        return Check(
+            f"gpu {index}", "warn", detail, "cards before Ampere have no bfloat16 units and are slow here"
+        )
+    return Check(f"gpu {index}", "ok", detail)
+
+
+def _driver() -> str | None:
+    """Return the version of the NVIDIA driver; None: there is no driver."""
+    try:
+        found = re.search(
+            r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text()
+        )
+        if found:
+            return found[1]
+    except OSError:
+        pass
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.split("\n")[0].strip() or None
+
+
+def resources() -> Iterator[Check]:
+    try:
+        import torch
+
+        from bough.memory.device import available_memory
+    except (ImportError, OSError):
+        return
+    free = available_memory(torch.device("cpu"))
+    yield Check("memory", "ok", f"{view.amount(free)} of {view.amount(physical_memory())} free")
+
+
+def models() -> Iterator[Check]:
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError:
+        return
+    cache = Path(constants.HF_HUB_CACHE)
+    folders = list(cache.glob("models--*"))
+    size = sum(blob.stat().st_size for folder in folders for blob in folder.glob("blobs/*") if blob.is_file())
+    yield Check("model cache", "ok", f"{cache}: {len(folders)} repositories, {view.amount(size)}")
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    hint = "set HF_HOME to a folder on a larger disk" if free < LOW_DISK else ""
+    yield Check("disk", "warn" if hint else "ok", f"{view.amount(free)} free for the model cache", hint)
+    token = get_token()
+    yield Check(
+        "hub token",
+        "ok" if token else "note",
+        "present" if token else "none; only gated and private models need one",
+    )
+
+
+def kernels() -> Iterator[Check]:
+    try:
+        import torch
+
+        from bough.cli import selftest
+    except (ImportError, OSError) as error:
+        yield Check("kernels", "fail", f"cannot be tested: {error}", "see the torch line")
+        return
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        tests = selftest.tests(torch.device(device))
+        if device == "cuda" and _version("triton"):
+            tests["triton"] = selftest.triton_kernel
+        for name, test in tests.items():
+            yield _timed(f"{name} ({device})", test, selftest.TOLERANCE[device])
+
+
+def _timed(name: str, test: Callable[[], float], tolerance: float) -> Check:
+    start = time.perf_counter()
+    try:
+        error = test()
+    except Exception as problem:  # anything that a driver or compiler raises is the finding
+        first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        return Check(
+            name,
+            "fail",
+            f"{type(problem).__name__}: {first[:200]}",
+            "bough run --device cpu avoids the GPU",
+        )
+    elapsed = f"{1000 * (time.perf_counter() - start):.0f} ms"
+    if not error <= tolerance:
+        return Check(
+            name, "fail", f"relative error {error:.1e}, needed at most {tolerance:.0e}", "please report this"
+        )
+    return Check(name, "ok", f"relative error {error:.1e}, {elapsed}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

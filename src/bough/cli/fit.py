@@ -1,0 +1,108 @@
+"""`bough show --fit`: how a model would be loaded on a GPU, and which contexts fit. Loads no weights."""
+
+from typing import TYPE_CHECKING, Any
+
+from bough.cli import view
+from bough.cli.flags import with_flags
+from bough.config import EngineConfig
+from bough.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec
+
+
+def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[str, Any]:
+    """Return the plan for the GPU of this machine, else for one with as much memory as the limit."""
+    import torch
+
+    from bough.memory.device import assumed_budget, memory_budget
+    from bough.memory.planner import MemoryPlanner
+
+    device = torch.device("cuda")
+    if torch.cuda.is_available():
+        budget = memory_budget(device, config.vram_limit)
+    elif config.vram_limit is None:
+        raise UsageError("there is no GPU here to plan for", "--vram-limit 24g plans for one of that size")
+    else:
+        budget = assumed_budget(config.vram_limit)
+    planner = MemoryPlanner.create(file, spec, config, device, budget)
+    facts: dict[str, Any] = {
+        "limit_bytes": budget.limit,
+        "in_use_bytes": budget.in_use,
+        "context": planner.context,
+        "draft": str(config.draft.path) if config.draft else None,
+        "pairs": [
+            {
+                "keys": option.formats[0].name,
+                "values": option.formats[1].name,
+                "max_context": option.max_ctx,
+                "total_bytes": option.total,
+                "fits": option.fits,
+                "host_embedding": option.host_embedding,
+            }
+            for option in planner.options()
+        ],
+        "plan": None,
+        "problem": None,
+    }
+    try:
+        plan = planner.plan()
+    except ResourceError as error:
+        return facts | {"problem": {"message": with_flags(error.message), "hint": with_flags(error.hint)}}
+    for option, row in zip(planner.options(), facts["pairs"], strict=True):
+        if option.formats == plan.kv and plan.max_ctx == planner.context:
+            row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
+    chosen = {
+        "keys": plan.kv[0].name,
+        "values": plan.kv[1].name,
+        "context": plan.max_ctx,
+        "parallel": plan.sequences,
+        "shared_tokens": plan.kv_tokens,
+        "reason": plan.reason,
+        "host_embedding": plan.host_embedding,
+        "prefill_chunk": plan.prefill_chunk,
+        "parts": dict(plan.parts),
+        "total_bytes": plan.total,
+        "line": with_flags(plan.line()),
+        "notes": [with_flags(note) for note in plan.notes()],
+    }
+    return facts | {"plan": chosen}
+
+
+def show(facts: dict[str, Any]) -> None:
+    plan, problem = facts["plan"], facts["problem"]
+    limit = view.amount(facts["limit_bytes"])
+    if plan is not None:
+        rows = [[name, view.amount(size)] for name, size in plan["parts"].items()]
+        view.table(
+            f"On a GPU with {limit}", ["part", "size"], [*rows, ["total", view.amount(plan["total_bytes"])]]
+        )
+    chosen = None if plan is None else (plan["keys"], plan["values"])
+    view.table(
+        f"KV cache, on {limit}",
+        ["format", "longest context", f"all, at {facts['context']:,}", "what it means"],
+        [
+            [
+                "/".join(dict.fromkeys((row["keys"], row["values"]))),
+                f"{row['max_context']:,}",
+                view.amount(row["total_bytes"]),
+                _meaning(row, (row["keys"], row["values"]) == chosen),
+            ]
+            for row in facts["pairs"]
+        ],
+        texts=["what it means"],
+    )
+    if plan is None:
+        view.paragraphs(problem["message"], f"hint: {problem['hint']}")
+    else:
+        view.paragraphs(plan["line"], *plan["notes"])
+
+
+def _meaning(row: dict[str, Any], chosen: bool) -> str:
+    words = ["chosen" if chosen else "fits" if row["fits"] else "too large"]
+    if chosen and not row["fits"]:
+        words.append("with a shorter context")
+    if row["host_embedding"] and row["fits"]:
+        words.append("token embedding in host memory")
+    return ", ".join(words)

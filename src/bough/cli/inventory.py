@@ -1,0 +1,59 @@
+"""The models in the hub's cache that can be run: targets, drafts, which belong together. Imports no torch."""
+
+from dataclasses import dataclass
+
+from bough.errors import ModelFileError, ModelNotFound
+from bough.hub import catalog
+from bough.hub.cache import Cached, contents
+from bough.hub.catalog import Card
+from bough.session.pairing import card_of
+
+DRAFT_ARCHITECTURE = "dflash"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    files: Cached
+    architecture: str
+    card: Card | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    targets: list[Target]
+    drafts: list[Cached]
+    others: int  # GGUF models that cannot be run
+
+    def users(self, repo: str) -> list[Target]:
+        """Return the targets here whose draft is in this repository."""
+        names = {card.name for card in catalog.of_draft(repo)}
+        return [target for target in self.targets if target.card is not None and target.card.name in names]
+
+    def draft_of(self, card: Card) -> Cached | None:
+        repo = card.draft.repo.lower() if card.draft else None
+        return next((draft for draft in self.drafts if draft.repo.lower() == repo), None)
+
+
+def inventory() -> Inventory:
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import FAMILIES
+
+    targets, drafts, others = [], [], 0
+    for files in contents():
+        if files.path.suffix != ".gguf":
+            drafts.append(files)
+            continue
+        try:
+            with GGUFFile.open(files.path) as file:
+                architecture = file.architecture
+                card = card_of(file, files.repo) if architecture in FAMILIES else None
+        except (ModelNotFound, ModelFileError):
+            others += 1
+            continue
+        if architecture == DRAFT_ARCHITECTURE:
+            drafts.append(files)
+        elif architecture in FAMILIES:
+            targets.append(Target(files, architecture, card))
+        else:
+            others += 1
+    return Inventory(targets, drafts, others)

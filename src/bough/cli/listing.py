@@ -1,0 +1,201 @@
+"""`bough list`: models and drafts on this machine, and names that can be pulled."""
+
+import re
+import shutil
+import subprocess
+from typing import Annotated, Any
+
+import typer
+
+from bough.cli import view
+from bough.cli.completion import pulled_names
+from bough.cli.inventory import Inventory, Target, inventory
+from bough.errors import UsageError
+from bough.hub import catalog
+from bough.hub.cache import Cached
+from bough.hub.download import cache_folder, offered
+from bough.hub.names import readable
+from bough.hub.resolve import meaning
+from bough.memory.host import physical_memory
+
+BYTES_PER_WEIGHT = 0.61  # of Q4_K_M, which the cards name
+# A model needs about this much more than its file: draft, buffers, a context of some thousand tokens.
+OVERHEAD, RUNNING = 1.1, 1 << 30
+
+
+def list_models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A short name or USER/REPO on huggingface.co: list its quantisations.",
+            autocompletion=pulled_names,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the models that are here, in the package and the Hugging Face cache, and names to pull."""
+    if name is not None:
+        return _quantisations(name, as_json=as_json)
+    with view.Screen(quiet=as_json).waiting("Reading the cache"):
+        found = inventory()
+    device, memory = _memory()
+    facts = {
+        "cache": str(cache_folder()),
+        "device": device,
+        "memory_bytes": memory,
+        "built_in": _built_in(),
+        "models": [_model(target, found) for target in found.targets],
+        "drafts": [_draft(draft) for draft in found.drafts],
+        "others": found.others,
+        "available": _available(found),
+    }
+    for row in (*facts["built_in"], *facts["models"], *facts["available"]):
+        row["fits"] = _does_fit(row["size_bytes"], memory)
+    if as_json:
+        view.print_json(facts)
+    else:
+        _print(facts)
+
+
+def _does_fit(size: int, memory: int) -> bool:
+    return OVERHEAD * size + RUNNING <= memory
+
+
+def _quantisations(name: str, *, as_json: bool) -> None:
+    """Show what can be pulled from the repository that a name means."""
+    repo = meaning(name).repo
+    if repo is None:
+        raise UsageError(f"{name} is here already, needed a name on huggingface.co", f"bough show {name}")
+    with view.Screen(quiet=as_json).waiting(f"Asking for {repo.repo}"):
+        found = offered(repo.repo)
+    device, memory = _memory()
+    rows: list[dict[str, Any]] = [
+        {"name": f"{repo.repo}:{each.label}", "size_bytes": each.size, "fits": _does_fit(each.size, memory)}
+        for each in found
+    ]
+    if as_json:
+        return view.print_json({"repo": repo.repo, "device": device, "memory_bytes": memory, "models": rows})
+    shown = [[row["name"], readable(row["size_bytes"]), _fits(row)] for row in rows]
+    view.table(f"{repo.repo} (bough pull NAME)", ["model", "size", "fits"], shown)
+    view.plain(f"\nfits: with a short context on {device}, {view.amount(memory)}")
+
+
+def _memory() -> tuple[str, int]:
+    """Return name and bytes of the largest GPU, without one of the host's memory. Imports no torch."""
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    if shutil.which(query[0]):
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+            cards = [line.split(",", 1) for line in answer.strip().splitlines()]
+            size, name = max((int(size) << 20, name.strip()) for size, name in cards)
+            return name, size
+        except (OSError, ValueError, subprocess.SubprocessError):
+            pass
+    return "CPU", physical_memory()
+
+
+def _built_in() -> list[dict[str, Any]]:
+    """Return the pairs inside the package, in the form of `_model`."""
+    return [
+        {
+            "name": card.name,
+            "card": card.name,
+            "quant": "",
+            "architecture": card.match.architecture,
+            "size_bytes": card.pair.target.stat().st_size,
+            "path": str(card.pair.target),
+            "draft": {"repo": "comes with it", "present": True},
+        }
+        for card in catalog.cards()
+        if card.pair is not None
+    ]
+
+
+def _about(card: catalog.Card) -> int:
+    """Return about how many bytes the target of a card takes, by the parameters in its name."""
+    match = re.search(r"([0-9.]+)b\b", card.name)
+    return int(float(match[1]) * 1e9 * BYTES_PER_WEIGHT) if match else 0
+
+
+def _model(target: Target, found: Inventory) -> dict[str, Any]:
+    card, draft = target.card, None
+    if card is not None and card.draft is not None:
+        draft = {"repo": card.draft.repo, "present": found.draft_of(card) is not None}
+    return {
+        "name": str(target.files),
+        "card": card.name if card else None,
+        "quant": target.files.quant,
+        "architecture": target.architecture,
+        "size_bytes": target.files.size,
+        "path": str(target.files.path),
+        "draft": draft,
+    }
+
+
+def _draft(draft: Cached) -> dict[str, Any]:
+    return {
+        "name": str(draft),
+        "cards": [card.name for card in catalog.of_draft(draft.repo)],
+        "size_bytes": draft.size,
+        "path": str(draft.path),
+    }
+
+
+def _available(found: Inventory) -> list[dict[str, Any]]:
+    """Return the cards that have no target in the cache."""
+    here = {target.card.name for target in found.targets if target.card is not None}
+    return [
+        {
+            "name": card.name,
+            "target": str(card.target),
+            "draft": card.draft and card.draft.repo,
+            "size_bytes": _about(card),
+        }
+        for card in catalog.cards()
+        if card.target is not None and card.name not in here
+    ]
+
+
+def _print(facts: dict[str, Any]) -> None:
+    rows = [
+        [row["name"], row["card"] or "–", view.amount(row["size_bytes"]), _fits(row), _state(row)]
+        for row in (*facts["built_in"], *facts["models"])
+    ]
+    columns = ["model", "short name", "size", "fits", "draft"]
+    view.table(f"Models here and in {facts['cache']}", columns, rows, texts=("short name", "draft"))
+    if facts["drafts"]:
+        rows = [
+            [row["name"], ", ".join(row["cards"]) or "–", view.amount(row["size_bytes"])]
+            for row in facts["drafts"]
+        ]
+        view.table("Drafts", ["draft", "of", "size"], rows, texts=("of",))
+    if facts["available"]:
+        rows = [
+            [
+                row["name"],
+                f"{row['size_bytes'] / 1e9:.1f} GB",
+                _fits(row),
+                row["target"],
+                row["draft"] or "none",
+            ]
+            for row in facts["available"]
+        ]
+        columns = ["short name", "about", "fits", "target", "draft"]
+        heading = "Not here yet (bough pull NAME; bough show NAME --fit)"
+        view.table(heading, columns, rows, texts=("target", "draft"), dim=True)
+    view.plain(f"\nfits: with a short context on {facts['device']}, {view.amount(facts['memory_bytes'])}")
+    if facts["others"]:
+        view.plain(f"\n{facts['others']} other GGUF files there cannot be run.")
+
+
+def _fits(row: dict[str, Any]) -> str:
+    return "yes" if row["fits"] else "no"
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["draft"] is None:
+        return "none"
+    if row["draft"]["present"]:
+        return row["draft"]["repo"]
+    return f"missing: bough pull {row['card']} --draft-only"

@@ -1,0 +1,206 @@
+"""From a model's name to a loaded session, for every command that generates text."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from bough.cli import view
+from bough.cli.flags import with_flags
+from bough.cli.footprint import on_cpu
+from bough.cli.interrupt import held
+from bough.cli.options import EngineOptions, SpeculationOptions
+from bough.cli.speculation import Chosen, Speculation, decide, downloading
+from bough.config import EngineConfig, environment
+from bough.errors import UsageError
+from bough.hub.catalog import EMBEDDED, Card
+from bough.hub.resolve import Meaning, meaning, resolve
+from bough.session.folders import costs_file
+from bough.session.pairing import card_of
+
+if TYPE_CHECKING:
+    from bough.session.session import Session
+
+
+def choose(
+    name: str | None,
+    options: SpeculationOptions,
+    *,
+    offline: bool,
+    screen: view.Screen,
+    think: bool | None = None,
+) -> tuple[Chosen, Speculation]:
+    """Return the model to load, named or from the environment, and how tokens are proposed for it."""
+    from bough.gguf.read_ahead import read_ahead
+
+    settings = environment()
+    offline = offline or settings.offline
+    name = name if name is not None else settings.target
+    target = find(name, think=think, offline=offline, screen=screen)
+    read_ahead(target.path)
+    return target, decide(options, target, offline=offline, screen=screen)
+
+
+def engine_config(config: EngineConfig, speculation: Speculation) -> EngineConfig:
+    """Return the engine's settings with speculation and the step costs of earlier runs."""
+    return replace(config, speculation=speculation.config, draft=speculation.draft, costs=costs_file())
+
+
+def with_scorer(config: EngineConfig, options: EngineOptions, screen: view.Screen) -> EngineConfig:
+    """Return the settings with the file of the model that scores long prompts, fetched if it is not here."""
+    if options.compress_scorer == "words":
+        return config
+    offline = options.offline or environment().offline
+    scorer = find(options.compress_scorer, think=None, offline=offline, screen=screen).path
+    return replace(config, compress=replace(config.compress, scorer=scorer))
+
+
+def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
+    """Return the model's file, fetched if it is not here yet; no name: the pair inside the package."""
+    if name is None:
+        screen.notice(f"No model given: using {EMBEDDED}, the small one that comes with Bough.")
+    meant = meaning(EMBEDDED if name is None else name)
+    with downloading(screen, str(meant.fetched), again="the same command") as bar:
+        path = resolve(meant, offline=offline, progress=bar)
+    card, mtp = _inspected(path, meant, think=think)
+    return Chosen(path, card, fetched=bar.began, mtp=mtp)
+
+
+def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[Card | None, bool]:
+    """Return the model's card and whether its file has an MTP block.
+
+    Checks `think` before the weights are loaded, which may take minutes.
+    """
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec, has_mtp
+    from bough.text.template import ChatTemplate
+
+    with GGUFFile.open(path) as file:
+        if think is not None and not ChatTemplate.from_metadata(file.metadata).supports_thinking:
+            raise UsageError(
+                f"{path.name} has no switch for thinking in its chat template",
+                "leave out --think and --no-think",
+            )
+        card = meant.card or card_of(file, meant.repo.repo if meant.repo else None)
+        return card, has_mtp(file, ModelSpec.from_gguf(file))
+
+
+class LoadingBar:
+    """Progress while a session is loaded: bytes read, then kernels compiled, then CUDA graphs captured."""
+
+    def __init__(self, name: str, screen: view.Screen):
+        self._screen = screen
+        self._bar = screen.loading(f"Loading {name}")
+        self._counted = ""  # what the bar counts
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def reading(self, done: int, total: int) -> None:
+        self._bar.update(done, total)
+
+    def compiling(self, done: int, total: int) -> None:
+        self._count("Compiling kernels", done, total)
+
+    def warming(self, done: int, total: int) -> None:
+        self._count("Capturing CUDA graphs", done, total)
+
+    def _count(self, label: str, done: int, total: int) -> None:
+        if self._counted != label:
+            self._counted = label
+            self._bar.stop()
+            self._bar = self._screen.counting(label).__enter__()
+        self._bar.update(done, total)
+
+    def stop(self) -> None:
+        """Remove the bar; may be called more than once."""
+        self._bar.stop()
+
+
+class _Warnings(logging.Handler):
+    """Shows logged warnings, about a damaged snapshot for example, as those of a command."""
+
+    def __init__(self, screen: view.Screen):
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.warning(with_flags(record.getMessage()), "")
+
+
+def show_warnings(screen: view.Screen) -> None:
+    """Show what is logged below the command line from now on, warnings and errors alone."""
+    logging.getLogger("bough").handlers = [_Warnings(screen)]
+
+
+def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
+    """Return a loaded session, with progress and notes on the screen."""
+    with screen.waiting("Starting PyTorch"), held():
+        from bough.session.loading import load_session
+    show_warnings(screen)
+    with LoadingBar(path.name, screen) as bar:
+        session = load_session(
+            path, config, progress=bar.reading, compiling=bar.compiling, warming=bar.warming
+        )
+    describe(session, path, screen)
+    return session
+
+
+def describe(session: "Session", path: Path, screen: view.Screen) -> None:
+    """Show how a session was loaded, as far as users should notice."""
+    plan = session.plan
+    if not plan.expanded:
+        _warn_of_packed_weights(session, path, screen)
+    for note in plan.notes():
+        screen.notice(note[0].upper() + note[1:])
+    approximate = session.engine.approximate
+    if approximate:
+        on_cpu = session.engine.target.device.type == "cpu" and not session.engine.states.approximate
+        page = "docs/cpu.md" if on_cpu else "docs/long-context.md"
+        screen.notice(f"Approximate: {', '.join(approximate)}. {page} has the cost.")
+    if session.compresses:
+        screen.note("Long prompts are compressed, approximately: docs/compression.md says what is lost.")
+    if approximate or session.engine.target.device.type == "cuda":
+        screen.note(plan.line())
+    if session.engine.target.device.type == "cuda":
+        screen.note(loaded_line(session.load_seconds))
+    if note := plan.backend_note():
+        screen.notice(with_flags(note))
+
+
+def loaded_line(seconds: Mapping[str, float]) -> str:
+    """Return how long loading took, and its phases."""
+    phases = ", ".join(f"{name} {each:.1f}" for name, each in seconds.items() if each >= 0.05)
+    return f"Loaded in {sum(seconds.values()):.1f} s: {phases}"
+
+
+def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:
+    """Return a session's context, device and what proposes tokens, for the line at the start."""
+    from bough.memory.device import device_name
+
+    target = session.engine.target
+    threads = f"CPU, {target.threads} thread{'s' * (target.threads != 1)}"
+    device = device_name(target.device) if target.device.type == "cuda" else threads
+    proposing = "with a draft" if drafted else "without a draft" if speculating else "plain decoding"
+    return f"context {session.max_ctx:,} tokens · {device} · {proposing}"
+
+
+def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec
+
+    with GGUFFile.open(path) as file:
+        need = on_cpu(file, ModelSpec.from_gguf(file))
+    draft = f" and its draft {view.amount(session.plan.draft)}" if session.plan.draft else ""
+    screen.warning(
+        f"the weights need {view.amount(need.weights)}{draft} expanded, with room for the context, and "
+        f"{view.amount(session.plan.budget.free)} are free on this CPU: they stay packed, "
+        "and answers come very slowly",
+        f"close other programs, {'use --no-draft, ' if draft else ''}take a model with fewer parameters, "
+        "or a machine with more memory; a smaller quantisation does not help",
+    )

@@ -1,0 +1,357 @@
+"""`bough run`: one prompt in, one answer out; on a terminal without a prompt, a chat."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bough.cli import report, speculation, view
+from bough.cli.chat.command import LocalModels, converse
+from bough.cli.command import INTERRUPTED
+from bough.cli.interrupt import Interrupt, held
+from bough.cli.loading import choose, engine_config, load, with_scorer
+from bough.cli.options import (
+    COMPRESS,
+    HARDWARE,
+    AsJson,
+    EngineOptions,
+    KVCacheOptions,
+    Model,
+    Only,
+    Quiet,
+    SpeculationOptions,
+    System,
+    Think,
+    grouped,
+    panel,
+)
+from bough.cli.sampling import GREEDY, SamplingOptions
+from bough.cli.speculation import Chosen, Speculation
+from bough.errors import UsageError
+
+if TYPE_CHECKING:
+    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.session.session import Finished, Session, TextRequest
+
+CHAT_HINT = "bough chat MODEL, or a terminal, starts a conversation"
+_prompt, _output = panel("Prompt"), panel("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False),
+    ] = None
+    prompt: Annotated[
+        str | None,
+        _prompt(
+            "--prompt",
+            "-p",
+            help="What to answer. Standard input, unless it is a terminal, is added to it: "
+            "in a loop that reads a file, write `</dev/null` after the command.",
+        ),
+    ] = None
+    file: Annotated[
+        Path | None,
+        _prompt("--file", "-f", metavar="PATH", help="A text file that follows the prompt, or is all of it."),
+    ] = None
+    system: System = None
+    raw: Annotated[
+        bool, _prompt("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False
+    think: Think = None
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        if self.raw and (self.system is not None or self.think is not None):
+            flag = "--system" if self.system is not None else "--think and --no-think"
+            raise UsageError(
+                f"{flag} and --raw exclude each other: without a chat template there are no roles"
+            )
+        if self.words and self.prompt is not None:
+            raise UsageError("a prompt was given both after the model and with --prompt, needed once")
+
+    @property
+    def text(self) -> str | None:
+        """Return the prompt of the command line."""
+        return " ".join(self.words) if self.words else self.prompt
+
+    def apart_from(self, model: str | None) -> "tuple[str | None, PromptOptions]":
+        """Return the model and the prompt; a sentence where the model belongs is the prompt."""
+        alone = not self.words and self.prompt is None
+        if model is None or not alone or not _is_sentence(model):
+            return model, self
+        return None, replace(self, words=[model])
+
+
+def _is_sentence(name: str) -> bool:
+    """Return whether a text has several words and is no file."""
+    if len(name.split()) < 2 or name.lower().endswith(".gguf"):
+        return False
+    try:
+        return not Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    as_json: AsJson = False
+    logprobs: Annotated[
+        int | None,
+        _output(
+            "--logprobs",
+            min=0,
+            max=100,
+            metavar="N",
+            help="With --json: each token's log probability and those of the N likeliest.",
+        ),
+    ] = None
+    show_kept: Annotated[
+        bool,
+        _output(
+            "--show-kept",
+            help="With --compress auto: show the prompt on standard error, with what is left out in grey, "
+            "or as [-...-] without colours.",
+        ),
+    ] = False
+    quiet: Quiet = False
+
+    def check(self, engine: EngineOptions) -> None:
+        """Refuse options that contradict each other."""
+        if self.logprobs is not None and not self.as_json:
+            raise UsageError("--logprobs needs --json, which shows them")
+        if self.show_kept and engine.compress == "off":
+            raise UsageError("--show-kept needs --compress auto, which leaves something out")
+
+
+# Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
+RunEngineOptions = Annotated[
+    EngineOptions,
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE, *COMPRESS)),
+]
+
+
+@grouped
+def run(
+    *,
+    model: Model = None,
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    speculating: SpeculationOptions,
+    engine: RunEngineOptions,
+    cache: KVCacheOptions,
+    output: OutputOptions,
+) -> None:
+    """Answer one prompt; on a terminal without a prompt, chat.
+
+    The answer goes to standard output and everything else to standard error, so that it can be piped;
+    reasoning is shown on a terminal only. The text is that of `--no-draft`, to the bit.
+
+    bough run qwen3.6-27b "Why is the sky blue?"
+
+    git diff | bough run model.gguf -p "Write a commit message for this."
+    """
+    screen = view.Screen(quiet=output.quiet, notes=not output.as_json)
+    speculation.check(speculating)
+    sampling.check(screen, system=prompt.system)
+    prompt.check()
+    output.check(engine)
+    model, prompt = prompt.apart_from(model)
+    text = _read_prompt(prompt, screen)
+    if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
+        config = with_scorer(engine.config(cache), engine, screen)
+        loader = LocalModels(speculating, config, think=prompt.think, offline=engine.offline, screen=screen)
+        return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
+    if text is None:
+        raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")
+    target, proposing = choose(model, speculating, think=prompt.think, offline=engine.offline, screen=screen)
+    _check_sampling(sampling, screen)
+    engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
+    settings = engine_config(engine.config(cache), proposing)
+    session = load(target.path, with_scorer(settings, engine, screen), screen)
+    if session.template.is_fallback and not prompt.raw:
+        screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
+    answer = view.Answer(shown=not output.as_json)
+    interrupt = Interrupt()
+    request = _request(
+        session, text, prompt, sampling, logprobs=output.logprobs, cancelled=lambda: interrupt.requested
+    )
+    with interrupt:
+        if output.show_kept:
+            request = session.prepare(request)
+            _show_kept(request)
+        finished = _generate(session, request, answer, screen)
+    answer.end()
+    if output.as_json:
+        _print_json(answer, finished, session, target, proposing)
+    else:
+        line = report.line(
+            finished,
+            plain=proposing.config is None,
+            sampled=request.sampling.temperature > 0,
+            interrupted=interrupt.requested,
+            width=report.WIDTH if sys.stderr.isatty() else None,
+        )
+        spent = report.spent_on_reasoning(
+            finished,
+            answer.text,
+            limit=sampling.limit,
+            switch=session.template.supports_thinking,
+            raisable=session.limits.raisable,
+        )
+        _print_statistics(line, finished, proposing, screen, spent=spent)
+    if interrupt.requested:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show_kept(request: "TextRequest") -> None:
+    compressed = request.encoded.compressed if request.encoded is not None else None
+    messages = request.messages or [{"role": "prompt", "content": request.prompt}]
+    for index, message in enumerate(messages):
+        view.kept([(True, f"{message['role']}:")])
+        document = compressed.documents.get((index, None)) if compressed is not None else None
+        view.kept(document.runs() if document is not None else [(True, str(message["content"]))])
+
+
+def _on_terminal() -> bool:
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+
+
+def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+    """Return an empty conversation with the settings of the command line."""
+    from bough.cli.chat.conversation import Conversation, Settings
+
+    values = (GREEDY if sampling.greedy else {}) | sampling.given()
+    if values.pop("logit_bias", None) is not None:
+        raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
+    settings = Settings(values, sampling.stops, prompt.think)
+    if sampling.limit is not None:
+        settings.values["max_tokens"] = sampling.limit
+    return Conversation(prompt.system), settings
+
+
+def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
+    """Return the texts of the command line, of a file and of standard input, joined; None: there are none."""
+    given = options.text
+    if given is not None and not given.strip() and options.file is None:
+        raise UsageError("the prompt is empty", "bough run MODEL TEXT")
+    piped = _piped(screen)
+    if not options.raw:
+        piped = piped.strip("\n")
+    texts = [text for text in (given, _content(options.file), piped) if text]
+    return "\n\n".join(texts) if any(text.strip() for text in texts) else None
+
+
+def _piped(screen: view.Screen) -> str:
+    """Return what there is on standard input, unless it is a terminal."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return ""
+    with screen.waiting("Reading standard input"):
+        try:
+            return sys.stdin.buffer.read().decode(errors="replace")
+        except OSError as error:
+            raise UsageError(
+                f"standard input cannot be read: {error.strerror}", "</dev/null gives it nothing"
+            ) from error
+
+
+def _content(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip("\n")
+    except OSError as error:
+        raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
+
+
+def _check_sampling(sampling: SamplingOptions, screen: view.Screen) -> None:
+    """Refuse values before the model is loaded, which may take minutes; imports torch."""
+    with screen.waiting("Starting PyTorch"), held():
+        from bough.engine.sampler import SamplingParams
+    SamplingParams(**sampling.given())
+
+
+def _request(
+    session: "Session",
+    text: str,
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    *,
+    logprobs: int | None,
+    cancelled: Callable[[], bool],
+) -> "TextRequest":
+    from bough.engine.sampler import SamplingParams
+    from bough.session.requests import CompressOptions as Compressing
+    from bough.session.session import TextRequest
+
+    # What is on the command line is asked of the file and of what was piped.
+    given = prompt.text
+    query = given if given and given != text and session.compresses else ""
+    base = SamplingParams() if sampling.greedy else session.sampling_for(prompt.think)
+    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    return TextRequest(
+        messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
+        prompt=text if prompt.raw else None,
+        max_tokens=sampling.limit,
+        sampling=replace(base, **sampling.given(), logprobs=logprobs),
+        stop=sampling.stops,
+        thinking=prompt.think,
+        compress=Compressing(mode="auto", query=query) if query else None,
+        cancelled=cancelled,
+    )
+
+
+def _generate(
+    session: "Session", request: "TextRequest", answer: view.Answer, screen: view.Screen
+) -> "Finished | None":
+    """Stream the answer; return None where it had to be stopped by force."""
+    from bough.session.requests import Finished, Progress, Reasoning, Text
+
+    finished = None
+    with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
+        for event in session.generate(request):
+            match event:
+                case Progress(done, total):
+                    bar.update(done, total)
+                case Reasoning(piece):
+                    bar.stop()
+                    answer.think(piece)
+                case Text(piece):
+                    bar.stop()
+                    answer.write(piece)
+                case Finished():
+                    finished = event
+    return finished
+
+
+def _print_json(
+    answer: view.Answer,
+    finished: "Finished | None",
+    session: "Session",
+    target: Chosen,
+    proposing: Speculation,
+) -> None:
+    from bough.memory.planner import format_names
+
+    paths = {"model": target.path, "draft": proposing.draft.path if proposing.draft else None}
+    formats = format_names(session.plan.kv)
+    texts = {"text": answer.text, "reasoning": answer.reasoning}
+    view.print_json(report.result(texts, finished, paths, session.tokenizer, kv=formats))
+
+
+def _print_statistics(
+    line: str, finished: "Finished | None", proposing: Speculation, screen: view.Screen, *, spent: str
+) -> None:
+    screen.statistics(line)
+    if spent:
+        screen.notice(spent[0].upper() + spent[1:])
+    for note in finished.stats.notes if finished else ():
+        screen.notice(note)
+    if proposing.note:
+        screen.note(proposing.note)

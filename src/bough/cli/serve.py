@@ -1,0 +1,429 @@
+"""`bough serve` and `bough stop`: the server, in the foreground or the background."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bough.cli import daemon, speculation, view
+from bough.cli.flags import with_flags
+from bough.cli.interrupt import held
+from bough.cli.loading import LoadingBar, choose, describe, engine_config, summary, with_scorer
+from bough.cli.options import (
+    EngineOptions,
+    KVCacheOptions,
+    Models,
+    Only,
+    Parallel,
+    Quiet,
+    SpeculationOptions,
+    grouped,
+    panel,
+)
+from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
+from bough.cli.speculation import Chosen, Speculation
+from bough.cli.values import byte_count, size
+from bough.config import EngineConfig, Replicas, ServerConfig, environment, set_ray_environment
+from bough.errors import UsageError
+from bough.server.listen import bind, check
+
+if TYPE_CHECKING:
+    from bough.models.weights import Progress as LoadProgress
+    from bough.server.models import ServedModel
+    from bough.session.session import Session
+
+DEFAULTS = ServerConfig()
+
+_server, _answers, _background = panel("Server"), panel("Answers"), panel("Start")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    host: Annotated[
+        str,
+        _server("--host", metavar="ADDRESS", help="Where to listen; beyond this machine a key is needed."),
+    ] = DEFAULTS.host
+    port: Annotated[int, _server("--port", min=0, max=65535, help="0 takes any that is free.")] = (
+        DEFAULTS.port
+    )
+    api_key: Annotated[
+        list[str] | None,
+        _server(
+            "--api-key",
+            metavar="KEY",
+            help="Needed for every route but /health; may be given several times; else BOUGH_API_KEY. "
+            "Other users of this machine can see command lines: prefer a file.",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, _server("--api-key-file", metavar="PATH", help="A file with a key in each line.")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        _server(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Pages of this origin may use the server, beside those of this machine: "
+            "https://example.org; may be given several times; * means all.",
+        ),
+    ] = None
+    models_max: Annotated[
+        int,
+        _server(
+            "--models-max",
+            min=1,
+            max=64,
+            metavar="N",
+            help="Most models in memory at once; a request for another one unloads the least recently used.",
+        ),
+    ] = DEFAULTS.models_max
+    strict_model: Annotated[
+        bool,
+        _server(
+            "--strict-model",
+            help="Answer 404 to requests that name another model; else the one used last answers them.",
+        ),
+    ] = False
+    parallel: Parallel = None
+    max_queue: Annotated[
+        int,
+        _server("--max-queue", min=1, max=10000, metavar="N", help="Most requests that wait; more get 429."),
+    ] = DEFAULTS.max_queue
+    max_body: Annotated[
+        int, _server("--max-body", parser=byte_count, metavar="BYTES", help="Largest request: 33554432, 32m.")
+    ] = DEFAULTS.max_body
+    served_model_name: Annotated[
+        str | None,
+        _server(
+            "--served-model-name",
+            metavar="NAME",
+            help="What the model is called, if it is one. Default: its short name or file.",
+        ),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        _server(
+            "--replicas",
+            metavar="N",
+            help="Copies of the model, each on a GPU of its own or with its share of the CPU: 2, or the "
+            "least and the most: 1-4. Needs Ray: pip install 'bough[ray]'.",
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        _server(
+            "--ray-address",
+            metavar="ADDRESS",
+            help="With --replicas: a Ray cluster that runs already, host:port or auto. Default: start one.",
+        ),
+    ] = None
+    think: Annotated[
+        bool | None,
+        _answers(
+            "--think/--no-think",
+            help="Reason before answering, for requests that do not say; "
+            "else as the model's template decides.",
+            show_default=False,
+        ),
+    ] = None
+    think_budget: Annotated[
+        int | None,
+        _answers(
+            "--think-budget",
+            parser=size,
+            metavar="TOKENS",
+            help="Most tokens of reasoning, for requests that do not say: 2048, 2k. Default: no limit.",
+        ),
+    ] = None
+
+    def config(self, model_name: str, sampling: SamplingOptions) -> ServerConfig:
+        """Return the server's settings."""
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            api_keys=self._keys(),
+            model_name=model_name,
+            cors_origins=tuple(self.cors_origin or ()),
+            models_max=self.models_max,
+            strict_model=self.strict_model,
+            max_queue=self.max_queue,
+            max_body=self.max_body,
+            thinking=self.think,
+            thinking_budget=self.think_budget,
+            sampling=sampling.given(),
+            max_tokens=sampling.limit,
+        )
+
+    def _keys(self) -> tuple[str, ...]:
+        keys = [key.strip() for key in self.api_key or ()]
+        if (file := self.api_key_file) is not None:
+            try:
+                keys += [
+                    line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+                ]
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
+            if not keys:
+                raise UsageError(f"--api-key-file {file} has no key in it, needed one in a line")
+        if "" in keys:
+            raise UsageError("--api-key is empty, needed a key")
+        default = environment().api_key
+        return tuple(keys) or ((default,) if default else ())
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """How the server is started."""
+
+    in_background: Annotated[
+        bool,
+        _background("--daemon", help="Go on in the background once the model is loaded; `bough stop`."),
+    ] = False
+    log_file: Annotated[
+        Path | None,
+        _background("--log-file", metavar="PATH", help="With --daemon: where the log goes. Default: shown."),
+    ] = None
+    print_config: Annotated[
+        bool, _background("--print-config", help="Print what the server would be started with, as JSON.")
+    ] = False
+
+
+# For requests that do not say.
+ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES))]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model of the command line: what it is, how it is loaded and what requests call it."""
+
+    name: str
+    given: str | None  # on the command line
+    target: Chosen
+    proposing: Speculation
+    engine: EngineConfig
+
+
+@grouped
+def serve(
+    *,
+    model: Models = None,
+    server: ServerOptions,
+    sampling: ServedSamplingOptions,
+    speculating: SpeculationOptions,
+    engine: EngineOptions,
+    cache: KVCacheOptions,
+    start: StartOptions,
+    quiet: Quiet = False,
+) -> None:
+    """Answer requests of OpenAI's and Anthropic's protocols, and show a page for the browser.
+
+    Several requests are answered at once, as many as fit; others wait in the order they came. Of several
+    models the first is loaded at once, another one when a request names it. docs/server.md has the routes.
+
+    bough serve qwen3.6-27b
+
+    bough serve model.gguf --port 8080 --daemon
+
+    bough serve qwen3.6-27b model.gguf --models-max 2
+    """
+    speculation.check(speculating)
+    if start.log_file is not None and not start.in_background:
+        raise UsageError("--log-file needs --daemon", "in the foreground: 2> FILE")
+    replicas = _replicas(server)
+    screen = view.Screen(quiet=quiet)
+    sampling.check(screen)
+    _check_several(model, server, speculating)
+    choices = []
+    for given in model or [None]:
+        target, proposing = choose(
+            given, speculating, think=server.think, offline=engine.offline, screen=screen
+        )
+        settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
+        settings = dataclasses.replace(settings, parallel=server.parallel)
+        name = server.served_model_name or _name(target, given, choices)
+        choices.append(Choice(name, given, target, proposing, settings))
+    config = server.config(choices[0].name, sampling)
+    check(config)
+    _warn_of_readable_keys(server.api_key_file, screen)
+    if start.print_config:
+        return view.print_json(_as_json(choices, config, replicas))
+    if replicas is not None and importlib.util.find_spec("ray") is None:
+        raise UsageError("--replicas needs Ray, which is not installed", "pip install 'bough[ray]'")
+    if start.in_background:
+        return daemon.start(config, log_file=start.log_file, screen=screen)
+    logging.getLogger("bough").setLevel(logging.WARNING if quiet else logging.INFO)
+    if replicas is not None:
+        return _run_replicas(choices[0], config, replicas, server.ray_address, screen)
+    _run(choices, config, screen)
+
+
+def stop(
+    port: Annotated[
+        int | None,
+        typer.Option("--port", help="Of the server; needed where several run.", show_default=False),
+    ] = None,
+) -> None:
+    """Stop a server that runs in the background; requests in progress get half a minute to finish."""
+    view.plain(daemon.stop(port))
+
+
+def _replicas(server: ServerOptions) -> Replicas | None:
+    if server.replicas is None and server.ray_address is not None:
+        raise UsageError("--ray-address needs --replicas", "--replicas 2")
+    return None if server.replicas is None else Replicas.parse(server.replicas)
+
+
+def _warn_of_readable_keys(file: Path | None, screen: view.Screen) -> None:
+    # Other systems than POSIX have no such bits.
+    if file is not None and os.name == "posix" and file.stat().st_mode & stat.S_IROTH:
+        screen.warning(f"every user of this machine can read the keys in {file}", f"chmod 600 {file}")
+
+
+def _check_several(models: list[str] | None, server: ServerOptions, speculating: SpeculationOptions) -> None:
+    """Refuse what is of one model where several are given."""
+    if len(models or ()) < 2:
+        return
+    if server.served_model_name is not None:
+        raise UsageError("--served-model-name is for one model, there are several")
+    if server.replicas is not None:
+        raise UsageError("--replicas is for one model, there are several", "one server for each")
+    draft = speculating.draft or environment().draft
+    if draft not in (None, *speculation.NO_NAMES):
+        raise UsageError(
+            f"--draft {draft} is for one model, there are several",
+            "put each draft beside its model, as draft.gguf",
+        )
+
+
+def _name(target: Chosen, given: str | None, others: Sequence[Choice]) -> str:
+    """Return what requests call a model: its short name, else its file, else what was given."""
+    if target.path in [each.target.path for each in others]:
+        raise UsageError(f"{given} is given twice, needed different models")
+    names = [target.card.name if target.card else None, target.path.stem, given]
+    return next(name for name in names if name and name not in [each.name for each in others])
+
+
+def _as_json(choices: Sequence[Choice], config: ServerConfig, replicas: Replicas | None) -> Mapping[str, Any]:
+    server = dataclasses.asdict(config) | {"api_keys": len(config.api_keys)}
+    target, engine = choices[0].target, choices[0].engine
+    models = {each.name: str(each.target.path) for each in choices}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in dataclasses.asdict(engine).items()
+    }
+    scorer = engine.compress.scorer
+    settings["compress"] = dataclasses.asdict(engine.compress) | {
+        "scorer": str(scorer) if scorer else "words"
+    }
+    if engine.draft is not None:
+        settings["draft"] = dataclasses.asdict(engine.draft) | {"path": str(engine.draft.path)}
+    number = {} if replicas is None else {"replicas": dataclasses.asdict(replicas)}
+    return {"model": str(target.path), "models": models, "server": server, "engine": settings, **number}
+
+
+class LogFormatter(logging.Formatter):
+    """Shows the settings in a log line as flags."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return with_flags(super().format(record))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def _run(choices: Sequence[Choice], config: ServerConfig, screen: view.Screen) -> None:
+    # The port is taken before loading, which may take minutes.
+    listening = bind(config)
+    with screen.waiting("Starting PyTorch"), held():
+        from bough.server import run as server
+    host, port = listening.getsockname()[:2]
+    address = daemon.address(host, port)
+    _log_to_stderr()
+    first = choices[0]
+    bar = LoadingBar(first.target.path.name, screen)
+
+    def ready(session: "Session") -> None:
+        bar.stop()
+        describe(session, first.target.path, screen)
+        if first.proposing.note:
+            screen.note(first.proposing.note)
+        if session.template.is_fallback:
+            screen.note("There is no chat template in the file: plain ChatML is used.")
+        drafted, speculating = first.engine.draft is not None, first.engine.speculation is not None
+        screen.note(summary(session, drafted=drafted, speculating=speculating))
+        screen.notice(f"{config.model_name} answers at {address}")
+        if len(choices) > 1:
+            screen.note(f"when a request names it: {', '.join(each.name for each in choices[1:])}")
+        screen.note(f"API {address}/v1 · page {address}/ · routes {address}/docs · Ctrl-C ends it")
+
+    with bar:
+        served = [_served(first, bar), *(_served(each) for each in choices[1:])]
+        server.serve(served, config, listening, ready=ready)
+
+
+def _run_replicas(
+    choice: Choice,
+    config: ServerConfig,
+    replicas: Replicas,
+    ray_address: str | None,
+    screen: view.Screen,
+) -> None:
+    if ray_address is None:
+        set_ray_environment()
+    with screen.waiting("Starting PyTorch"), held():
+        from bough.deploy.cluster import run
+        from bough.deploy.settings import settings_for
+        from bough.deploy.worker import ReplicaWorker
+    settings = settings_for(choice.target.path, choice.engine, config, replicas)
+    listening = bind(config)
+    address = daemon.address(*listening.getsockname()[:2])
+    _log_to_stderr()
+    waiting = contextlib.ExitStack()
+
+    def ready(worker: ReplicaWorker) -> None:
+        waiting.close()
+        device = "a GPU" if settings.gpu else f"{settings.engine.threads} CPU threads"
+        screen.note(f"context {worker.session.max_ctx:,} tokens · replicas with {device} each, on Ray")
+        screen.notice(f"{config.model_name} answers at {address}")
+        screen.note(f"API {address}/v1 · page {address}/ · routes {address}/docs · Ctrl-C ends it")
+
+    with waiting:
+        waiting.enter_context(screen.waiting("Starting Ray and the first replica"))
+        run(settings, listening, address=ray_address, ready=ready)
+
+
+def _served(choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
+    """Return a model for the server; `bar` shows its loading the first time."""
+    from bough.server.facts import model_facts
+    from bough.server.models import ServedModel
+    from bough.session.loading import load_session
+
+    path = choice.target.path
+
+    def load(progress: "LoadProgress") -> "Session":
+        def reading(done: int, total: int) -> None:
+            progress(done, total)
+            if bar is not None:
+                bar.reading(done, total)
+
+        compiling, warming = (bar.compiling, bar.warming) if bar is not None else (None, None)
+        return load_session(path, choice.engine, progress=reading, compiling=compiling, warming=warming)
+
+    return ServedModel(
+        choice.name,
+        load,
+        lambda session: model_facts(session, path, choice.engine),
+        frozenset(filter(None, (choice.given, path.name, path.stem))),
+        path.stat().st_size,
+    )

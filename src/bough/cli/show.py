@@ -1,0 +1,403 @@
+"""`bough show`: what a model file holds and needs, without loading it. Only --fit imports torch."""
+
+import contextlib
+import tempfile
+from collections.abc import Generator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bough.cli import fit as shown
+from bough.cli import view
+from bough.cli.completion import model_names
+from bough.cli.flags import with_flags
+from bough.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
+from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
+from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
+from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
+from bough.hub.catalog import EMBEDDED, Card
+from bough.hub.download import fetch_heads, gguf_files
+from bough.hub.drafts import draft_head
+from bough.hub.resolve import Meaning, meaning, resolve, resolve_draft
+from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
+
+if TYPE_CHECKING:
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec
+
+CONTEXTS = (4096, 32768, 131072)
+HEADERS = (16 << 20, 64 << 20)  # bytes of a file on the hub that are tried
+
+
+def show(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else BOUGH_MODEL.", autocompletion=model_names),
+    ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Show what would be loaded on a GPU, part by part, and which contexts fit in which formats.",
+        ),
+    ] = False,
+    vram_limit: VramLimit = None,
+    max_ctx: MaxContext = None,
+    parallel: Parallel = None,
+    draft: Draft = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a model is, how much memory it needs, its draft and what is recommended for it.
+
+    Nothing is downloaded: `bough pull` does that. Of a model that is not here the hub is asked for the
+    beginning of its files, some megabytes, which are not kept.
+
+    bough show model.gguf
+
+    bough show model.gguf --fit --vram-limit 24g
+    """
+    name = model if model is not None else environment().target or EMBEDDED
+    if not fit and any(value is not None for value in (vram_limit, max_ctx, parallel, draft)):
+        raise UsageError(
+            "--vram-limit, --max-ctx, --parallel and --draft belong to --fit", "bough show MODEL --fit"
+        )
+    meant = meaning(name)
+    with _file(meant) as file:
+        facts = describe(file)
+        card = meant.card
+        if card is None and facts["model"] is not None:
+            card = card_of(file, meant.repo.repo if meant.repo else None)
+        facts |= _card(card) | {"draft": _draft(file.path, card)}
+        if fit:
+            config = EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit, parallel=parallel)
+            facts["fit"] = _fit(file, facts, card, config, draft)
+    if as_json:
+        view.print_json(facts)
+    elif fit:
+        shown.show(facts["fit"])
+    else:
+        _print(facts)
+    if fit and facts["fit"]["plan"] is None:
+        raise typer.Exit(ResourceError.exit_code)
+
+
+@contextlib.contextmanager
+def _file(meant: Meaning) -> "Generator[GGUFFile]":
+    """Open a model that is here, else one that has its header and holes instead of weights."""
+    from bough.gguf.reader import GGUFFile
+
+    try:
+        path = resolve(meant, offline=True)
+    except ModelNotFound as missing:
+        with (
+            tempfile.TemporaryDirectory(prefix="bough-show-") as folder,
+            _header(meant, Path(folder), missing) as file,
+        ):
+            yield file
+        return
+    with GGUFFile.open(path) as file:
+        yield file
+
+
+def _header(meant: Meaning, folder: Path, missing: ModelNotFound) -> "GGUFFile":
+    """Return a model with its header alone; raise `missing` where the hub cannot be asked.
+
+    Vocabularies of 250,000 tokens need some 11 MB.
+    """
+    from bough.gguf.reader import GGUFFile
+
+    name = meant.fetched
+    if name is None or environment().offline:
+        raise missing
+    for length in HEADERS:
+        try:
+            with view.Screen().waiting("Asking the hub"):
+                paths = fetch_heads(name, gguf_files(name), folder, length=length)
+        except DownloadFailed:
+            raise missing from None
+        try:
+            return GGUFFile.open(paths[0])
+        except ModelFileError:
+            if length == HEADERS[-1]:
+                raise
+    raise AssertionError("HEADERS is empty")
+
+
+def _fit(
+    file: "GGUFFile", facts: dict[str, Any], card: Card | None, config: EngineConfig, draft: str | None
+) -> dict[str, Any]:
+    from bough.models.spec import ModelSpec
+
+    if facts["model"] is None:
+        raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
+    wanted = NamedDraft.read(draft or environment().draft or AUTO)
+    named = wanted.name
+    budget = card.budget if card else SpecConfig().budget
+    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=wanted.mtp)
+    with _draft_file(named, file.path, card) as path:
+        config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
+        planned = shown.survey(file, ModelSpec.from_gguf(file), config)
+    known = facts["draft"]["name"] if path is not None and facts["draft"] and named == AUTO else None
+    return planned | {"draft": known or planned["draft"]}
+
+
+@contextlib.contextmanager
+def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path | None]:
+    """Yield the draft that would be used; of one that is listed and not here, its shapes alone."""
+    if named not in (AUTO, NONE, MTP, LOOKUP):
+        yield resolve_draft(named, offline=True)
+        return
+    found = draft_at_hand(target, card) if named == AUTO else None
+    if found is not None or named != AUTO or card is None or card.draft is None:
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="bough-show-") as folder:
+        with contextlib.suppress(ModelNotFound):  # without a network the plan is one without a draft
+            if not environment().offline:
+                found = draft_head(card.draft, Path(folder), length=HEADERS[0])
+        yield found
+
+
+def describe(file: "GGUFFile") -> dict[str, Any]:
+    """Return all facts about a file for JSON; `model` is null for architectures that are not supported."""
+    from bough.models.spec import ModelSpec
+
+    facts: dict[str, Any] = {
+        "path": str(file.path),
+        "size_bytes": file.size_bytes,
+        "architecture": file.architecture,
+        "name": file.get("general.name", str, "") or file.path.stem,
+        "supported": True,
+        "problems": [],
+        "types": _types(file),
+        "model": None,
+        "stored_bytes": None,
+        "memory": [],
+    }
+    try:
+        spec = ModelSpec.from_gguf(file)
+        facts["model"] = _model(spec) | {"parameters": _parameters(file, spec)}
+        facts["stored_bytes"] = stored(file, spec)
+        facts["memory"] = _memory(file, spec)
+    except ModelFileError as error:
+        facts["problems"].append(with_flags(error.message))
+    try:
+        facts["text"] = _text(file)
+    except ModelFileError as error:
+        facts["text"] = None
+        facts["problems"].append(with_flags(error.message))
+    facts["supported"] = not facts["problems"]
+    return facts
+
+
+def _card(card: Card | None) -> dict[str, Any]:
+    """Return what the model's card says."""
+    if card is None:
+        return {"card": None, "recommended": None}
+    return {
+        "card": card.name,
+        "recommended": {
+            "budget": card.budget,
+            "thinking": card.thinking,
+            "sampling": {mode: asdict(values) for mode, values in card.sampling.items()},
+        },
+    }
+
+
+def _draft(target: Path, card: Card | None) -> dict[str, Any] | None:
+    """Return the draft that would be used, or is listed and not here."""
+    path = draft_at_hand(target, card)
+    if path is None and (card is None or card.draft is None):
+        return None
+    listed = card is not None and (card.draft or (card.pair and "comes with bough"))
+    return {"name": str(listed or "beside the model"), "path": None if path is None else str(path)}
+
+
+def _types(file: "GGUFFile") -> list[dict[str, Any]]:
+    """Return the weights by type, largest first."""
+    kinds = sorted({info.type for info in file.tensors.values()})
+    rows = []
+    for kind in kinds:
+        tensors = [info for info in file.tensors.values() if info.type is kind]
+        weights, size = sum(info.elements for info in tensors), sum(info.nbytes for info in tensors)
+        rows.append({"type": kind.name, "tensors": len(tensors), "weights": weights, "bytes": size})
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _model(spec: "ModelSpec") -> dict[str, Any]:
+    shapes = asdict(spec)
+    for key in ("architecture", "name", "family", "layers", "mtp_layers"):
+        del shapes[key]
+    layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp": spec.mtp_layers}
+    return {"layers": layers, **shapes}
+
+
+def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
+    """Return parameter counts. total: without prediction (MTP) blocks; active: used for one token."""
+    total = active = mtp = 0
+    for name, info in file.tensors.items():
+        if in_mtp_block(name, spec):
+            mtp += info.elements
+            continue
+        total += info.elements
+        routed = spec.experts is not None and "_exps." in name
+        active += info.elements * spec.experts.used // spec.experts.count if routed else info.elements
+    return {"total": total, "active": active, "mtp": mtp}
+
+
+def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
+    """Return the bytes of weights, state and KV cache at several contexts, without a draft."""
+    needs = {"cpu": on_cpu(file, spec), "gpu": on_gpu(file, spec)}
+    contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
+    return [
+        {"context": context, **{device: need.at(context) for device, need in needs.items()}}
+        for context in contexts
+    ]
+
+
+def _text(file: "GGUFFile") -> dict[str, Any]:
+    from bough.text.template import ChatTemplate
+    from bough.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_metadata(file.metadata, source=str(file.path))
+    template = ChatTemplate.from_metadata(file.metadata, source=str(file.path))
+    stops = [
+        {"id": id, "token": tokenizer.token_bytes(id).decode(errors="replace")}
+        for id in sorted(tokenizer.stop_ids)
+    ]
+    return {
+        "tokenizer": file.metadata.get("tokenizer.ggml.pre"),
+        "tokens": tokenizer.vocab_size,
+        "stop_tokens": stops,
+        "adds_bos": tokenizer.bos_id is not None,
+        "chat_template": not template.is_fallback,
+        "thinking": template.supports_thinking,
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    parts: dict[str, list[tuple[str, str]]] = {"File": _file_rows(facts)}
+    if facts["model"]:
+        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
+    if facts["text"]:
+        parts["Text"] = _text_rows(facts["text"])
+    if facts["model"]:
+        parts["Speculation"] = _speculation_rows(facts)
+    if facts["recommended"]:
+        parts["Recommended"] = _recommended_rows(facts["recommended"])
+    parts["Cannot be run"] = [("reason", problem) for problem in facts["problems"]]
+    view.sections(facts["name"], parts)
+    weights, size = (sum(row[key] for row in facts["types"]) for key in ("weights", "bytes"))
+    view.table(
+        "Weights by type",
+        ["type", "tensors", "of weights", "of bytes", "size"],
+        [
+            [
+                row["type"],
+                str(row["tensors"]),
+                f"{100 * row['weights'] / weights:.1f}%",
+                f"{100 * row['bytes'] / size:.1f}%",
+                view.amount(row["bytes"]),
+            ]
+            for row in facts["types"]
+        ],
+    )
+    if facts["memory"]:
+        rows = [
+            [f"{row['context']:,}", *(view.amount(row[device]["total"]) for device in ("cpu", "gpu"))]
+            for row in facts["memory"]
+        ]
+        view.table("Memory needed, without a draft", ["context", "on a CPU", "on a GPU"], rows)
+
+
+def _file_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("path", facts["path"]),
+        ("size", view.amount(facts["size_bytes"])),
+        ("architecture", facts["architecture"]),
+    ]
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    parameters, layers, delta, experts = (model[key] for key in ("parameters", "layers", "delta", "experts"))
+    count = view.count(parameters["total"])
+    if parameters["active"] != parameters["total"]:
+        count += f", {view.count(parameters['active'])} of them active for a token"
+    depth = layers["attention"] + layers["delta"]
+    kinds = (
+        f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
+        if delta
+        else ", all attention"
+    )
+    feed_forward = f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""
+    rows = [
+        ("parameters", count),
+        ("layers", f"{depth}{kinds}"),
+        ("width", f"{model['width']}{feed_forward}"),
+        ("attention", f"{model['heads']} query heads, {model['kv_heads']} KV heads of {model['head_dim']}"),
+    ]
+    if delta:
+        rows.append(
+            (
+                "delta",
+                f"{delta['key_heads']} key heads, {delta['value_heads']} value heads of {delta['head_dim']}, "
+                f"convolution over {delta['conv_width']}",
+            )
+        )
+    if experts:
+        rows.append(("experts", f"{experts['used']} of {experts['count']}, width {experts['width']}"))
+    scaled = f", positions divided by {model['rope_factor']:g}" if model["rope_factor"] != 1 else ""
+    rows += [
+        ("rope", f"{model['rope_dim']} of {model['head_dim']} dims, base {model['rope_theta']:g}{scaled}"),
+        ("vocabulary", f"{model['vocab_size']:,}, head {'tied' if model['tied_head'] else 'separate'}"),
+        ("context", f"{model['context_length']:,} tokens"),
+    ]
+    if layers["mtp"]:
+        share = view.count(parameters["mtp"])
+        rows.append(("prediction", f"{layers['mtp']} MTP block ({share} parameters), used without a draft"))
+    return rows
+
+
+def _weights(facts: dict[str, Any]) -> str:
+    need = facts["memory"][0]
+    return (
+        f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU or in native CPU code; "
+        f"{view.amount(need['cpu']['weights'])} in PyTorch on a CPU (32 bits each)"
+    )
+
+
+def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
+    stops = ", ".join(f"{stop['token']} ({stop['id']})" for stop in text["stop_tokens"])
+    return [
+        (
+            "tokenizer",
+            f"{text['tokenizer']}, {text['tokens']:,} tokens" + (", BOS first" if text["adds_bos"] else ""),
+        ),
+        ("ends with", stops or "nothing: it writes until --n-gen"),
+        ("chat template", "yes" if text["chat_template"] else "none in the file, plain ChatML is used"),
+        ("thinking", "can be switched: --think, --no-think" if text["thinking"] else "no switch"),
+    ]
+
+
+def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    draft = facts["draft"]
+    if draft is None:
+        return [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
+    if draft["path"] is None:
+        missing = f"not on this machine: bough pull {facts['card']} --draft-only"
+        return [("draft", f"{draft['name']}, {missing}")]
+    return [("draft", f"{draft['name']}, {view.amount(Path(draft['path']).stat().st_size)}")]
+
+
+def _recommended_rows(recommended: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("tree", f"up to {recommended['budget']} proposed tokens"),
+        ("thinking", "on" if recommended["thinking"] else "off"),
+    ]
+    labels = {"thinking": "with thinking", "plain": "without"}
+    for mode, values in recommended["sampling"].items():
+        settings = [f"--{name.replace('_', '-')} {value:g}" for name, value in values.items() if value]
+        rows.append((labels[mode], " ".join(settings)))
+    return rows

@@ -1,0 +1,170 @@
+"""How a run proposes tokens, and with which draft: by flags, else the environment, else the model's card."""
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bough.cli import view
+from bough.cli.options import DraftQuant, SpeculationOptions
+from bough.config import DraftConfig, SpecConfig, environment
+from bough.errors import ModelFileError, ModelNotFound, ResourceError, UsageError
+from bough.hub.catalog import Card
+from bough.hub.drafts import fetch_draft
+from bough.hub.local import drafts_beside
+from bough.hub.resolve import resolve_draft
+from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_hand
+
+# Values of --draft that are no names.
+NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
+OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
+NO_DRAFT = "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model about to be loaded."""
+
+    path: Path
+    card: Card | None
+    fetched: bool = False  # just now, so that its draft is wanted too
+    mtp: bool = False  # its file has a multi-token-prediction block
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    config: SpecConfig | None  # None: plain decoding
+    draft: DraftConfig | None = None
+    note: str = ""  # shown at the end of a run
+
+
+def check(options: SpeculationOptions) -> None:
+    """Refuse options that contradict each other, before any work."""
+    if options.draft is not None and not options.draft.strip():
+        raise UsageError("the name of the draft is empty", "--draft PATH|REPO, or --no-draft")
+    if options.no_draft and options.draft not in (None, NONE):
+        raise UsageError(f"--draft {options.draft} and --no-draft exclude each other")
+    if not _is_plain(options):
+        return
+    cause = "--no-draft" if options.no_draft else "--draft none" if options.draft else "BOUGH_DRAFT=none"
+    for flag in [*_tree_flags(options), *_draft_flags(options)]:
+        raise UsageError(f"{flag} and {cause} exclude each other: nothing is proposed")
+
+
+def check_remote(options: SpeculationOptions) -> None:
+    """Refuse any of the options together with --url, which loads no draft here."""
+    if options != SpeculationOptions():
+        raise UsageError("--url and flags of the draft exclude each other: the server has its own")
+
+
+def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen: view.Screen) -> Speculation:
+    """Return how tokens are proposed for the target; its draft, or the named one, may be fetched."""
+    if _is_plain(options):
+        return Speculation(None)
+    card, named = target.card, _named(options)
+    name = None if named.name == AUTO else named.name
+    recommended = card.budget if card else SpecConfig().budget
+    config = SpecConfig(budget=options.budget or recommended, chain=options.chain, mtp=named.mtp)
+    if named.mtp == "on":
+        _check_block(target, f"{named.name},{MTP}")
+    if name in (MTP, LOOKUP):
+        _check_without_draft(options, target, name)
+        path: Path | None = None
+    elif name is not None:
+        with downloading(screen, f"the draft {name}", again="the same command") as bar:
+            path = resolve_draft(name, offline=offline, progress=bar)
+    elif (path := draft_at_hand(target.path, card)) is not None:
+        pass
+    elif card is None or (card.draft is None and card.pair is None):
+        for flag in _draft_flags(options):
+            raise UsageError(
+                f"{flag} needs a draft, and none is listed for {card.name if card else target.path.name}",
+                "--draft PATH|REPO names one",
+            )
+        return Speculation(config, note=_without_draft(target, screen))
+    else:
+        path = _fetched_draft(card, fetch=target.fetched and not offline, screen=screen)
+    if path is None:
+        if config.mtp != "off" and target.mtp:
+            screen.note(OWN_BLOCK)
+        return Speculation(config)
+    draft = DraftConfig(path, options.draft_quant.value, options.draft_ctx, options.draft_causal)
+    return Speculation(config, draft)
+
+
+def _named(options: SpeculationOptions) -> NamedDraft:
+    """Return what `--draft` or the environment names."""
+    return NamedDraft.read(options.draft or environment().draft or AUTO)
+
+
+def _check_block(target: Chosen, named: str) -> None:
+    if not target.mtp:
+        raise UsageError(
+            f"--draft {named}: {target.path.name} has no MTP block", "--draft auto takes what there is"
+        )
+
+
+def _check_without_draft(options: SpeculationOptions, target: Chosen, name: str) -> None:
+    if name == MTP:
+        _check_block(target, name)
+    for flag in _draft_flags(options):
+        raise UsageError(f"{flag} and --draft {name} exclude each other: no draft is loaded")
+
+
+def _without_draft(target: Chosen, screen: view.Screen) -> str:
+    """Say at the start what proposes tokens where no draft is known; return what is said at the end."""
+    if target.mtp:
+        screen.note(OWN_BLOCK)
+        return ""
+    for beside in drafts_beside(target.path):
+        return f"A draft lies beside the model, only prompt lookup proposed tokens: --draft {beside}"
+    return NO_DRAFT
+
+
+def _is_plain(options: SpeculationOptions) -> bool:
+    return options.no_draft or (options.draft or environment().draft) == NONE
+
+
+def _tree_flags(options: SpeculationOptions) -> list[str]:
+    given = {"--chain": options.chain, "--budget": options.budget is not None}
+    return [flag for flag, is_given in given.items() if is_given]
+
+
+def _draft_flags(options: SpeculationOptions) -> list[str]:
+    """Return the given flags that need a draft."""
+    causal = "--draft-causal" if options.draft_causal else "--draft-bidirectional"
+    given = {
+        "--draft-quant": options.draft_quant is not DraftQuant.auto,
+        "--draft-ctx": options.draft_ctx is not None,
+        causal: options.draft_causal is not None,
+    }
+    return [flag for flag, is_given in given.items() if is_given]
+
+
+def _fetched_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:
+    """Return the draft that is listed for the target; None, with a warning, where it cannot be had."""
+    command = f"bough pull {card.name} --draft-only"
+    if fetch and card.draft is not None:
+        try:
+            with downloading(screen, f"its draft {card.draft}", again=command) as bar:
+                return fetch_draft(card.draft, progress=bar)
+        except (ModelNotFound, ModelFileError, ResourceError) as error:
+            hint = f"{error.hint}; then: {command}" if error.hint else command
+            screen.warning(f"the draft was not fetched, answers come slower: {error.message}", hint)
+            return None
+    screen.warning(
+        f"the draft of {card.title} is not on this machine, answers come slower without it", command
+    )
+    return None
+
+
+@contextlib.contextmanager
+def downloading(screen: view.Screen, what: str, *, again: str) -> Generator[view.DownloadBar]:
+    """Show a download of `what`; after Ctrl-C say that `again` resumes it."""
+    with screen.downloading(what) as bar:
+        try:
+            yield bar
+        except KeyboardInterrupt:
+            if bar.began:
+                bar.notice(f"Interrupted. What was downloaded is kept: {again} resumes it.")
+            raise

@@ -1,0 +1,423 @@
+"""`bough train`: a DFlash draft for a target, from prompts."""
+
+import contextlib
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, TimeRemainingColumn
+
+from bough.cli import view
+from bough.cli.command import INTERRUPTED
+from bough.cli.interrupt import held
+from bough.cli.loading import show_warnings
+from bough.cli.options import MODEL_HELP, grouped, panel
+from bough.cli.speculation import downloading
+from bough.cli.values import device as device_name
+from bough.config import environment
+from bough.errors import UsageError
+from bough.hub.resolve import meaning, resolve
+
+if TYPE_CHECKING:
+    from bough.train.draft_eval import Evaluation
+    from bough.train.draft_run import Job
+    from bough.train.draft_settings import Event, Result
+
+_BAR_STEPS = 10_000
+_NOTES_EVERY_S = 60  # where standard error is no terminal
+
+
+class Optimiser(StrEnum):
+    muon = "muon"
+    adamw = "adamw"
+
+
+class Loss(StrEnum):
+    dpace = "dpace"
+    decay = "decay"
+
+
+_text, _draft, _training = panel("Text"), panel("Draft"), panel("Training")
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    prompts: Annotated[
+        Path | None,
+        _text(
+            "--prompts", help='JSONL of {"messages": [...]} or {"prompt": "..."}; the target answers them.'
+        ),
+    ] = None
+    tokens: Annotated[
+        Path | None, _text("--tokens", help="Answers from an earlier run, instead: FOLDER/tokens.")
+    ] = None
+    seq: Annotated[int, _text("--seq", min=32, metavar="N", help="Tokens of a text: prompt and answer.")] = (
+        512
+    )
+    n_gen: Annotated[
+        int | None, _text("--n-gen", "-n", min=2, metavar="N", help="Of an answer. Default: 3/4 of --seq.")
+    ] = None
+    temperature: Annotated[
+        list[float] | None,
+        _text(
+            "--temperature",
+            "-t",
+            min=0,
+            max=100,
+            metavar="X",
+            help="Each prompt is answered once at each temperature given. Default: 0 and 0.8.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float, _text("--top-p", min=0.01, max=1, metavar="X", help="For temperatures above 0.")
+    ] = 0.95
+    answer_minutes: Annotated[
+        float | None,
+        _text("--answer-minutes", min=0, metavar="X", help="Train on what was answered in this time."),
+    ] = None
+
+
+class Kind(StrEnum):
+    dflash = "dflash"
+    dflash2 = "dflash2"
+    mtp = "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    kind: Annotated[
+        Kind,
+        _draft(
+            "--kind",
+            help="dflash2 adds convolutions, and a choice that knows the token before; mtp: a block in a copy"
+            " of the target's file.",
+        ),
+    ] = Kind.dflash
+    rank: Annotated[int, _draft("--rank", min=1, max=4096, metavar="N", help="Of that choice's tables.")] = 64
+    layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3
+    kv_heads: Annotated[
+        int | None,
+        _draft("--kv-heads", min=1, max=64, metavar="N", help="Each of 4 query heads. Default: by width."),
+    ] = None
+    feed_forward: Annotated[
+        int | None,
+        _draft("--feed-forward", min=32, metavar="N", help="Default: 3 times the target's width."),
+    ] = None
+    block: Annotated[
+        int, _draft("--block", min=2, max=64, metavar="N", help="Tokens of a block, the anchor included.")
+    ] = 16
+    window: Annotated[
+        int,
+        _draft(
+            "--window",
+            min=0,
+            metavar="N",
+            help="All layers but the last attend to this many tokens; 0: all attend to all.",
+        ),
+    ] = 0
+    mask_token: Annotated[
+        int | None,
+        _draft("--mask-token", metavar="ID", help="Default: <|mask|>, else the first unused token."),
+    ] = None
+    gguf: Annotated[bool, _draft("--gguf", help="Write a Q8_0 GGUF file too.")] = False
+    vocabulary: Annotated[
+        bool,
+        _draft("--vocabulary/--no-vocabulary", help="Have it in that file, which llama.cpp needs."),
+    ] = True
+    float32: Annotated[bool, _draft("--float32", help="Keep weights in float32, not bfloat16.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    minutes: Annotated[
+        float | None,
+        _training("--minutes", metavar="X", help="How long to train. Default: 6 passes over the text."),
+    ] = None
+    steps: Annotated[int | None, _training("--steps", metavar="N", help="The same in steps.")] = None
+    batch: Annotated[int, _training("--batch", min=1, metavar="N", help="Texts a step.")] = 64
+    anchors: Annotated[int, _training("--anchors", min=1, metavar="N", help="Blocks of a text.")] = 128
+    lr: Annotated[
+        float | None, _training("--lr", metavar="X", help="Default: 0.002 for muon, 0.0006 for adamw.")
+    ] = None
+    optimiser: Annotated[Optimiser, _training("--optimiser", help="Of matrices; adamw does the rest.")] = (
+        Optimiser.muon
+    )
+    loss: Annotated[
+        Loss, _training("--loss", help="Weight of a token: what depends on it, or less the deeper it is.")
+    ] = Loss.dpace
+    head_tokens: Annotated[
+        int | None,
+        _training(
+            "--head-tokens",
+            min=1,
+            metavar="N",
+            help="Tokens that the loss compares: those of the text, then random ones. Default: all.",
+        ),
+    ] = None
+    save_every: Annotated[
+        float, _training("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
+    ] = 5.0
+    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0
+    continue_from: Annotated[
+        Path | None,
+        _training(
+            "--continue-from", metavar="PATH", help="Start with the weights of this draft, not with none."
+        ),
+    ] = None
+    portable: Annotated[
+        Path | None,
+        _training(
+            "--portable",
+            metavar="FOLDER",
+            help="Checkpoints of bfloat16 weights, in files of 16 MiB; --resume goes on from them elsewhere.",
+        ),
+    ] = None
+    resume: Annotated[bool, _training("--resume", help="Go on from the checkpoint in FOLDER.")] = False
+    device: Annotated[
+        str,
+        _training("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+    ] = "auto"
+    offline: Annotated[bool, _training("--offline", help="Use only what is on this machine.")] = False
+
+
+@grouped
+def train(
+    *,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{MODEL_HELP}, or a Hugging Face folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the draft goes.")],
+    text: TextOptions,
+    draft: DraftOptions,
+    training: TrainingOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for errors too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")] = False,
+) -> None:
+    """Train a draft for a target.
+
+    The target answers the prompts; the draft learns to predict its tokens from its hidden states. An
+    interrupted run goes on with `--resume`. docs/training.md says what to expect.
+
+    bough train model.gguf --prompts prompts.jsonl -o my-draft
+    """
+    screen = view.Screen(quiet=quiet, notes=not as_json)
+    if (text.prompts is None) == (text.tokens is None):
+        raise UsageError(
+            "needed either --prompts or --tokens",
+            "--prompts FILE has the target answer prompts, --tokens FOLDER takes answers that are there",
+        )
+    path = _target(target, output, offline=training.offline or environment().offline, screen=screen)
+    show_warnings(screen)
+    with screen.waiting("Starting PyTorch"), held():
+        from bough.train.draft_run import train_draft
+    progress = _Progress(screen, quiet=quiet)
+    with _stopping() as stop, progress:
+        result = train_draft(
+            _job(path, output, text, draft, training),
+            loading=progress.loading,
+            answering=progress.answering,
+            notify=progress.notify,
+            cancelled=lambda: bool(stop),
+        )
+    if not result.finished:
+        screen.notice("Interrupted. Nothing is lost: the same command with --resume goes on from here.")
+        raise typer.Exit(INTERRUPTED)
+    if result.evaluation is not None:  # only the first of several processes has one
+        _report(result, path, as_json=as_json)
+
+
+def _job(
+    target: Path, output: Path, text: TextOptions, draft: DraftOptions, training: TrainingOptions
+) -> "Job":
+    from bough.train.draft_data import Regeneration
+    from bough.train.draft_run import Job
+    from bough.train.draft_settings import TrainConfig
+
+    return Job(
+        target=target,
+        folder=output,
+        prompts=text.prompts,
+        tokens=text.tokens,
+        regeneration=Regeneration(
+            length=text.seq,
+            max_tokens=text.n_gen or max(2, text.seq * 3 // 4),
+            temperatures=tuple(text.temperature or (0.0, 0.8)),
+            top_p=text.top_p,
+            seed=training.seed,
+            minutes=text.answer_minutes,
+        ),
+        config=TrainConfig(
+            kind=draft.kind.value,
+            rank=draft.rank,
+            layers=draft.layers,
+            kv_heads=draft.kv_heads,
+            feed_forward=draft.feed_forward,
+            block=draft.block,
+            window=draft.window,
+            mask_token=draft.mask_token,
+            steps=training.steps,
+            minutes=training.minutes,
+            batch=training.batch,
+            anchors=training.anchors,
+            lr=training.lr,
+            optimiser=training.optimiser.value,
+            loss=training.loss.value,
+            head_tokens=training.head_tokens,
+            checkpoint_minutes=training.save_every,
+            seed=training.seed,
+            portable=training.portable,
+            gguf=draft.gguf,
+            vocabulary=draft.vocabulary,
+            float32=draft.float32,
+        ),
+        continue_from=training.continue_from,
+        resume=training.resume,
+        device=training.device,
+    )
+
+
+def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> Path:
+    """Return the GGUF file; a Hugging Face folder is converted first, once."""
+    folder = Path(name).expanduser()
+    is_checkpoint = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    if not is_checkpoint or any(folder.glob("*.gguf")):
+        meant = meaning(name)
+        with downloading(screen, str(meant.fetched), again="the same command") as bar:
+            return resolve(meant, offline=offline, progress=bar)
+    path = output / "target-f16.gguf"
+    if not path.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        with screen.waiting("Starting PyTorch"), held():
+            from bough.convert.convert import convert as write_gguf
+        with screen.converting("Converting to f16") as bar:
+            write_gguf(folder, path, mix="f16", progress=lambda _, done, total: bar.update(done, total))
+        screen.note(f"Converted to {path}. A draft works best with the quantisation it was trained on.")
+    return path
+
+
+@contextlib.contextmanager
+def _stopping() -> Generator[list[int]]:
+    """Yield a list that is filled by the first SIGINT or SIGTERM; the second raises KeyboardInterrupt."""
+    caught: list[int] = []
+
+    def catch(number: int, _frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Progress:
+    """Shows a bar for each phase of the run, and a line for each evaluation."""
+
+    def __init__(self, screen: view.Screen, *, quiet: bool):
+        self._screen = screen
+        self._on_terminal = not quiet and sys.stderr.isatty()
+        self._bars = contextlib.ExitStack()
+        self._bar: view.Bar | None = None
+        self._phase = ""
+        self._noted = time.monotonic()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.close()
+
+    def loading(self, done: int, total: int) -> None:
+        self._at("loading", self._screen.loading, "Loading the target").update(done, total)
+
+    def answering(self, done: int, total: int) -> None:
+        self._at("answering", self._clocked, "Answering").update(done, total, label=f"{done:,} answers")
+        self._note(f"{done:,} of {total:,} answers")
+
+    def notify(self, event: "Event") -> None:
+        from bough.train.draft_eval import Evaluation
+        from bough.train.draft_settings import TrainingProgress
+
+        bar = self._at("training", self._clocked, "Training")
+        if isinstance(event, TrainingProgress):
+            line = f"loss {event.loss:.2f}  accepts {event.acceptance:.2f}  {event.tokens_s:,.0f} tok/s"
+            bar.update(int(_BAR_STEPS * event.share), _BAR_STEPS, label=line)
+            self._note(f"step {event.step}: {line}")
+        elif isinstance(event, Evaluation):
+            with bar.paused():
+                self._screen.note(
+                    f"step {event.step}: held-out loss {event.loss:.3f}, accepted tokens a step about"
+                    f" {event.acceptance:.2f} in a chain and {event.tree_acceptance:.2f} in a tree"
+                    f"{_recall(event)}"
+                )
+
+    def _at(self, phase: str, make: Any, label: str) -> view.Bar:
+        if self._bar is None or self._phase != phase:
+            self._bars.close()
+            self._bar, self._phase = self._bars.enter_context(make(label)), phase
+        return self._bar
+
+    def _clocked(self, label: str) -> view.Bar:
+        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._on_terminal)
+
+    def _note(self, text: str) -> None:
+        if not self._on_terminal and time.monotonic() - self._noted > _NOTES_EVERY_S:
+            self._noted = time.monotonic()
+            self._screen.note(text)
+
+
+def _recall(event: "Evaluation") -> str:
+    if event.recall is None:
+        return ""
+    return f"; the right token is a candidate {min(event.recall):.0%} to {max(event.recall):.0%} of the time"
+
+
+def _report(result: "Result", target: Path, *, as_json: bool) -> None:
+    assert result.evaluation is not None and result.measured is not None
+    if as_json:
+        view.print_json(
+            {
+                "draft": str(result.folder),
+                "target": str(target),
+                "steps": result.step,
+                "held_out_loss": result.evaluation.loss,
+                "acceptance_length": result.measured.acceptance,
+                "untrained_acceptance_length": result.untrained,
+                "parity": result.parity,
+            }
+        )
+        return
+    view.sections(
+        "Trained a draft",
+        {
+            "Result": [
+                ("draft", str(result.folder)),
+                ("steps", f"{result.step:,}"),
+                ("held-out loss", f"{result.evaluation.loss:.3f}"),
+                (
+                    "acceptance",
+                    f"{result.measured.acceptance:.2f} tokens a step on held-out prompts, greedy"
+                    f" ({result.untrained:.2f} before training)",
+                ),
+                ("parity", f"trainer and engine agree to {result.parity:.1g}"),
+                ("use it", _example(result, target)),
+            ]
+        },
+    )
+
+
+def _example(result: "Result", target: Path) -> str:
+    """Return a command that runs as it is."""
+    from bough.train.mtp_export import MTP_TARGET
+
+    own = result.folder / MTP_TARGET
+    model = [own] if own.exists() else [target, "--draft", result.folder]
+    return f'bough run {shlex.join(map(str, model))} -p "def fibonacci(n):"'

@@ -1,0 +1,306 @@
+"""The model families that can be converted: sizes from config.json, and the GGUF metadata."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from bough.convert.checkpoint import HFConfig
+from bough.errors import UnsupportedModel
+from bough.gguf.writer import ValueType
+
+# key, value, kind (None: the one the writer picks for the Python type)
+Entry = tuple[str, Any, ValueType | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The differences between the supported architectures."""
+
+    architecture: str
+    hybrid: bool = False
+    experts: bool = False
+    head_norms: bool = False
+    qkv_biases: bool = False
+    # llama.cpp rotates adjacent pairs for llama and halves for the others
+    interleaved_rope: bool = False
+
+
+_QWEN35 = Family("qwen35", hybrid=True, head_norms=True)
+_QWEN35_MOE = Family("qwen35moe", hybrid=True, experts=True, head_norms=True)
+_QWEN3 = Family("qwen3", head_norms=True)
+_QWEN2 = Family("qwen2", qkv_biases=True)
+_LLAMA = Family("llama", interleaved_rope=True)
+_BY_CLASS = {
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5ForConditionalGeneration": _QWEN35,
+    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen2ForCausalLM": _QWEN2,
+    "LlamaForCausalLM": _LLAMA,
+}
+_BY_TYPE = {
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": _QWEN35_MOE,
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    "qwen3": _QWEN3,
+    "qwen2": _QWEN2,
+    "llama": _LLAMA,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """Sizes of the gated delta layers; every interval-th layer has full attention instead."""
+
+    interval: int
+    key_heads: int
+    value_heads: int
+    # of a key and of a value head
+    head_dim: int
+    kernel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    count: int
+    used: int
+    feed_forward: int
+    shared_feed_forward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The values of config.json that determine tensor shapes and metadata."""
+
+    family: Family
+    layers: int
+    # multi-token prediction layers after the trunk, 0 or 1
+    mtp_layers: int
+    width: int
+    vocabulary: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    # per frequency: the divisor of Llama 3's rope scaling; empty without scaling
+    rope_factors: tuple[float, ...]
+    # frequencies for time, height, width and an unused section; empty for text-only rope
+    rope_sections: tuple[int, ...]
+    theta: float
+    epsilon: float
+    tied: bool
+    feed_forward: int
+    hybrid: Hybrid | None
+    experts: Experts | None
+
+    @property
+    def interval(self) -> int:
+        return self.hybrid.interval if self.hybrid else 1
+
+
+def family_of(config: HFConfig) -> Family:
+    """Return the family that the configuration names by class, or by model_type if it names no class."""
+    classes = config.get("architectures")
+    if isinstance(classes, list) and classes:
+        family, seen = _BY_CLASS.get(str(classes[0])), f"architecture {classes[0]}"
+    else:
+        family, seen = _BY_TYPE.get(str(config.get("model_type"))), f"model_type {config.get('model_type')}"
+    if family is None:
+        raise UnsupportedModel(
+            f"{config.source}: {seen} is not supported, needed: one of {', '.join(_BY_CLASS)}"
+        )
+    return family
+
+
+def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
+    """Return the sizes in `config`; raise for variants that are not supported."""
+    family = family_of(config)
+    _refuse_variants(config)
+    if mtp_layers > 1 or (mtp_layers and not family.hybrid):
+        _refuse(config, f"{mtp_layers} prediction layers in {family.architecture}", "at most one, in Qwen3.5")
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    head_dim = config.integer("head_dim", width // heads)
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        _refuse(config, f"{heads} attention heads", f"a multiple of {kv_heads}, the KV heads")
+    rope = _rope(config)
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", _share(family)))
+    if share != _share(family) or head_dim * share % 2:
+        _refuse(config, f"rope on {share} of {head_dim}", f"on {_share(family)} of it, an even number")
+    layers = config.integer("num_hidden_layers")
+    return Sizes(
+        family=family,
+        layers=layers,
+        mtp_layers=mtp_layers,
+        width=width,
+        vocabulary=config.integer("vocab_size"),
+        context=config.integer("max_position_embeddings"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * share),
+        rope_factors=_rope_factors(config, family, rope, head_dim=head_dim, theta=theta),
+        rope_sections=_sections(config, rope) if family.hybrid else (),
+        theta=theta,
+        epsilon=config.number("rms_norm_eps"),
+        tied=config.flag("tie_word_embeddings", False),
+        feed_forward=0 if family.experts else config.integer("intermediate_size"),
+        hybrid=_hybrid(config, layers) if family.hybrid else None,
+        experts=_experts(config) if family.experts else None,
+    )
+
+
+def metadata(sizes: Sizes) -> list[Entry]:
+    """Return the architecture's metadata, typed as in llama.cpp's files."""
+    entries: list[Entry] = [
+        ("block_count", sizes.layers + sizes.mtp_layers, None),
+        ("context_length", sizes.context, None),
+        ("embedding_length", sizes.width, None),
+    ]
+    if not sizes.experts:
+        entries.append(("feed_forward_length", sizes.feed_forward, None))
+    entries += [
+        ("attention.head_count", sizes.heads, None),
+        ("attention.head_count_kv", sizes.kv_heads, None),
+        ("attention.key_length", sizes.head_dim, None),
+        ("attention.value_length", sizes.head_dim, None),
+        ("attention.layer_norm_rms_epsilon", sizes.epsilon, None),
+        ("rope.freq_base", sizes.theta, None),
+    ]
+    if sizes.hybrid or sizes.family is _LLAMA:
+        entries.append(("rope.dimension_count", sizes.rotary_dim, None))
+    if sizes.rope_sections:
+        entries.append(("rope.dimension_sections", list(sizes.rope_sections), ValueType.INT32))
+    if sizes.family is _LLAMA:
+        entries.append(("vocab_size", sizes.vocabulary, None))
+    if sizes.hybrid:
+        entries += [
+            ("ssm.conv_kernel", sizes.hybrid.kernel, None),
+            ("ssm.state_size", sizes.hybrid.head_dim, None),
+            ("ssm.group_count", sizes.hybrid.key_heads, None),
+            ("ssm.time_step_rank", sizes.hybrid.value_heads, None),
+            ("ssm.inner_size", sizes.hybrid.value_heads * sizes.hybrid.head_dim, None),
+            ("full_attention_interval", sizes.hybrid.interval, None),
+        ]
+    if sizes.experts:
+        entries += [
+            ("expert_count", sizes.experts.count, None),
+            ("expert_used_count", sizes.experts.used, None),
+            ("expert_feed_forward_length", sizes.experts.feed_forward, None),
+            ("expert_shared_feed_forward_length", sizes.experts.shared_feed_forward, None),
+        ]
+    if sizes.mtp_layers:
+        entries.append(("nextn_predict_layers", sizes.mtp_layers, None))
+    return [(f"{sizes.family.architecture}.{key}", value, kind) for key, value, kind in entries]
+
+
+def llama3_factors(
+    *, factor: float, low: float, high: float, context: float, dimensions: int, theta: float
+) -> tuple[float, ...]:
+    """Return the divisors of the dimensions / 2 rope frequencies under Llama 3's scaling."""
+    factors = []
+    for pair in range(0, dimensions, 2):
+        wavelength = 2 * math.pi * theta ** (pair / dimensions)
+        if wavelength < context / high:
+            factors.append(1.0)
+        elif wavelength > context / low:
+            factors.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return tuple(factors)
+
+
+def _refuse(config: HFConfig, seen: str, needed: str, hint: str = "") -> NoReturn:
+    raise UnsupportedModel(f"{config.source}: {seen}, needed: {needed}", hint)
+
+
+def _refuse_variants(config: HFConfig) -> None:
+    quantised = config.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        _refuse(
+            config, f"weights quantised as {method}", "BF16, F16 or F32", "convert the original checkpoint"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        _refuse(config, f"hidden_act {config.get('hidden_act')}", "silu")
+    if config.flag("use_sliding_window", False):
+        _refuse(config, "use_sliding_window true", "attention to the whole context")
+
+
+def _share(family: Family) -> float:
+    """Return the share of a head's dimensions that rope rotates."""
+    return 0.25 if family.hybrid else 1.0
+
+
+def _rope(config: HFConfig) -> HFConfig:
+    rope = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if not isinstance(rope, dict):
+        _refuse(config, f"rope parameters {rope}", "an object")
+    return HFConfig(rope, config.source)
+
+
+def _rope_factors(
+    config: HFConfig, family: Family, rope: HFConfig, *, head_dim: int, theta: float
+) -> tuple[float, ...]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return ()
+    if kind != "llama3" or family is not _LLAMA:
+        allowed = "default or llama3" if family is _LLAMA else "default"
+        _refuse(config, f"rope type {kind} for {family.architecture}", allowed)
+    return llama3_factors(
+        factor=rope.number("factor"),
+        low=rope.number("low_freq_factor"),
+        high=rope.number("high_freq_factor"),
+        context=rope.number("original_max_position_embeddings"),
+        dimensions=head_dim,
+        theta=theta,
+    )
+
+
+def _sections(config: HFConfig, rope: HFConfig) -> tuple[int, ...]:
+    # the sections of every published Qwen3.5; a text-only configuration may omit them
+    sections = rope.get("mrope_section", [11, 11, 10])
+    if not isinstance(sections, list) or len(sections) > 4 or not all(isinstance(n, int) for n in sections):
+        _refuse(config, f"mrope_section {sections}", "up to four whole numbers")
+    return (*sections, 0, 0, 0, 0)[:4]
+
+
+def _hybrid(config: HFConfig, layers: int) -> Hybrid:
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        interval = config.integer("full_attention_interval", 4)
+    else:
+        interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
+        regular = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        if kinds != regular:
+            _refuse(config, "irregular layer_types", f"full attention in every n-th of {layers} layers")
+    hybrid = Hybrid(
+        interval=interval,
+        key_heads=config.integer("linear_num_key_heads"),
+        value_heads=config.integer("linear_num_value_heads"),
+        head_dim=config.integer("linear_key_head_dim"),
+        kernel=config.integer("linear_conv_kernel_dim"),
+    )
+    value_dim = config.integer("linear_value_head_dim")
+    if value_dim != hybrid.head_dim:
+        _refuse(config, f"linear_value_head_dim {value_dim}", f"{hybrid.head_dim}, the key heads' size")
+    if hybrid.value_heads % hybrid.key_heads:
+        _refuse(
+            config, f"{hybrid.value_heads} linear value heads", f"a multiple of {hybrid.key_heads} key heads"
+        )
+    return hybrid
+
+
+def _experts(config: HFConfig) -> Experts:
+    return Experts(
+        count=config.integer("num_experts"),
+        used=config.integer("num_experts_per_tok"),
+        feed_forward=config.integer("moe_intermediate_size"),
+        shared_feed_forward=config.integer("shared_expert_intermediate_size"),
+    )

@@ -1,0 +1,134 @@
+"""What the next engine step does: admit a sequence, process a chunk of one prompt, or decode all that can.
+
+A short chunk needs no step of its own while others decode: its tokens are rows of their steps.
+
+First come, first served. A sequence is admitted when a slot and pages for its prompt are free. While some
+sequences decode and others have prompts to process, chunks get a share of the time: after some layers of a
+chunk, decode steps run until they have had their part. A chunk's size never depends on load, only when it
+runs does. When pages run out, the youngest sequence is parked, its state whole; it comes back before any
+other is admitted.
+Requests for prefill alone run only while there are no others, one at a time, and give way to any that comes.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bough.engine.sequence import Phase, Sequence
+
+PREFILL_SHARE = 0.5  # of the time, while others decode
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Give a waiting or parked sequence a slot."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Process the prompt's tokens from `start` up to `stop`, or go on with them for some layers."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Verify one tree of each sequence, all in one forward pass."""
+
+    sequences: list[Sequence]
+    readers: list[Sequence] = field(default_factory=list)  # prompts that the same pass reads on, oldest first
+
+
+Work = Admit | PrefillChunk | Decode
+
+
+class Scheduler:
+    def __init__(self, slots: int, *, prefill_share: float = PREFILL_SHARE):
+        assert slots >= 1 and 0 < prefill_share < 1
+        self._slots = slots
+        self._decode_per_prefill = (1 - prefill_share) / prefill_share
+        self._owed_s = 0.0  # decode time that chunks have taken from sequences that could have decoded
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # with a slot, in the order of arrival
+        self.parked: list[Sequence] = []  # in the order of arrival
+        self.prefills: deque[Sequence] = deque()  # for prefill alone
+        self._arrivals = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.parked or self.prefills)
+
+    @property
+    def contended(self) -> bool:
+        """Whether there may be other work than the next step of one decoding sequence."""
+        others = self.waiting or self.parked
+        return len(self.running) > 1 or (len(self.running) < self._slots and bool(others))
+
+    def add(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        (self.prefills if sequence.request.prefill_only else self.waiting).append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        for sequences in (self.waiting, self.running, self.parked, self.prefills):
+            if sequence in sequences:
+                sequences.remove(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a running sequence's slot."""
+        self.running.remove(sequence)
+        self.parked = sorted([*self.parked, sequence], key=lambda each: each.arrival)
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        """Return the running sequences for prefill alone that have to give way."""
+        others = self.waiting or self.parked
+        return [each for each in self.running if others and each.request.prefill_only and not each.finished]
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Take the slot of a sequence for prefill alone; it is the next of its kind."""
+        self.running.remove(sequence)
+        self.prefills.appendleft(sequence)
+
+    def youngest(self) -> Sequence:
+        """Return the running sequence that is parked first."""
+        return max(self.running, key=lambda each: each.arrival)
+
+    def next(self, fits: Callable[[Sequence], bool], *, short: int = 0) -> Work | None:
+        """Return the next step's work, if any can run; `fits`: whether pages for a sequence are free.
+
+        short: tokens of a chunk that decode steps may read, at most.
+        """
+        if (sequence := self._admissible(fits)) is not None:
+            self.remove(sequence)
+            self.running.append(sequence)
+            return Admit(sequence)
+        decoding = [each for each in self.running if each.phase is Phase.DECODE]
+        prefilling = sorted(
+            (each for each in self.running if each.phase is Phase.PREFILL), key=lambda each: each.arrival
+        )
+        readers = [each for each in prefilling if decoding and each.chunk_end - each.processed <= short]
+        begun = [each for each in prefilling if each.chunk is not None]  # one at a time: they hold memory
+        chunked = next((each for each in (*begun, *prefilling) if each not in readers), None)
+        if chunked is not None and not (decoding and self._owed_s > 0):
+            return PrefillChunk(chunked, chunked.processed, chunked.chunk_end)
+        return Decode(decoding, readers) if decoding else None
+
+    def took(self, work: Work, seconds: float) -> None:
+        """Account for the measured time of a step's work."""
+        if isinstance(work, Decode):
+            self._owed_s = max(0.0, self._owed_s - seconds)
+        elif any(each.phase is Phase.DECODE and each is not work.sequence for each in self.running):
+            self._owed_s += seconds * self._decode_per_prefill
+
+    def _admissible(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        if not (self.running or self.parked or self.waiting):
+            return self.prefills[0] if self.prefills else None
+        if len(self.running) >= self._slots or not (self.parked or self.waiting):
+            return None
+        first = self.parked[0] if self.parked else self.waiting[0]
+        return first if first.ready and fits(first) else None

@@ -1,0 +1,82 @@
+"""The tensor types of GGUF: ids, block sizes, names. Imports no torch."""
+
+from enum import IntEnum
+
+
+class QuantType(IntEnum):
+    """ggml type ids as stored in a file; only the types Bough reads."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I64 = 27  # token ids, no weights
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+
+    @property
+    def block_elements(self) -> int:
+        return _BLOCKS[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        return _BLOCKS[self][1]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.block_bytes * 8 / self.block_elements
+
+    def row_bytes(self, elements: int) -> int:
+        """Return the bytes of a row of `elements` weights, which must be whole blocks."""
+        assert elements % self.block_elements == 0, (self.name, elements)
+        return elements // self.block_elements * self.block_bytes
+
+
+# elements and bytes of one block
+_BLOCKS = {
+    QuantType.F32: (1, 4),
+    QuantType.F16: (1, 2),
+    QuantType.BF16: (1, 2),
+    QuantType.Q4_0: (32, 18),
+    QuantType.Q4_1: (32, 20),
+    QuantType.Q5_0: (32, 22),
+    QuantType.Q5_1: (32, 24),
+    QuantType.Q8_0: (32, 34),
+    QuantType.Q2_K: (256, 84),
+    QuantType.Q3_K: (256, 110),
+    QuantType.Q4_K: (256, 144),
+    QuantType.Q5_K: (256, 176),
+    QuantType.Q6_K: (256, 210),
+    QuantType.IQ4_NL: (32, 18),
+    QuantType.IQ4_XS: (256, 136),
+    QuantType.IQ3_S: (256, 110),
+    QuantType.IQ3_XXS: (256, 98),
+    QuantType.IQ2_S: (256, 82),
+    QuantType.IQ2_XS: (256, 74),
+    QuantType.IQ2_XXS: (256, 66),
+    QuantType.IQ1_S: (256, 50),
+    QuantType.IQ1_M: (256, 56),
+    QuantType.TQ1_0: (256, 54),
+    QuantType.TQ2_0: (256, 66),
+    QuantType.MXFP4: (32, 17),
+    QuantType.I64: (1, 8),
+}

@@ -1,0 +1,219 @@
+"""The catalogue: short names for targets and their drafts, with recommended settings. No network.
+
+Each model is a TOML card in the folder `cards`, read at first use.
+"""
+
+import difflib
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bough.errors import ModelFileError
+from bough.hub.names import RepoName, parse_repo
+
+FOLDER = Path(__file__).with_name("cards")
+PACKAGE = Path(__file__).parents[1]
+MODES = ("thinking", "plain")
+EMBEDDED = "bough-40m"  # the card of the pair inside the package
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Identifies a file as the card's target, by its name and shape."""
+
+    names: tuple[str, ...]
+    architecture: str
+    width: int
+    layers: int  # without MTP blocks
+    without: tuple[str, ...] = ()  # words that make it another model
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float
+    top_p: float
+    top_k: int
+    presence_penalty: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Files that are part of the package."""
+
+    target: Path
+    draft: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    name: str
+    title: str
+    aliases: tuple[str, ...]
+    target: RepoName | None  # None: part of the package
+    draft: RepoName | None  # None: there is none, or it is part of the package
+    pair: Pair | None
+    match: Match
+    budget: int
+    thinking: bool  # whether it reasons by default
+    sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
+
+
+def cards() -> tuple[Card, ...]:
+    """Return all cards, sorted by name."""
+    return _load(FOLDER)
+
+
+def named(text: str) -> tuple[Card, str | None] | None:
+    """Return the card and the quantisation of NAME or NAME:QUANT, None for any other text."""
+    name, colon, quant = text.partition(":")
+    for card in cards():
+        if name.lower() in (card.name, *card.aliases) and bool(colon) == bool(quant):
+            return card, quant or None
+    return None
+
+
+def recognise(
+    names: Iterable[str], *, architecture: str, width: int, layers: int, repo: str | None = None
+) -> Card | None:
+    """Return a model's card by its repository or, where the shape matches, by the first matching name."""
+    for card in cards():
+        if repo is not None and card.target is not None and card.target.repo.lower() == repo.lower():
+            return card
+    for name in names:
+        for card in cards():
+            match = card.match
+            shape = (match.architecture, match.width, match.layers)
+            if shape == (architecture, width, layers) and _matches(name, match):
+                return card
+    return None
+
+
+def of_repo(repo: str) -> Card | None:
+    """Return the card whose target a repository holds, judged by its name."""
+    for card in cards():
+        if card.target is not None and card.target.repo.lower() == repo.lower():
+            return card
+    return next((card for card in cards() if _matches(repo.rpartition("/")[2], card.match)), None)
+
+
+def of_draft(repo: str) -> list[Card]:
+    """Return the cards whose draft a repository holds."""
+    return [card for card in cards() if card.draft is not None and card.draft.repo.lower() == repo.lower()]
+
+
+def similar(text: str) -> list[str]:
+    """Return names of cards similar to `text`."""
+    return difflib.get_close_matches(text.lower(), [card.name for card in cards()], n=3)
+
+
+def _matches(name: str, match: Match) -> bool:
+    words = _words(name)
+    # Some put the publisher before the name: Qwen_Qwen3.6-27B.
+    words = words[1:] if words[:1] == ["qwen"] else words
+    begins = any(words[: len(_words(each))] == _words(each) for each in match.names)
+    return begins and not set(match.without) & set(words)
+
+
+def _words(name: str) -> list[str]:
+    return [word.strip(".") for word in re.split(r"[^a-z0-9.]+", name.lower()) if word.strip(".")]
+
+
+@functools.cache
+def _load(folder: Path) -> tuple[Card, ...]:
+    found = [_read(path) for path in sorted(folder.glob("*.toml"))]
+    seen: set[str] = set()
+    for card in found:
+        for name in (card.name, *card.aliases):
+            if name in seen:
+                raise ModelFileError(f"{folder}: two cards have the name {name!r}")
+            seen.add(name)
+    return tuple(sorted(found, key=lambda card: card.name))
+
+
+def _read(path: Path) -> Card:
+    try:
+        table = _Table(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as error:
+        raise ModelFileError(f"{path}: not readable as TOML: {error}") from error
+    match, settings = (table.table(key) for key in ("match", "settings"))
+    sampling = table.table("sampling") if table.has("sampling") else None
+    pair = table.table("pair") if table.has("pair") else None
+    card = Card(
+        name=table.name("name"),
+        title=table.take("title", str),
+        aliases=tuple(table.take("aliases", list, [])),
+        target=table.repo("target") if pair is None else None,
+        draft=table.repo("draft") if pair is None and table.has("draft") else None,
+        pair=None if pair is None else _pair(pair),
+        match=Match(
+            names=tuple(match.take("names", list)),
+            architecture=match.take("architecture", str),
+            width=match.take("width", int),
+            layers=match.take("layers", int),
+            without=tuple(match.take("without", list, [])),
+        ),
+        budget=settings.take("budget", int),
+        thinking=settings.take("thinking", bool),
+        sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
+    )
+    for each in (table, match, settings, sampling, pair):
+        if each is not None:
+            each.finish()
+    return card
+
+
+def _pair(table: "_Table") -> Pair:
+    return Pair(PACKAGE / table.take("target", str), PACKAGE / table.take("draft", str))
+
+
+def _sampling(table: "_Table") -> Sampling:
+    sampling = Sampling(
+        temperature=table.take("temperature", float),
+        top_p=table.take("top_p", float),
+        top_k=table.take("top_k", int),
+        presence_penalty=table.take("presence_penalty", float),
+    )
+    table.finish()
+    return sampling
+
+
+class _Table:
+    """Values of a card, each taken once; `finish` refuses those that are left."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]):
+        self._source = source
+        self._values = dict(values)
+
+    def has(self, key: str) -> bool:
+        return key in self._values
+
+    def take(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self._values.pop(key, default)
+        if type(value) is not kind or (kind is list and any(type(each) is not str for each in value)):
+            wanted = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
+            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {wanted}")
+        return value
+
+    def name(self, key: str) -> str:
+        value = self.take(key, str)
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", value):
+            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed letters, digits, dots, hyphens")
+        return value
+
+    def table(self, key: str) -> "_Table":
+        return _Table(f"{self._source}: {key}", self.take(key, dict))
+
+    def repo(self, key: str) -> RepoName:
+        value = self.take(key, str)
+        name = parse_repo(value)
+        if name is None:
+            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed USER/REPO[:QUANT]")
+        return name
+
+    def finish(self) -> None:
+        if self._values:
+            raise ModelFileError(f"{self._source}: {', '.join(self._values)} is not a field of a card")

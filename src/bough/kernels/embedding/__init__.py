@@ -1,0 +1,18 @@
+"""Rows of a quantised embedding table as floats, as `gguf.quants.dequantise` specifies."""
+
+from torch import Tensor
+
+from bough.gguf.quants import dequantise
+from bough.gguf.types import QuantType
+
+__all__ = ["embed"]
+
+
+def embed(data: Tensor, type: QuantType, tokens: Tensor) -> Tensor:
+    """Return rows `tokens` [...] of data [V, row bytes]: float32 [..., K]."""
+    if data.is_cuda:
+        from bough.kernels.embedding import triton_kernels
+
+        if type in triton_kernels.TYPES:
+            return triton_kernels.embed(data, type, tokens)
+    return dequantise(data[tokens], type)

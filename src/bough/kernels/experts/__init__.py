@@ -1,0 +1,59 @@
+"""Routed experts: which experts each row takes, their matmuls, and the sum of their outputs.
+
+On a GPU nothing is read back, so that a step can be captured as a CUDA graph, and a row's results have the
+same bits alone and among other rows. On a CPU the reference runs.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bough.kernels.experts.stack import ExpertStack, Routing, padded
+from bough.kernels.quant_matmul.layout import Layout
+from bough.kernels.quant_matmul.packed import backend
+from bough.kernels.quant_matmul.rows import PackedRows
+
+__all__ = ["ExpertStack", "Routing", "combine", "expert_matmul", "padded", "route_rows"]
+
+
+def route_rows(
+    x: Tensor, router: Tensor, gate: Tensor, *, used: int, layouts: Iterable[Layout]
+) -> tuple[PackedRows, Tensor, Routing]:
+    """Return x [M, width] packed for matmuls, the logits [M, E + 1], the shared gate's last, and the routing.
+
+    router [E, width], gate [width]; `layouts`: of the stacks that are multiplied next. On GPUs only.
+    """
+    from bough.kernels.experts import triton_kernels
+
+    packed, logits = triton_kernels.router(x, router, gate)
+    tokens = triton_kernels.TOKENS
+    if backend(x.device) == "cuda":
+        from bough.kernels.experts import cuda
+        from bough.kernels.runtime.device import card_of
+
+        tokens = cuda.chunk_tokens(card_of(x.device), layouts, len(x))
+    return packed, logits, triton_kernels.route(logits, used, tokens)
+
+
+def expert_matmul(x: PackedRows, stack: ExpertStack, routing: Routing) -> Tensor:
+    """Return float32 [pairs, N]: row p * rows // pairs of x times the matrix of pair p's expert."""
+    assert x.columns == stack.columns and routing.pairs % x.rows == 0, (x.columns, x.rows, routing.pairs)
+    # The stack may be in the host's pinned memory, which the kernels read over the bus.
+    out = torch.empty(routing.pairs, stack.rows, device=x.data.device)
+    if backend(out.device) == "cuda":
+        from bough.kernels.experts import cuda
+
+        cuda.matmul(x, stack, routing, out)
+    else:
+        from bough.kernels.experts import triton_kernels
+
+        triton_kernels.matmul(x, stack, routing, out)
+    return out
+
+
+def combine(shared: Tensor, logits: Tensor, outputs: Tensor, weights: Tensor) -> Tensor:
+    """Return the gated shared output plus the experts': see reference.combine. On GPUs only."""
+    from bough.kernels.experts import triton_kernels
+
+    return triton_kernels.combine(shared, logits, outputs, weights)

@@ -1,0 +1,217 @@
+"""The native CPU library: packed weights, their matmuls, and whole steps of a model, with threads of its own.
+
+The sources say how results stay independent of the rows and threads around them; the torch layers of `models`
+are the specification.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bough.gguf.types import QuantType
+from bough.kernels.native import library
+from bough.kernels.native.library import (
+    CACHE_FORMATS,
+    INT8,
+    INT16,
+    KINDS,
+    MAX_ROWS,
+    Block,
+    Cache,
+    Layer,
+    LayerState,
+    Matrix,
+    Model,
+    Proposal,
+    Ring,
+    Step,
+)
+from bough.kernels.native.memory import WeightMemory
+
+__all__ = [
+    "CACHE_FORMATS",
+    "INT8",
+    "INT16",
+    "MAX_ROWS",
+    "Block",
+    "Cache",
+    "Layer",
+    "LayerState",
+    "Library",
+    "Matrix",
+    "Model",
+    "PackedMatrix",
+    "Ring",
+    "Step",
+    "argmax_rows",
+    "best_tree",
+    "has_kind",
+    "packed_bytes",
+    "rank_rows",
+    "unavailable",
+]
+
+
+def unavailable() -> str | None:
+    """Return why there is no native code for this machine; None: there is."""
+    found, reason = library.find_library()
+    return reason if found is None else None
+
+
+def has_kind(type: QuantType) -> bool:
+    return type.name in KINDS
+
+
+def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
+    """Return the bytes of a packed matrix; 0: native code does not take this type or shape."""
+    found, _ = library.find_library()
+    assert found is not None
+    return found.tf_packed_bytes(KINDS.index(type.name), rows, columns) if has_kind(type) else 0
+
+
+def argmax_rows(x: Tensor) -> Tensor:
+    """Return `x.argmax(-1)` of x [R, N] on a CPU: the first of equal values, NaN above all."""
+    found, _ = library.find_library()
+    if found is None or x.dtype != torch.float32 or not x.is_contiguous() or not x.shape[1]:
+        return x.argmax(-1)
+    best = torch.empty(len(x), dtype=torch.int64)
+    found.tf_argmax(x.data_ptr(), len(x), x.shape[1], best.data_ptr())
+    return best
+
+
+def rank_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return the likeliest ids [R, count] of logits x [R, N] on a CPU, best first, and log probabilities.
+
+    Of equal ones the lower id comes first; those of probability 0 have id 0. None: not for these logits.
+    """
+    found, _ = library.find_library()
+    if found is None or x.dtype != torch.float32 or not x.is_contiguous() or not 0 < count <= x.shape[1]:
+        return None
+    ids, scores = torch.empty(len(x), count, dtype=torch.int64), torch.empty(len(x), count)
+    done = found.tf_rank(x.data_ptr(), *x.shape, count, ids.data_ptr(), scores.data_ptr())
+    return (ids, scores) if done else None
+
+
+def best_tree(
+    anchor: int,
+    candidates: tuple[Tensor, Tensor, Tensor, Tensor],
+    calibration: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    nodes: int,
+    rows: int,
+    spine: float,
+) -> tuple[Tensor, Tensor] | None:
+    """Return a packed tree [4, rows] and weights [rows], as kernels/tree builds them; None: not for these.
+
+    candidates: ids [K, k], scores [K, k] or [K, k + 1, k], chains and their scores [m, K]; calibration: edges
+    [E], table [D, E + 1], depth bins [at least K].
+    """
+    found, _ = library.find_library()
+    if found is None:
+        return None
+    ids, scores, chains, chain_scores = (part.contiguous() for part in candidates)
+    depths, width = ids.shape
+    if scores.dtype != torch.float32 or chain_scores.dtype != torch.float32:
+        return None
+    if calibration is not None and calibration[2].shape[0] < depths:
+        return None
+    proposal = Proposal(
+        anchor=anchor,
+        depths=depths,
+        width=width,
+        lines=1 if scores.ndim == 2 else scores.shape[1],
+        chain_count=chains.shape[0],
+        nodes=nodes,
+        rows=rows,
+        spine=spine,
+        ids=ids.data_ptr(),
+        scores=scores.data_ptr(),
+        chains=chains.data_ptr(),
+        chain_scores=chain_scores.data_ptr(),
+    )
+    if calibration is not None:
+        edges, table, bins = calibration
+        proposal.edge_count, proposal.edges = edges.shape[0], edges.data_ptr()
+        proposal.table, proposal.depth_bins = table.data_ptr(), bins.data_ptr()
+    packed, weights = torch.empty(4, rows, dtype=torch.int64), torch.empty(rows)
+    done = found.tf_best_tree(proposal, packed.data_ptr(), weights.data_ptr())
+    return (packed, weights) if done else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight [rows, columns] in the layout of the native matmul, with a bias or without."""
+
+    rows: int
+    columns: int
+    data: Tensor
+    bias: Tensor | None
+    struct: Matrix  # points to data and bias
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Library:
+    """The native library with a pool of threads."""
+
+    def __init__(self, threads: int, *, variant: str | None = None):
+        """`variant`: other than the best for this CPU, for tests."""
+        found, self.variant = library.find_library()
+        if variant is not None:
+            found, self.variant = library.open_library(library.library_path(variant)), variant
+        assert found is not None, self.variant
+        self.c = found
+        self.pool = found.tf_pool_new(threads)
+        if not self.pool:
+            raise MemoryError("no memory for threads")
+        self.threads = found.tf_pool_threads(self.pool)
+        self._scratch, self._memory = torch.empty(0, dtype=torch.uint8), WeightMemory()
+        # Not at exit: a thread may still be in a step then.
+        weakref.finalize(self, found.tf_pool_free, self.pool).atexit = False
+
+    def pack(
+        self, source: Tensor | np.ndarray, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
+    ) -> PackedMatrix:
+        """Pack a matrix; source: the bytes of all rows as they are in a GGUF file."""
+        kind, (rows, columns) = KINDS.index(type.name), shape
+        size = self.c.tf_packed_bytes(kind, rows, columns)
+        assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
+        given = rows * columns // type.block_elements * type.block_bytes
+        source = source.numpy() if isinstance(source, Tensor) else source
+        assert source.flags.c_contiguous and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
+        assert bias is None or len(bias) == rows
+        data = self._memory.take(size)
+        self.c.tf_pack(self.pool, kind, source.ctypes.data, rows, columns, data.data_ptr())
+        struct = Matrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
+        return PackedMatrix(rows, columns, data, bias, struct)
+
+    def matmul(self, matrix: PackedMatrix, x: Tensor, *, mode: int = INT16) -> Tensor:
+        """Return x [..., K] float32 times the matrix [N, K], transposed: [..., N]."""
+        assert x.shape[-1] == matrix.columns and x.dtype == torch.float32, f"{x.shape}, {x.dtype}"
+        x = x.contiguous()
+        out = torch.empty(*x.shape[:-1], matrix.rows)
+        rows = x.numel() // matrix.columns
+        if rows:
+            scratch = self.scratch(self.c.tf_matmul_scratch(matrix.columns))
+            self.c.tf_matmul(
+                self.pool, matrix.struct, mode, x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr()
+            )
+        return out
+
+    def embed(self, matrix: PackedMatrix, tokens: Tensor) -> Tensor:
+        """Return the rows [..., K] of the matrix, as float32."""
+        flat = tokens.flatten().contiguous()
+        out = torch.empty(*tokens.shape, matrix.columns)
+        assert not flat.numel() or 0 <= int(flat.min()) <= int(flat.max()) < matrix.rows
+        self.c.tf_embed(matrix.struct, flat.data_ptr(), flat.numel(), out.data_ptr())
+        return out
+
+    def scratch(self, size: int) -> Tensor:
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch

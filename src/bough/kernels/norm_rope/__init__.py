@@ -1,0 +1,149 @@
+"""Norms, rotary embedding and gates, each fused with its neighbours in a layer.
+
+With `pack` the result is packed for a matmul with tiles, on GPUs only: the CUDA C++ kernels take up to 64
+rows, the Triton ones more rows and other cards.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from torch import Tensor
+
+from bough.kernels.norm_rope import reference
+from bough.kernels.norm_rope.reference import l2_norm, rope, rope_angles
+from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
+from bough.kernels.quant_matmul.rows import PackedRows
+
+__all__ = [
+    "add_rms_norm",
+    "cache_heads",
+    "gated_rms_norm",
+    "head_rope",
+    "l2_norm",
+    "ring_heads",
+    "rms_norm",
+    "rope",
+    "rope_angles",
+    "silu_mul",
+    "silu_rows",
+]
+
+
+def _of(x: Tensor):
+    """Return the implementation for x's device."""
+    if not x.is_cuda:
+        return reference
+    from bough.kernels.norm_rope import triton_kernels
+
+    return triton_kernels
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See reference.rms_norm."""
+    return _of(x).rms_norm(x, weight, eps)
+
+
+@overload
+def add_rms_norm(
+    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, *, pack: Literal[False] = False
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool
+) -> tuple[Tensor, Tensor | PackedRows]: ...
+def add_rms_norm(
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool = False
+) -> tuple[Tensor, Tensor | PackedRows]:
+    """See reference.add_rms_norm."""
+    if pack:
+        from bough.kernels.norm_rope import cuda, triton_kernels
+
+        if not isinstance(add, RowScaled) and (isinstance(add, PartialSums) or cuda.takes(x, add)):
+            return cuda.add_rms_norm(x, add, weight, eps)
+        return triton_kernels.add_rms_norm(x, add, weight, eps, pack=True)
+    assert not isinstance(add, Unfinished), "partial sums need `pack`"
+    return _of(x).add_rms_norm(x, add, weight, eps)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
+) -> Tensor | PackedRows:
+    """See reference.gated_rms_norm."""
+    if pack:
+        from bough.kernels.norm_rope import cuda, triton_kernels
+
+        if cuda.takes(x.flatten(-2), gate, head=x.shape[-1]):
+            return cuda.gated_rms_norm(x, gate, weight, eps)
+        return triton_kernels.gated_rms_norm(x, gate, weight, eps, pack=True)
+    return _of(x).gated_rms_norm(x, gate, weight, eps)
+
+
+def silu_mul(
+    gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
+) -> Tensor | PackedRows:
+    """See reference.silu_mul."""
+    if isinstance(gate, RowScaled) and isinstance(up, RowScaled):
+        from bough.kernels.norm_rope import triton_kernels
+
+        assert pack, "row scales need `pack`"
+        return triton_kernels.silu_mul(gate, up, pack=True)
+    assert not isinstance(gate, RowScaled) and not isinstance(up, RowScaled), "one of them has row scales"
+    if isinstance(gate, PartialSums) or isinstance(up, PartialSums):
+        from bough.kernels.norm_rope import cuda
+
+        assert pack, "partial sums need `pack`"
+        return cuda.silu_mul(gate, up)
+    if pack:
+        from bough.kernels.norm_rope import cuda, triton_kernels
+
+        if cuda.takes(gate, up):
+            return cuda.silu_mul(gate, up)
+        return triton_kernels.silu_mul(gate, up, pack=True)
+    return _of(gate).silu_mul(gate, up)
+
+
+def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
+    """Return the same, packed, by one kernel for any number of rows: a row's bits do not depend on it."""
+    from bough.kernels.norm_rope import triton_kernels
+
+    packed = triton_kernels.silu_mul(gate, up, pack=True)
+    assert isinstance(packed, PackedRows)
+    return packed
+
+
+def head_rope(
+    x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> Tensor:
+    """See reference.head_rope."""
+    return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
+
+
+def cache_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: Sequence[Tensor | None],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    **cache,
+) -> Tensor:
+    """See reference.cache_heads."""
+    if k.is_cuda:
+        from bough.kernels.kv_cache import triton_kernels
+
+        if triton_kernels.takes(cache["keys"]) and triton_kernels.takes(cache["values"]):
+            return triton_kernels.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
+    return reference.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
+
+
+def ring_heads(
+    k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **ring_state: Tensor
+) -> None:
+    """See reference.ring_heads."""
+    if k.is_cuda:
+        from bough.kernels.norm_rope import ring
+
+        ring.ring_heads(k, v, norm, eps, cos, sin, **ring_state)
+    else:
+        reference.ring_heads(k, v, norm, eps, cos, sin, **ring_state)

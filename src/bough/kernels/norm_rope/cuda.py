@@ -1,0 +1,150 @@
+"""The CUDA C++ kernels of rows.cu, for at most 64 rows before a matmul: what they take, and their launch."""
+
+from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from bough.kernels.quant_matmul import cuda as matmuls
+from bough.kernels.quant_matmul.partial_sums import PartialSums
+from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from bough.kernels.runtime import sources
+from bough.kernels.runtime.device import card_of, usable
+from bough.kernels.runtime.driver import Kernel, Module
+from bough.kernels.runtime.nvrtc import compile_cubin
+
+NORM, SILU, GATED = range(3)
+# Blocks of a row on Hopper. One SM would take 1.1 us for the exponentials of 17408 columns and as long for
+# their bytes, and 1.4 us to read the eight partial sums of a norm's input.
+CLUSTERS = {NORM: 8, SILU: 8, GATED: 4}
+# Groups of four columns of a thread, and the most groups of a block for it.
+_ITEMS = ((1, 192), (2, 1152), (4, 2304), (8, 3072), (16, 16384))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The compile-time parameters of a kernel."""
+
+    kind: int
+    width: int  # columns of a row
+    head: int  # dims of a head, for GATED
+    cluster: int  # blocks of a row
+
+    @property
+    def threads(self) -> int:
+        parts = -(-self.width // 256) * 64 // self.cluster  # of four columns
+        items = next(items for items, most in _ITEMS if parts <= most)
+        return -(-parts // (items * 32)) * 32
+
+    def defines(self, overlap: bool) -> dict[str, int]:
+        names = {"KIND": self.kind, "WIDTH": self.width, "HEAD": self.head, "CLUSTER": self.cluster}
+        return names | {"THREADS": self.threads, "OVERLAP": int(overlap)}
+
+
+def source() -> str:
+    return sources.source("norm_rope", "rows.cu")
+
+
+def shape_of(kind: int, width: int, head: int = 4, *, clusters: bool) -> Shape:
+    """Return the shape with the most blocks a row, up to CLUSTERS, that the heads allow."""
+    parts = -(-width // 256) * 64
+    cluster = CLUSTERS[kind] if clusters else 1
+    while parts % cluster or parts // cluster % (head // 4):
+        cluster //= 2
+    return Shape(kind, width, head, cluster)
+
+
+def takes(*operands: Tensor | PartialSums | None, head: int = 4) -> bool:
+    """Return whether the kernels take such rows on this card; all have the same number of columns."""
+    given = [x.out if isinstance(x, PartialSums) else x for x in operands if x is not None]
+    width = given[0].shape[-1]
+    few = given[0].numel() // width <= BUCKETS[-1]
+    if not few or width % 4 or head > 128 or head & (head - 1) or width > 4 * _ITEMS[-1][1]:
+        return False
+    return all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given) and usable(given[0].device)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0
+
+
+@cache
+def kernel_of(shape: Shape, device: torch.device) -> Kernel:
+    card = card_of(device)
+    build = partial(compile_cubin, source(), defines=shape.defines(card.pdl), arch=card.target)
+    return Module(build, device).kernel("rows", threads=shape.threads, overlap=card.pdl)
+
+
+class Operand(Structure):
+    """The `Operand` of rows.cu."""
+
+    _fields_ = [
+        ("at", c_void_p),
+        ("stride", c_longlong),
+        ("parts", c_void_p),
+        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot")),
+    ]
+
+    @classmethod
+    def of(cls, x: Tensor | PartialSums | None) -> "Operand":
+        if x is None:
+            return cls()
+        if isinstance(x, Tensor):
+            rows = _rows(x)
+            return cls(rows.data_ptr(), rows.stride(0))
+        slot = x.parts[0, 0].numel()
+        numbers = (x.depth, x.share, x.extra, x.first, slot)
+        return cls(x.out.data_ptr(), x.out.stride(0), x.parts.data_ptr(), *numbers)
+
+
+def _launch(
+    shape: Shape,
+    x: Tensor | PartialSums,
+    y: Tensor | PartialSums | None,
+    *,
+    weight: Tensor | None = None,
+    total: Tensor | None = None,
+    eps: float = 0.0,
+) -> PackedRows:
+    like = x if isinstance(x, Tensor) else x.out
+    grouped = matmuls.grouped(card_of(like.device))
+    packed = empty_rows(like.numel() // shape.width, shape.width, like.device, grouped=grouped)
+    pointers = [part if part is not None else c_void_p(None) for part in (weight, total)]
+    rest = (*pointers, packed.data, packed.scale, *map(c_longlong, packed.strides), c_float(eps))
+    launched = kernel_of(shape, like.device)
+    launched((shape.cluster, packed.rows), [Operand.of(x), Operand.of(y), *rest])
+    return packed
+
+
+def _clusters(device: torch.device) -> bool:
+    return card_of(device).arch == "sm_90"
+
+
+def add_rms_norm(
+    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float
+) -> tuple[Tensor, PackedRows]:
+    """See reference.add_rms_norm."""
+    shape = shape_of(NORM, x.shape[-1], clusters=_clusters(x.device))
+    if add is None:
+        return x, _launch(shape, x, None, weight=weight, eps=eps)
+    total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return total, _launch(shape, x, add, weight=weight, total=total, eps=eps)
+
+
+def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums) -> PackedRows:
+    """See reference.silu_mul."""
+    like = gate.out if isinstance(gate, PartialSums) else gate
+    return _launch(shape_of(SILU, like.shape[-1], clusters=_clusters(like.device)), gate, up)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> PackedRows:
+    """See reference.gated_rms_norm."""
+    heads = x.flatten(-2)
+    shape = shape_of(GATED, heads.shape[-1], x.shape[-1], clusters=_clusters(x.device))
+    return _launch(shape, heads, gate, weight=weight, eps=eps)

@@ -1,0 +1,313 @@
+"""The CUDA C++ kernels of tiles.cu: their variants, the partition of work, the launches."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int, c_longlong
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from bough.kernels.quant_matmul.int8 import Int8Matrix
+from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
+from bough.kernels.quant_matmul.partial_sums import PartialSums
+from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
+from bough.kernels.quant_matmul.tuned import TunedFile
+from bough.kernels.runtime.device import Card, card_of, kind_of
+from bough.kernels.runtime.driver import Kernel, Module
+from bough.kernels.runtime.dry_run import cache_tensor
+from bough.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.runtime.sources import source, warp_group_mma
+
+_SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
+_BLOCK_TILES = ROW_BLOCK // 16
+_UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
+_RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
+_STATIC = 512  # bytes for barriers and row scales
+_MIN_COLUMNS = 512  # of a block of rows that a block of the grid has at least
+# With fewer stages none is refilled in the middle of the next unit: the thread that fills it would wait for
+# other warps to leave it.
+_MIN_HALFWAY_STAGES = 3
+_MAX_GROUP = 4  # launches with the same x that may overlap
+# Position of a launch in a group of launches with the same x.
+_ALONE, _FIRST, _FOLLOWING = range(3)
+# Whether Hopper multiplies by warp-group mma, for any number of rows: their bits may be other ones. Off until
+# benchmarks/gpu/warp_group_matmul.py has measured it. To be changed here: other processes read it, too.
+GROUPED = False
+EIGHT_ROWS = 128 >> 4  # from eight rows of x to the next in shared memory, for warp-group mma, in 16 bytes
+
+
+@cache
+def tilings_of(device: torch.device) -> dict[int, Tiling]:
+    """Return the tiling of each bucket: the tuned one for this kind of GPU, else the built-in one."""
+    return {**built_in_tilings(card_of(device).arch), **TunedFile.default().load(kind_of(device))}
+
+
+def resident_blocks(card: Card) -> int:
+    """Return how many blocks an SM holds at a time, for any number of rows."""
+    return 2 if card.shared_per_processor >= 160 * 1024 else 1
+
+
+def row_tiles(card: Card, tiling: Tiling) -> int:
+    """Return the row tiles of a warp. Half as many warps need a second resident block."""
+    return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
+
+
+def grouped(card: Card) -> bool:
+    """Return whether warp-group mma multiply rows that are packed for them there."""
+    return GROUPED and card.arch == "sm_90"
+
+
+def stage_bytes(layout: Layout, bucket: int) -> int:
+    return _BLOCK_TILES * layout.tile_bytes + 2 * layout.unit * bucket
+
+
+def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
+    """Return the stages of the ring: all resident blocks fit, else one block does; 0 if two stages do not.
+
+    Whether it is 0 does not depend on the tiling.
+    """
+    size = stage_bytes(layout, bucket)
+    share = card.shared_per_processor // resident_blocks(card) - _RESERVED
+    count = (min(share, card.shared_per_block) - _STATIC) // size
+    if count < 2:
+        count = (card.shared_per_block - _STATIC) // size
+    most = tiling.stages + (layout.unit < COLUMN_BLOCK)
+    return min(count, most) if count >= 2 else 0
+
+
+@cache
+def max_rows(card: Card, layout: Layout) -> int:
+    """Return the largest bucket that fits, with any tiling."""
+    tilings = built_in_tilings(card.arch)
+    return max(bucket for bucket in BUCKETS if stages(card, layout, bucket, tilings[bucket]))
+
+
+def layout_defines(layout: Layout) -> dict[str, int]:
+    """Return the macros of weights.cu for a layout."""
+    result = {
+        "LOW": layout.low,
+        "HIGH": layout.high,
+        "SCALES": _SCALES[layout.scales],
+        "OFFSET": layout.offset,
+        "UNIT": layout.unit,
+        "TABLE": int(bool(layout.table)),
+    }
+    for index in range(4 if layout.table else 0):
+        result[f"TABLE{index}"] = int.from_bytes(bytes(layout.table[4 * index : 4 * index + 4]), "little")
+    return result
+
+
+def defines(
+    card: Card, layout: Layout, bucket: int, tiling: Tiling, *, grouped: bool = False
+) -> dict[str, int]:
+    """Return the macros of tiles.cu for one variant."""
+    depth = stages(card, layout, bucket, tiling)
+    macros = layout_defines(layout) | {
+        "TOKENS": bucket,
+        "STAGES": depth,
+        "BULK": int(card.bulk_copies),
+        "ROW_TILES": 1 if grouped else row_tiles(card, tiling),
+        "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
+    }
+    return macros | {"GROUPED": 1} if grouped else macros
+
+
+def matmul_source() -> str:
+    return source("quant_matmul", "weights.cu", "tiles.cu")
+
+
+def grouped_source(bucket: int) -> str:
+    """Return the same with warp-group mma."""
+    mma = warp_group_mma("group_mma", bucket, EIGHT_ROWS)
+    return "\n".join([mma, source("quant_matmul", "weights.cu", "group.cu", "tiles.cu")])
+
+
+def int8_source() -> str:
+    return source("quant_matmul", "weights.cu", "int8_weights.cu")
+
+
+def int8_defines(layout: Layout) -> dict[str, int]:
+    """Return the macros of int8_weights.cu."""
+    return layout_defines(layout) | {"TOKENS": 8, "ROW_TILES": 1}
+
+
+def rows_source() -> str:
+    return source("quant_matmul", "rows.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    matmul: Kernel
+    expand: Kernel
+
+
+@cache
+def variant(
+    layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool = False
+) -> Variant:
+    card = card_of(device)
+    macros = defines(card, layout, bucket, tiling, grouped=grouped)
+    assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
+    text = grouped_source(bucket) if grouped else matmul_source()
+    arch = f"{card.target}a" if grouped else card.target
+    module = Module(partial(compile_cubin, text, defines=macros, arch=arch), device)
+    return Variant(
+        module.kernel(
+            "matmul",
+            threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
+            shared=macros["STAGES"] * stage_bytes(layout, bucket),
+            overlap=card.pdl,
+        ),
+        module.kernel("expand", threads=256),
+    )
+
+
+@cache
+def _pack_rows_kernel(device: torch.device) -> Kernel:
+    card = card_of(device)
+    build = partial(compile_cubin, rows_source(), defines={"BULK": int(card.pdl)}, arch=card.target)
+    return Module(build, device).kernel("pack_rows", threads=512, overlap=card.pdl)
+
+
+@cache
+def _requantise_kernel(layout: Layout, device: torch.device) -> Kernel:
+    build = partial(compile_cubin, int8_source(), defines=int8_defines(layout), arch=card_of(device).target)
+    return Module(build, device).kernel("requantise", threads=256)
+
+
+def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:
+    """Compile the variants of these layouts and buckets in parallel, before they are timed or captured."""
+    card = card_of(device)
+    wanted = [
+        (layout, bucket, tiling)
+        for layout in dict.fromkeys(layouts)
+        for bucket, tiling in tilings.items()
+        if stages(card, layout, bucket, tiling)
+    ]
+
+    modules = [variant(*item, device, grouped=grouped(card)).matmul.module for item in wanted]
+    modules.append(_pack_rows_kernel(device).module)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(Module.load, modules))
+    _workspace(device)
+
+
+@cache_tensor
+def _workspace(device: torch.device) -> Tensor:
+    """Return the partial sums of a group of launches, all marked as not written.
+
+    A static buffer, because captured graphs point at it: matmuls on one device must run in one stream.
+    """
+    card = card_of(device)
+    words = resident_blocks(card) * card.processors * ROW_BLOCK * 64
+    return torch.full((_MAX_GROUP, words), _UNWRITTEN, dtype=torch.int32, device=device)
+
+
+def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
+    """Return the blocks of the grid, the units of each, and how many blocks have one unit more."""
+    units = weight.padded_rows // ROW_BLOCK * weight.data.shape[0]
+    most = resident_blocks(card) * card.processors
+    grid = min(most, max(1, units * weight.layout.unit // _MIN_COLUMNS))
+    return grid, units // grid, units % grid
+
+
+def pack_rows(x: Tensor) -> PackedRows:
+    rows, columns = x.shape
+    packed = empty_rows(rows, columns, x.device, grouped=grouped(card_of(x.device)))
+    group_stride, row_stride = packed.strides
+    arguments = [
+        x,
+        packed.data,
+        packed.scale,
+        c_longlong(x.stride(0)),
+        c_int(columns),
+        c_int(-(-columns // 256) * 256),
+        c_longlong(group_stride),
+        c_longlong(row_stride),
+    ]
+    _pack_rows_kernel(x.device)((rows, 1), arguments)
+    return packed
+
+
+def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
+    _launch(x, weight, out, parts=_workspace(out.device)[0])
+
+
+def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
+    """Return x times the weight, transposed, as split-K partial sums for a kernel with a fused reduction."""
+    assert x.bucket is not None
+    grid, share, extra = partition(card_of(weight.data.device), weight)
+    out = torch.empty(x.rows, weight.rows, device=weight.data.device)
+    parts = torch.empty(grid, 2, x.bucket, ROW_BLOCK, device=weight.data.device)
+    _launch(x, weight, out, parts=parts, partial_sums=True)
+    return PartialSums(out, parts, weight.data.shape[0], share, extra)
+
+
+def matmuls(
+    x: PackedRows,
+    weights: Sequence[PackedWeight],
+    outs: Sequence[Tensor],
+    tiling: Tiling | None = None,
+) -> None:
+    """Multiply the same x with several matrices, in launches that overlap; `tiling` overrides the device's.
+
+    The largest matrix goes first: it hides the wait for x. A small one in the middle is hidden by its
+    neighbours.
+    """
+    pairs = sorted(zip(weights, outs, strict=True), key=lambda pair: pair[0].nbytes)
+    pairs.insert(0, pairs.pop())
+    for start in range(0, len(pairs), _MAX_GROUP):
+        group = pairs[start : start + _MAX_GROUP]
+        for number, (weight, out) in enumerate(group):
+            position = _ALONE if len(group) == 1 else _FIRST if number == 0 else _FOLLOWING
+            parts = _workspace(out.device)[number]
+            _launch(x, weight, out, parts=parts, position=position, tiling=tiling)
+
+
+def _launch(
+    x: PackedRows,
+    weight: PackedWeight,
+    out: Tensor,
+    *,
+    parts: Tensor,
+    position: int = _ALONE,
+    partial_sums: bool = False,
+    tiling: Tiling | None = None,
+) -> None:
+    assert x.bucket is not None
+    blocks = weight.padded_rows // ROW_BLOCK
+    grid, share, extra = partition(card_of(out.device), weight)
+    sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
+    numbers = (*sizes, share, extra, position, int(partial_sums))
+    chosen = tiling or tilings_of(out.device)[x.bucket]
+    variant(weight.layout, x.bucket, chosen, out.device, grouped=x.grouped).matmul(
+        (grid, 1),
+        [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
+    )
+
+
+def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
+    """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
+    tiles = len(out) // 16
+    numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
+    tiling, own = tilings_of(out.device)[8], grouped(card_of(out.device))
+    variant(weight.layout, 8, tiling, out.device, grouped=own).expand(
+        (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
+        [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
+    )
+
+
+def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
+    """Write out.rows rows of the matrix, from row `first` on, to `out`."""
+    assert first % 16 == 0 and out.rows % 16 == 0, (first, out.rows)
+    assert out.columns == weight.padded_columns, (out.columns, weight.padded_columns)
+    tiles, depth = out.rows // 16, weight.data.shape[0]
+    numbers = (first // 16, tiles, weight.data.shape[1], depth, out.scales.shape[1], int(out.tiled))
+    _requantise_kernel(weight.layout, weight.data.device)(
+        (-(-tiles // _BLOCK_TILES), depth),
+        [weight.data, weight.row_scale, out.codes, out.scales, *map(c_int, numbers)],
+    )

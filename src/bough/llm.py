@@ -1,0 +1,546 @@
+"""LLM: a model for Python programs, loaded with its draft; shaped like vLLM's class of this name.
+
+A worker thread owns the session. Requests are submitted to it as the server submits them, so that those of
+one `generate` run together where the worker can run several.
+"""
+
+import asyncio
+import json
+import logging
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
+
+from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
+from bough.engine import sampler
+from bough.engine.stats import RequestStats
+from bough.errors import UsageError
+from bough.gguf.reader import GGUFFile
+from bough.hub.catalog import EMBEDDED, Card
+from bough.hub.drafts import fetch_draft
+from bough.hub.resolve import meaning, resolve, resolve_draft
+from bough.session.folders import costs_file
+from bough.session.loading import load_session
+from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
+from bough.session.requests import (
+    Finished,
+    Grammar,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TextRequest,
+    ToolArguments,
+    ToolCall,
+)
+from bough.session.worker import EngineWorker, TextSession
+from bough.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Messages = str | Sequence[Mapping[str, Any]]  # of one user, or in OpenAI's form
+Prompt = str | Sequence[int]  # text or token ids, as they are
+Schema = Mapping[str, Any] | type  # JSON schema, or a pydantic model
+_MANY = 1 << 30  # requests that may wait
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(sampler.SamplingParams):
+    """How tokens are sampled, and where the text ends. Values that are not given mean: greedy, no limit."""
+
+    max_tokens: int | None = None  # None: as many as fit in the context
+    stop: Sequence[str] = ()  # texts that end the answer, and are not part of it
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of `chat`, `achat` and `astream`."""
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    system: str | None  # instructions before the messages
+    thinking: bool | None  # reason first; None: as the model's template decides
+    tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
+    tool_choice: str  # auto, none, required or the name of a tool
+    schema: Schema | None  # the answer is JSON of this schema
+    regex: str | None  # the answer matches this expression
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Logprob(NamedTuple):
+    """A token of an answer, its log probability, and those of the likeliest tokens there."""
+
+    id: int
+    text: str
+    logprob: float
+    top: Mapping[str, float]
+
+
+class Answer(str):
+    """The text of an answer; what else is known about it are its attributes."""
+
+    prompt: Prompt | Messages
+    reasoning: str
+    tool_calls: list[Call]
+    finish_reason: Literal["stop", "length", "tool_calls", "cancelled"]
+    tokens: list[int]
+    logprobs: list[Logprob] | None  # one for each token, if `SamplingParams.logprobs` asked for them
+    stats: RequestStats
+
+    @property
+    def text(self) -> str:
+        return str(self)
+
+    @property
+    def outputs(self) -> "list[Answer]":
+        """Return the answer in a list, where vLLM has its outputs."""
+        return [self]
+
+    def json(self) -> Any:
+        """Return the value of an answer that is JSON."""
+        return json.loads(self)
+
+
+class LLM:
+    """A loaded model. Close it, or use `with`, to free its memory.
+
+    model: a .gguf file, a folder, a short name or USER/REPO[:QUANT]; None: BOUGH_MODEL, else the small
+    model inside the package. draft: as of the command line; auto: the one that belongs to the model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        draft: str | Path | None = AUTO,
+        budget: int | None = None,
+        max_ctx: int | None = None,
+        kv: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        vram_limit: int | None = None,
+        prefill: Literal["exact", "int8"] = "exact",
+        prefix_cache_dir: str | Path | None = None,
+        offline: bool = False,
+        progress: bool = True,
+    ):
+        offline = offline or environment().offline
+        target, card, fetched = find_model(model, offline=offline)
+        speculation, found = find_draft(target, card, draft, fetch=fetched and not offline)
+        if speculation is not None and budget is not None:
+            speculation = replace(speculation, budget=budget)
+        config = EngineConfig(
+            device=device,
+            max_ctx=max_ctx,
+            kv_k=kv,
+            kv_v=kv,
+            threads=threads,
+            vram_limit=vram_limit,
+            prefill=prefill,
+            speculation=speculation,
+            draft=found,
+            costs=costs_file(),
+            prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
+        )
+        self.path, self.draft = target, found.path if found else None
+        self.name = card.name if card else target.stem
+        self._show = progress
+        counter = _Counter(f"Loading {target.name}", shown=progress)
+        self._worker = EngineWorker(
+            lambda read: load_session(target, config, progress=counter.update), max_queue=_MANY
+        )
+        self._worker.start()
+        self._worker.ready.wait()
+        counter.end()
+        if self._worker.failure is not None:
+            raise self._worker.failure
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="llm", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End running requests and free the model's memory."""
+        self._worker.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    @property
+    def session(self) -> TextSession:
+        """Return what the model was loaded into."""
+        return self._worker.session
+
+    @property
+    def max_ctx(self) -> int:
+        return self.session.max_ctx
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.session.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        progress: bool | None = None,
+    ) -> list[Answer]:
+        """Continue each prompt as it is, without the chat template; return the answers in their order.
+
+        sampling: one for all prompts or one for each; None: as recommended for the model.
+        """
+        given = _prompts(prompts)
+        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(given)
+        if len(params) != len(given):
+            raise UsageError(f"sampling has {len(params)} entries, needed {len(given)}", param="sampling")
+        runs = [
+            self._run(
+                self._request(each, prompt=prompt, max_tokens=max_tokens, stop=stop), prompt, whole=True
+            )
+            for prompt, each in zip(given, params, strict=True)
+        ]
+        shown = len(runs) > 1 if progress is None else progress
+        counter = _Counter("Prompts", shown=shown and self._show)
+        try:
+            answers = []
+            for run in runs:
+                answers.append(run.answer())
+                counter.update(len(answers), len(runs))
+            return answers
+        finally:
+            counter.end()
+            for run in runs:
+                run.close()
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> Answer: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> "Stream": ...
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> "Answer | Stream":
+        """Answer a conversation, or a text of the user; with `stream` as it is generated.
+
+        options: see ChatOptions.
+        """
+        run = self._run(self._chat_request(messages, sampling, options), messages, whole=not stream)
+        return run if stream else run.answer()
+
+    async def achat(
+        self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> Answer:
+        """Answer a conversation as `chat` does, without blocking the event loop."""
+        collected = _Collected(messages, self.tokenizer)
+        async for _ in self._events(self._chat_request(messages, sampling, options), collected, whole=True):
+            pass
+        return collected.answer()
+
+    async def astream(
+        self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> AsyncIterator[str]:
+        """Yield the answer in pieces, as they are generated."""
+        collected = _Collected(messages, self.tokenizer)
+        async for piece in self._events(self._chat_request(messages, sampling, options), collected):
+            yield piece
+
+    async def _events(
+        self, request: TextRequest, collected: "_Collected", *, whole: bool = False
+    ) -> AsyncIterator[str]:
+        job = self._worker.submit(request)
+        try:
+            async for batch in job.batches(whole=whole):
+                for _, event in batch:
+                    if piece := collected.add(event):
+                        yield piece
+        finally:
+            job.cancel()
+
+    def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
+        return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
+
+    def _chat_request(
+        self, messages: Messages, sampling: SamplingParams | None, options: ChatOptions
+    ) -> TextRequest:
+        if unknown := options.keys() - ChatOptions.__annotations__.keys():
+            known = ", ".join(ChatOptions.__annotations__)
+            raise UsageError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        system = options.get("system")
+        before = [] if system is None else [{"role": "system", "content": system}]
+        request = self._request(
+            sampling,
+            thinking=options.get("thinking"),
+            max_tokens=options.get("max_tokens"),
+            stop=options.get("stop", ()),
+        )
+        return replace(
+            request,
+            messages=[*before, *turns],
+            tools=options.get("tools"),
+            tool_choice=options.get("tool_choice", "auto"),
+            grammar=_grammar(options.get("schema"), options.get("regex")),
+        )
+
+    def _request(
+        self,
+        sampling: SamplingParams | None,
+        *,
+        prompt: Prompt | None = None,
+        thinking: bool | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> TextRequest:
+        params = self.session.sampling_for(thinking) if sampling is None else sampling
+        ends = [stop] if isinstance(stop, str) else list(stop)
+        if isinstance(sampling, SamplingParams):
+            max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
+            ends = ends or ([sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop))
+        return TextRequest(
+            prompt=prompt if prompt is None or isinstance(prompt, str) else list(prompt),
+            sampling=params,
+            thinking=thinking,
+            max_tokens=max_tokens,
+            stop=ends,
+        )
+
+
+class Stream(Iterator[str]):
+    """An answer while it is generated: iterating yields its text in pieces, `answer()` returns all of it.
+
+    Closing it, or leaving a `with`, ends the generation.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        loop: asyncio.AbstractEventLoop,
+        request: TextRequest,
+        collected: "_Collected",
+        *,
+        whole: bool = False,
+    ):
+        """`whole`: its pieces arrive together, at the end."""
+        self._collected, self._whole = collected, whole
+        self._arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        self._over = False
+        self._running = asyncio.run_coroutine_threadsafe(self._read(worker, request), loop)
+
+    async def _read(self, worker: EngineWorker, request: TextRequest) -> None:
+        try:
+            job = worker.submit(request)
+            try:
+                async for batch in job.batches(whole=self._whole):
+                    for _, event in batch:
+                        if piece := self._collected.add(event):
+                            self._arrived.put(piece)
+            finally:
+                job.cancel()
+        except Exception as error:
+            self._arrived.put(error)
+        else:
+            self._arrived.put(None)
+
+    def __next__(self) -> str:
+        if self._over:
+            raise StopIteration
+        arrived = self._arrived.get()
+        if isinstance(arrived, str):
+            return arrived
+        self._over = True
+        if arrived is not None:
+            raise arrived
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def reasoning(self) -> str:
+        """Return the reasoning so far."""
+        return self._collected.reasoning
+
+    def answer(self) -> Answer:
+        """Return the whole answer, after its end."""
+        try:
+            for _ in self:
+                pass
+        except BaseException:
+            self.close()
+            raise
+        return self._collected.answer()
+
+    def close(self) -> None:
+        """End the generation."""
+        if not self._over:
+            self._over = True
+            self._running.cancel()
+
+
+class _Collected:
+    """What has arrived of an answer."""
+
+    def __init__(self, prompt: Prompt | Messages, tokenizer: Tokenizer):
+        self._prompt, self._tokenizer = prompt, tokenizer
+        self.text = self.reasoning = ""
+        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}
+        self._finished: Finished | None = None
+
+    def add(self, event: SessionEvent) -> str:
+        """Take an event; return the text in it."""
+        match event:
+            case Text(piece):
+                self.text += piece
+                return piece
+            case Reasoning(piece):
+                self.reasoning += piece
+            case ToolCall():
+                self._calls[event.index] = event, []
+            case ToolArguments(index, piece):
+                self._calls[index][1].append(piece)
+            case Finished():
+                self._finished = event
+        return ""
+
+    def answer(self) -> Answer:
+        finished = self._finished
+        assert finished is not None, "the request has not ended"
+        answer = Answer(self.text)
+        answer.prompt, answer.reasoning = self._prompt, self.reasoning
+        answer.tool_calls = [
+            Call(call.id, call.name, _arguments("".join(pieces))) for call, pieces in self._calls.values()
+        ]
+        answer.finish_reason, answer.tokens, answer.stats = finished.reason, finished.tokens, finished.stats
+        answer.logprobs = None
+        if finished.logprobs is not None:
+            answer.logprobs = [self._logprob(each) for each in finished.logprobs]
+        return answer
+
+    def _logprob(self, each: sampler.TokenLogprob) -> Logprob:
+        top = {self._text(id): logprob for id, logprob in each.top}
+        return Logprob(each.token, self._text(each.token), each.logprob, top)
+
+    def _text(self, id: int) -> str:
+        return self._tokenizer.token_bytes(id).decode(errors="replace")
+
+
+def _arguments(text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _grammar(schema: Schema | None, regex: str | None) -> Grammar | None:
+    if schema is not None and regex is not None:
+        raise UsageError("schema and regex are both given, needed one of them", param="regex")
+    if regex is not None:
+        return Grammar("regex", regex, "regex")
+    if schema is None:
+        return None
+    made = schema if isinstance(schema, Mapping) else getattr(schema, "model_json_schema", lambda: None)()
+    if not isinstance(made, Mapping):
+        raise UsageError(f"schema is {schema!r}, needed a JSON schema or a pydantic model", param="schema")
+    return Grammar("json_schema", made, "schema")
+
+
+def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; a text or a list of token ids alone is one prompt."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(each, int) for each in given):
+        return [cast(Prompt, given)]
+    return list(cast(Sequence[Prompt], given))
+
+
+def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card | None, bool]:
+    """Return the model's file, its card, and whether it came from the hub by a name."""
+    name = str(model) if model is not None else environment().target or EMBEDDED
+    meant = meaning(name)
+    path = resolve(meant, offline=offline)
+    with GGUFFile.open(path) as file:
+        card = meant.card or card_of(file, meant.repo.repo if meant.repo else None)
+    return path, card, meant.repo is not None
+
+
+def find_draft(
+    target: Path, card: Card | None, draft: str | Path | None, *, fetch: bool
+) -> tuple[SpecConfig | None, DraftConfig | None]:
+    """Return how tokens are proposed, and the draft; fetch: one that is listed and not here."""
+    name = NONE if draft is None else str(draft)
+    name = environment().draft or AUTO if name == AUTO else name
+    if name == NONE:
+        return None, None
+    named = NamedDraft.read(name)
+    name = named.name
+    speculation = SpecConfig(budget=card.budget if card else SpecConfig().budget, mtp=named.mtp)
+    if name in (MTP, LOOKUP):
+        return speculation, None
+    if name != AUTO:
+        return speculation, DraftConfig(resolve_draft(name, offline=not fetch))
+    found = draft_at_hand(target, card)
+    if found is None and card is not None and card.draft is not None:
+        if fetch:
+            found = fetch_draft(card.draft)
+        else:
+            log.warning("the draft of %s is not on this machine: bough pull %s", card.title, card.name)
+    return speculation, None if found is None else DraftConfig(found)
+
+
+class _Counter:
+    """A line on standard error, if that is a terminal, that says how far something is."""
+
+    def __init__(self, label: str, *, shown: bool):
+        self._label = label
+        self._shown = shown and sys.stderr is not None and sys.stderr.isatty()
+        self._percent = -1
+
+    def update(self, done: int, total: int) -> None:
+        percent = 100 * done // total if total else 0
+        if self._shown and percent != self._percent:
+            self._percent = percent
+            sys.stderr.write(f"\r{self._label} {percent}%\x1b[K")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._shown and self._percent >= 0:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

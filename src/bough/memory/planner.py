@@ -1,0 +1,474 @@
+"""MemoryPlanner: chooses KV cache formats and a context length that fit on a device, before loading anything.
+
+Formats are tried best first: 16 bits if a tenth of the memory stays free, 8 bits, fewer bits for V, fewer for
+both. The token embedding in host memory and smaller prefill chunks are tried before a format with fewer bits.
+Unless a context was requested, it is shortened before formats below 8 bits are used.
+
+Sequences that run at once share one pool of KV pages, which holds at least one whole context. Where their
+number was not requested, it is what fits beside the plan for one of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from bough.config import EngineConfig
+from bough.errors import ResourceError, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.kernels.kv_cache.format import BLOCK, FORMATS
+from bough.kernels.tree import MAX_ROWS
+from bough.memory.device import (
+    CUDA_LIBRARIES,
+    KVFormats,
+    MemoryBudget,
+    available_memory,
+    gib,
+    kv_formats,
+    memory_budget,
+)
+from bough.memory.estimate import (
+    EMBEDDING,
+    KV_CACHE,
+    DeviceType,
+    MemoryEstimate,
+    estimate_memory,
+    kv_bytes_per_token,
+)
+from bough.models.native import native_gap
+from bough.models.spec import ModelSpec
+
+# K and V formats that "auto" chooses from on a GPU, best first.
+AUTO_FORMATS: tuple[tuple[str, str], ...] = (
+    ("f16", "f16"),
+    ("q8_0", "q8_0"),
+    ("q8_0", "q5_0"),
+    ("q5_0", "q5_0"),
+    ("q4_0", "q4_0"),
+)
+OPT_IN_FORMATS: tuple[str, str] = ("tq3_0", "tq3_0")  # only on request
+# A larger context is used only on request: most prompts are far shorter, and on a CPU prefill is slow.
+DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
+_PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
+_MIN_CTX = 256
+_CHUNK_SHARE = 0.03  # of the memory, for a chunk of a prompt that is larger than the ordinary one
+_ORDINARY_CHUNK = 2048  # tokens
+_SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
+# Sequences to try on a GPU where their number was not requested, and the share of memory that those beyond
+# the first may take from a context that had to be shortened anyway.
+_SEQUENCES, _SEQUENCES_SHARE = (8, 6, 4, 3, 2), 1 / 16
+_SPARE = 0.1  # share kept free of a CPU's memory, and of a GPU's with 16-bit formats
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOption:
+    """How a model would fit with these KV cache formats, the token embedding in host memory if necessary."""
+
+    formats: KVFormats
+    max_ctx: int  # the longest that fits
+    total: int  # bytes in use with the planned context
+    host_embedding: bool
+    fits: bool  # whether the planned context does
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadOptions:
+    """Settings that trade a little speed, and no precision, for memory."""
+
+    host_embedding: bool
+    chunk: int  # of prefill, in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The bytes in use on a device once a model is loaded, by part, and the settings that lead to them."""
+
+    parts: Mapping[str, int]
+    kv: KVFormats
+    max_ctx: int
+    reason: str
+    budget: MemoryBudget
+    estimate: MemoryEstimate
+    prefill_chunk: int
+    host_embedding: bool = False
+    kv_tokens: int = 0  # of all sequences together; at least `max_ctx`
+
+    @property
+    def sequences(self) -> int:
+        """Return how many run at once, at most."""
+        return self.estimate.sequences
+
+    @property
+    def kv_pages(self) -> int:
+        return self.estimate.pool_pages(self.kv_tokens)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def expanded(self) -> bool:
+        """Return whether weights are used as stored: as floats, or on a GPU in the tiles its kernels read."""
+        return self.estimate.expanded
+
+    @property
+    def weights(self) -> int:
+        """Return the bytes of the weights, the token embedding included, also where it is in host memory."""
+        return self.estimate.parts["weights"] + self.estimate.parts[EMBEDDING]
+
+    @property
+    def draft(self) -> int:
+        return self.estimate.parts.get("draft", 0)
+
+    @property
+    def recurrent(self) -> int:
+        return self.estimate.parts["recurrent states"]
+
+    @property
+    def kv_per_token(self) -> int:
+        return kv_bytes_per_token(self.estimate.spec, self.kv)
+
+    def notes(self) -> list[str]:
+        """Return warnings for the user."""
+        found = []
+        if widened := self.estimate.widened:
+            found.append(
+                f"weights in {', '.join(widened)} have no GPU kernel and are stored as float16: "
+                f"{gib(sum(widened.values()))} more than in the file; "
+                "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
+            )
+        return found
+
+    def backend_note(self) -> str:
+        """Return why native code does not run the model on a CPU; nothing if it does, or hardly matters."""
+        gap = self.estimate.native_gap
+        if not gap or self.weights < _SMALL:
+            return ""
+        return f"The native CPU code is not used, {gap}: PyTorch computes, more slowly"
+
+    def line(self) -> str:
+        """Return formats, context and total in one line, printed at start-up."""
+        embedding = f", token embedding in host memory ({gib(self.estimate.parts[EMBEDDING])})"
+        experts = self.estimate.host_experts
+        host = f", {gib(experts)} of experts in host memory, read over the bus" if experts else ""
+        shared = f", {self.sequences} requests at once share {self.kv_tokens:,}" if self.sequences > 1 else ""
+        return (
+            f"KV cache in {format_names(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens{shared}, "
+            f"{gib(self.total)} of {gib(self.budget.limit)}{embedding if self.host_embedding else ''}{host}"
+        )
+
+
+def format_names(formats: KVFormats) -> str:
+    """Return q8_0, or q8_0/q5_0 where K and V differ."""
+    return "/".join(dict.fromkeys(format.name for format in formats))
+
+
+def plan_memory(file: GGUFFile, spec: ModelSpec, config: EngineConfig, device: torch.device) -> MemoryPlan:
+    return MemoryPlanner.create(file, spec, config, device, memory_budget(device, config.vram_limit)).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanner:
+    """Plans one model with one configuration for one memory budget."""
+
+    file: GGUFFile
+    spec: ModelSpec
+    config: EngineConfig
+    device: torch.device  # need not be installed
+    budget: MemoryBudget
+    estimate: MemoryEstimate
+    candidates: Sequence[KVFormats]  # formats that the configuration allows, best first
+
+    @classmethod
+    def create(
+        cls,
+        file: GGUFFile,
+        spec: ModelSpec,
+        config: EngineConfig,
+        device: torch.device,
+        budget: MemoryBudget,
+    ) -> "MemoryPlanner":
+        if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
+            raise UsageError(
+                f"`max_ctx` is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens",
+                param="max_ctx",
+            )
+        if config.parallel is not None and not 1 <= config.parallel <= MAX_ROWS:
+            raise UsageError(f"`parallel` is {config.parallel}, needed 1 to {MAX_ROWS}", param="parallel")
+        device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
+        _check_experts(spec, config, device_type)
+        context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
+        estimated = partial(estimate_memory, file, spec, config, device_type, context=context)
+        candidates = _candidates(spec, config, device)
+        gap = _native_gap(file, spec, config, candidates[0]) if device_type == "cpu" else ""
+        if gap is None:
+            return cls(file, spec, config, device, budget, estimated(native=True), candidates)
+        expand = config.weights != "packed"
+        estimate = estimated(expand=expand)
+        if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
+            estimate = estimated(expand=False)
+        estimate = replace(estimate, native_gap=gap)
+        _check_host(estimate, config)
+        return cls(file, spec, config, device, budget, estimate, candidates)
+
+    @property
+    def context(self) -> int:
+        """Return the requested context, or the default."""
+        return self.config.max_ctx or min(self.spec.context_length, DEFAULT_CTX[self.device.type])
+
+    def plan(self) -> MemoryPlan:
+        """Return the best plan that fits; raise ResourceError with alternatives if none does."""
+        plan = self._planned()
+        return self._widened(plan) if self.config.parallel is None and self._on_gpu else plan
+
+    def _widened(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan for as many sequences as fit, with the same formats and load options."""
+        options = _LoadOptions(plan.host_embedding, plan.prefill_chunk)
+        shortened = plan.max_ctx < self.context
+        for sequences in _SEQUENCES:
+            config = replace(self.config, parallel=sequences)
+            wider = MemoryPlanner.create(self.file, self.spec, config, self.device, self.budget)
+            wider = replace(wider, candidates=self.candidates)
+            context = min(plan.max_ctx, wider._longest(plan.kv, options))
+            more = wider.estimate.without_kv() - self.estimate.without_kv()
+            if context == plan.max_ctx or (shortened and more <= _SEQUENCES_SHARE * self.budget.limit):
+                return wider._plan(plan.kv, options, context, plan.reason)
+        return plan
+
+    def _planned(self) -> MemoryPlan:
+        """Return the plan for the requested number of sequences, or for one."""
+        context = self.context
+        # The default context is no reason to use fewer than 8 bits for K or V.
+        precise = self if self.config.max_ctx is not None else self._without_lossy()
+        if (found := precise._best_fit(context)) is not None:
+            formats, options = found
+            return self._plan(formats, options, context, self._reason(formats))
+        if self.config.max_ctx is None:
+            smallest_precise = replace(precise, candidates=precise.candidates[-1:])
+            for planner, least in (
+                (smallest_precise, _PREFERRED_CTX),
+                (self, _PREFERRED_CTX),
+                (self, _MIN_CTX),
+            ):
+                if least < context and (found := planner._best_fit(least)) is not None:
+                    formats, options = found
+                    longest = min(planner._longest(formats, options), context)
+                    return self._plan(formats, options, longest, self._reason_for_shorter(context))
+            context = min(context, _MIN_CTX)
+        raise self._does_not_fit(context)
+
+    def options(self) -> tuple[FormatOption, ...]:
+        """Return all automatic and opt-in formats, then the requested ones that are not among them."""
+        offered = self._offered()
+        return tuple(
+            self._option(formats)
+            for formats in (*offered, *(each for each in self.candidates if each not in offered))
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _offered(self) -> list[KVFormats]:
+        if not self._on_gpu:
+            return []
+        divisible = not self.spec.head_dim % BLOCK
+        names = (*AUTO_FORMATS, OPT_IN_FORMATS) if divisible else AUTO_FORMATS[:1]
+        return [(FORMATS[k], FORMATS[v]) for k, v in names]
+
+    def _load_options(self) -> list[_LoadOptions]:
+        """Return the load options, the fastest first, the one with the least memory last."""
+        preferred, *smaller = self.estimate.prefill
+        if not self._on_gpu:
+            return [_LoadOptions(False, preferred)]
+        # The largest chunk is a few percent faster: not worth context on a small card. The size of the card
+        # decides, not what is free on it: bits depend on the chunk, and should not on other programs.
+        room = _CHUNK_SHARE * self.budget.limit
+        if preferred > _ORDINARY_CHUNK and smaller and self.estimate.prefill[preferred] > room:
+            preferred, *smaller = smaller
+        ordinary = [size for size in (preferred, *smaller) if size <= _ORDINARY_CHUNK] or [preferred]
+        return [
+            *(_LoadOptions(False, chunk) for chunk in dict.fromkeys((preferred, ordinary[0]))),
+            *(_LoadOptions(True, chunk) for chunk in ordinary),
+        ]
+
+    def _total(self, formats: KVFormats, context: int, options: _LoadOptions) -> int:
+        """Return the bytes in use."""
+        libraries = CUDA_LIBRARIES if self._on_gpu else 0
+        model = self.estimate.without_kv(host_embedding=options.host_embedding)
+        workspace = self.estimate.prefill[options.chunk]
+        return self.budget.in_use + libraries + model + workspace + self.estimate.kv_bytes(formats, context)
+
+    def _limit(self, formats: KVFormats) -> int:
+        """Return the bytes that may be in use with these formats."""
+        choosing = len(self.candidates) > 1 and not any(format.quantised for format in formats)
+        limit = self.budget.limit
+        return int((1 - _SPARE) * limit) if choosing or not self._on_gpu else limit
+
+    def _best_fit(self, context: int) -> tuple[KVFormats, _LoadOptions] | None:
+        """Return the best formats with which a context fits, and the load options it needs."""
+        for formats in self.candidates:
+            for options in self._load_options():
+                if self._total(formats, context, options) <= self._limit(formats):
+                    return formats, options
+        return None
+
+    def _longest(self, formats: KVFormats, options: _LoadOptions) -> int:
+        """Return the longest context that fits."""
+        empty = self._total(formats, 0, options) - self.estimate.kv_bytes(formats, 0)
+        return self.estimate.max_context(formats, self._limit(formats) - empty)
+
+    def _without_lossy(self) -> "MemoryPlanner":
+        """Return a planner for the candidates of 8 bits and more, or for all if there are none."""
+        precise = [formats for formats in self.candidates if not any(format.lossy for format in formats)]
+        return replace(self, candidates=precise or self.candidates)
+
+    def _reason_for_shorter(self, context: int) -> str:
+        if (found := self._best_fit(context)) is None:
+            return f"{context:,} tokens do not fit in {format_names(self.candidates[-1])}"
+        return f"`max_ctx` {context} fits in {format_names(found[0])}"
+
+    def _reason(self, formats: KVFormats) -> str:
+        if "auto" not in (self.config.kv_k, self.config.kv_v):
+            return "as requested"
+        if len(self.candidates) == 1:
+            return "the default"
+        if formats == self.candidates[0]:
+            return f"{_SPARE:.0%} of the memory or more stay free"
+        return "the most bits in which the context fits"
+
+    def _plan(self, formats: KVFormats, options: _LoadOptions, context: int, reason: str) -> MemoryPlan:
+        estimate, budget = self.estimate, self.budget
+        tokens = max(context, self._most_tokens(formats, options, context))
+        parts = dict(estimate.parts) | {"prefill": estimate.prefill[options.chunk]}
+        if options.host_embedding:
+            parts.pop(EMBEDDING)
+        # On a CPU the pool grows with use; one context is what a request may need.
+        parts[KV_CACHE] = estimate.kv_bytes(formats, context, tokens if self._on_gpu else 0)
+        if self._on_gpu:
+            parts |= {"CUDA libraries": CUDA_LIBRARIES, "in use before": budget.in_use}
+        parts = {name: size for name, size in parts.items() if size}
+        return MemoryPlan(
+            parts, formats, context, reason, budget, estimate, options.chunk, options.host_embedding, tokens
+        )
+
+    def _most_tokens(self, formats: KVFormats, options: _LoadOptions, context: int) -> int:
+        """Return how many tokens of all sequences fit, with a tenth of the memory free."""
+        empty = self._total(formats, 0, options) - self.estimate.kv_bytes(formats, 0)
+        return self.estimate.max_tokens(formats, context, int((1 - _SPARE) * self.budget.limit) - empty)
+
+    def _option(self, formats: KVFormats) -> FormatOption:
+        alone = replace(self, candidates=(formats,))
+        found = alone._best_fit(self.context)
+        options = self._load_options()[-1] if found is None else found[1]
+        total = alone._total(formats, self.context, options)
+        longest = alone._longest(formats, self._load_options()[-1])
+        return FormatOption(formats, longest, total, options.host_embedding, found is not None)
+
+    def _does_not_fit(self, context: int) -> ResourceError:
+        smallest = self.candidates[-1]
+        needed = gib(self._total(smallest, context, self._load_options()[-1]))
+        limited = self.config.vram_limit is not None
+        available = "are free" if not self._on_gpu else "may be used" if limited else "are installed"
+        alternatives = tuple(self._alternatives(context))
+        return ResourceError(
+            f"{self.file.path.name} needs {needed} with a context of {context:,} tokens in "
+            f"{format_names(smallest)}, {gib(self.budget.limit)} {available} on {self.device}",
+            f"{'any of these' if len(alternatives) > 1 else 'this'} would fit: {'; '.join(alternatives)}",
+        )
+
+    def _alternatives(self, context: int) -> Iterator[str]:
+        """Yield up to three settings with which the model would fit."""
+        smallest = self.candidates[-1]
+        if (shorter := self._longest(smallest, self._load_options()[-1]) // 1024 * 1024) >= 1024:
+            yield f"`max_ctx` {shorter}"
+        others = replace(self, candidates=[each for each in self._offered() if each not in self.candidates])
+        if (other := others._best_fit(context)) is not None:
+            k, v = (format.name for format in other[0])
+            yield f"`kv` {k}" if k == v else f"`kv_k` {k} `kv_v` {v}"
+        if (experts := self._experts_that_fit(context)) is not None:
+            yield f"`experts_host` {experts}"
+        for setting, lighter in _lighter_drafts(self.config):
+            planner = MemoryPlanner.create(self.file, self.spec, lighter, self.device, self.budget)
+            if planner._best_fit(context) is not None:
+                yield setting
+                return
+        # The size of weights with which the rest would fit.
+        excess = self._total(smallest, context, self._load_options()[-1]) - self._limit(smallest)
+        left = self.estimate.parts["weights"] - excess
+        yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
+
+    def _experts_that_fit(self, context: int) -> int | None:
+        """Return how many layers' experts in host memory make the model fit, if that is possible."""
+        routed, layers = self.estimate.routed, len(self.spec.layers)
+        if not routed or not self._on_gpu:
+            return None
+        left = layers - self.config.experts_host
+        excess = self._total(self.candidates[-1], context, self._load_options()[-1])
+        excess -= self._limit(self.candidates[-1])
+        # Layers may differ in size: one more than the average says.
+        needed = self.config.experts_host + -(-excess * left // routed) + 1
+        return needed if needed <= layers else None
+
+
+def _check_experts(spec: ModelSpec, config: EngineConfig, device_type: DeviceType) -> None:
+    """Raise for experts in host memory where there are none, or where all weights are there anyway."""
+    count, most = config.experts_host, len(spec.layers) if spec.experts is not None else 0
+    if not 0 <= count <= most:
+        which = f"0 to {most}" if most else f"0: {spec.name} has no routed experts"
+        raise UsageError(f"`experts_host` is {count}, needed {which}", param="experts_host")
+    if count and device_type == "cpu":
+        raise UsageError(
+            f"`experts_host` is {count}, but on a CPU all weights are in host memory", param="experts_host"
+        )
+
+
+def _check_host(estimate: MemoryEstimate, config: EngineConfig) -> None:
+    """Raise if host memory does not hold the experts that are to stay there."""
+    if not estimate.host_experts:
+        return
+    free = available_memory(torch.device("cpu"))
+    if estimate.host_experts > free:
+        raise ResourceError(
+            f"the experts of {config.experts_host} layers take {gib(estimate.host_experts)} of host memory, "
+            f"{gib(free)} are free",
+            "set a smaller `experts_host`",
+        )
+
+
+def _native_gap(file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFormats) -> str | None:
+    """Return None if the native library is to run the model, else why not; "": it was not asked for."""
+    if config.cpu_backend == "torch" or config.weights == "expanded":
+        return ""
+    context = config.max_ctx or DEFAULT_CTX["cpu"]
+    window = None if config.window is not None and config.window >= context else config.window
+    gap = native_gap(file, spec, kv, window)
+    if gap is not None and config.cpu_backend == "native":
+        raise UsageError(
+            f"`cpu_backend` is native, but {gap}", "use `cpu_backend` auto or torch", param="cpu_backend"
+        )
+    return gap
+
+
+def _candidates(spec: ModelSpec, config: EngineConfig, device: torch.device) -> list[KVFormats]:
+    requested = (config.kv_k, config.kv_v)
+    if device.type != "cuda" or "auto" not in requested:
+        return [kv_formats(spec, device, requested)]
+    usable = [names for names in AUTO_FORMATS if names == AUTO_FORMATS[0] or not spec.head_dim % BLOCK]
+    k_names, v_names = (
+        [names[side] if requested[side] == "auto" else requested[side] for names in usable] for side in (0, 1)
+    )
+    return [kv_formats(spec, device, names) for names in dict.fromkeys(zip(k_names, v_names, strict=True))]
+
+
+def _lighter_drafts(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Yield settings that shrink or drop the draft, and the configuration with each."""
+    draft, speculation = config.draft, config.speculation
+    if speculation is None or (draft is None and speculation.mtp == "off"):
+        return
+    if draft is not None and draft.quant != "q4_k" and draft.path.suffix != ".gguf":
+        yield "`draft_quant` q4_k", replace(config, draft=replace(draft, quant="q4_k"))
+    if draft is not None and speculation.mtp == "on":
+        yield "a draft without the MTP block", replace(config, speculation=replace(speculation, mtp="auto"))
+    yield "`no_draft`", replace(config, draft=None, speculation=replace(speculation, mtp="off"))

@@ -1,0 +1,442 @@
+"""The shapes and settings of a DFlash, DFlash2 or DSpark checkpoint, in either format. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from bough.errors import ModelFileError, UnsupportedModel
+from bough.gguf.header import TensorInfo, shorten
+from bough.gguf.reader import GGUFFile
+from bough.hub.names import DRAFT_ARCHITECTURES, is_draft_architecture
+from bough.models.spec import ModelSpec
+
+LayerKind = Literal["full", "sliding"]
+_GLOBAL_TENSORS = ("fc", "enc.output_norm", "output_norm")
+_LAYER_TENSORS = (
+    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
+    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+)
+# What DFlash2 adds: dynamic convolutions around each half of a layer, and the candidate selector.
+_LAYER_CONVOLUTIONS = ("attn_conv_base", "attn_conv_proj", "ffn_conv_base", "ffn_conv_proj")
+# What DSpark adds: a score of each token after each other one, and how likely the next is accepted.
+_MARKOV_TENSORS = ("markov_w1.weight", "markov_w2.weight")
+_CONFIDENCE_TENSORS = ("conf_proj.weight", "conf_proj.bias")
+_SELECTOR_TENSORS = ("selector_predecessor", "selector_successor", "selector_hidden")
+# The target's own are used; some checkpoints contain copies.
+SHARED_TENSORS = ("token_embd.weight", "output.weight")
+# Of a draft with a vocabulary of its own: the target's ids of its tokens, and its head.
+OWN_IDS, _OWN_HEAD = "d2t", "output.weight"
+# Settings that change the backbone's computation, or the position that a row predicts, without a tensor of
+# their own; with the only supported value.
+_FIXED = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "use_swa": False,
+    "shift_label": False,
+}
+_LARGEST = 1 << 30
+_LARGEST_NUMBER = 1e30  # float32 holds it
+_MOST_LAYERS = 256
+_MOST_CANDIDATES = 32  # of a position; with those of prompt lookup they are columns of a tree
+MIN_BLOCK, MAX_BLOCK = 2, 64  # tokens of a block, the anchor included
+# transformers' default: where layer_types is absent, layers from this one on may slide
+_WINDOW_FROM = 28
+
+
+@dataclass(frozen=True, slots=True)
+class SecondSpec:
+    """What DFlash2 adds to a draft."""
+
+    kernel: int  # taps of a convolution
+    group: int  # channels that share the dynamic part of a kernel
+    rank: int  # of the selector's code books
+    candidates: int  # of a position that the selector compares
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovSpec:
+    """What DSpark adds to a draft."""
+
+    rank: int  # of the tables that score pairs of tokens
+    confidence: bool  # whether there is a head that predicts acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    source: str  # the file, for messages
+    layers: tuple[LayerKind, ...]
+    causal: tuple[bool, ...]  # rows of the block see only rows before them, per layer
+    window: int  # of the sliding layers
+    width: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    eps: float
+    block_size: int  # the anchor included
+    taps: tuple[int, ...]  # target layers whose outputs are read, in the order of concatenation
+    mask_id: int  # a row of the target's embedding
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float = 0.0
+    vocab_size: int | None = None  # rows of the embedding it was trained with; None: the file does not say
+    draft_vocab_size: int | None = None  # of its own head; None: that of the target
+    reduced: bool = False  # whether its head has a vocabulary of its own, and a table of the target's ids
+    second: SecondSpec | None = None  # of a DFlash2 draft
+    markov: MarkovSpec | None = None  # of a DSpark draft
+    # Whether a row predicts the token after its own position, the anchor's row too; None: by the kind.
+    from_anchor: bool | None = None
+
+    @property
+    def depth(self) -> int:
+        """Positions that one call proposes for."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    def with_heads(self, tensors: Mapping[str, TensorInfo]) -> "DraftSpec":
+        """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash."""
+        if (own := tensors.get(OWN_IDS)) is not None and not self.reduced:
+            size = self.draft_vocab_size or own.elements
+            return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors)
+        table = tensors.get(_MARKOV_TENSORS[0])
+        if table is None:
+            if self.from_anchor:
+                raise UnsupportedModel(
+                    f"{self.source}: sample_from_anchor is True, "
+                    "needed False for a draft without a Markov head"
+                )
+            return replace(self, from_anchor=False)
+        markov = MarkovSpec(rank=table.shape[-1], confidence=_CONFIDENCE_TENSORS[0] in tensors)
+        return replace(self, markov=markov, from_anchor=self.from_anchor is not False)
+
+    def check_target(self, target: ModelSpec) -> None:
+        """Raise for a target that this draft was not trained for, naming both values."""
+        depth = len(target.layers)
+        if self.width != target.width:
+            raise self._mismatch("hidden_size", self.width, f"the target's width, {target.width}")
+        if max(self.taps) >= depth:
+            raise self._mismatch(
+                "target_layer_ids", list(self.taps), f"layers of the target, 0 to {depth - 1}"
+            )
+        if not self.reduced and self.draft_vocab_size not in (None, target.vocab_size):
+            raise self._mismatch(
+                "draft_vocab_size",
+                self.draft_vocab_size,
+                f"the rows of the target's embedding, {target.vocab_size}, or a table {OWN_IDS} of its ids",
+            )
+        if self.vocab_size not in (None, target.vocab_size):
+            raise self._mismatch(
+                "vocab_size", self.vocab_size, f"the rows of the target's embedding, {target.vocab_size}"
+            )
+        if self.mask_id >= target.vocab_size:
+            raise self._mismatch(
+                "mask_token_id",
+                self.mask_id,
+                f"a row of the target's embedding, 0 to {target.vocab_size - 1}",
+            )
+
+    def check_tensors(self, tensors: Mapping[str, TensorInfo], target: ModelSpec, source: str) -> None:
+        """Raise for tensors (named as in a GGUF file) that would otherwise be silently ignored."""
+        names = {f"{name}.weight" for name in _GLOBAL_TENSORS}
+        names |= {
+            f"blk.{layer}.{name}.weight" for layer in range(len(self.layers)) for name in _LAYER_TENSORS
+        }
+        if self.second is not None:
+            names |= {f"{name}.weight" for name in _SELECTOR_TENSORS}
+            layers = range(len(self.layers))
+            names |= {f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER_CONVOLUTIONS}
+            # llama.cpp writes the base kernels without a suffix.
+            names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
+        if self.markov is not None:
+            names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
+        shape, own = (target.vocab_size, target.width), ()
+        if self.reduced:
+            names |= {OWN_IDS, _OWN_HEAD}
+            own = (_OWN_HEAD,)
+        for name, info in tensors.items():
+            if name in SHARED_TENSORS and name not in own and info.shape != shape:
+                raise self._mismatch(f"the shape of {name}", list(info.shape), f"the target's, {list(shape)}")
+            if name not in names and name not in SHARED_TENSORS:
+                raise unknown_tensor(source, name, layers=len(self.layers))
+
+    def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self.source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
+            "bough list shows which draft belongs to which target; `draft` none decodes without one",
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], *, source: str, target_depth: int, causal: bool | None = None
+    ) -> "DraftSpec":
+        """From a checkpoint's config.json, old or new: settings may stand at the top or in `dflash_config`.
+
+        `causal` overrides what the file says of the sliding layers.
+        """
+        nested = _Settings(source, config).table("dflash_config")
+        # Where the speculators library keeps the backbone's settings.
+        backbone = _Settings(source, config).table("transformer_layer_config")
+        given = {k: v for table in (config, nested) for k, v in table.items() if v is not None}
+        keys = _Settings(source, {**backbone, **given})
+        _check_architecture(keys)
+        for key, needed in _FIXED.items():
+            if keys.values.get(key) not in (None, needed):
+                raise UnsupportedModel(f"{source}: {key} is {shorten(keys.values[key])}, needed {needed!r}")
+        depth = keys.whole("num_hidden_layers", high=_MOST_LAYERS)
+        layers = _config_layers(keys, depth)
+        heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
+        if causal is None:
+            causal = keys.flag("is_causal")
+        if causal is None:
+            causal = keys.flag("causal")
+        taps = keys.layer_ids("target_layer_ids")
+        if taps is None and (after := keys.layer_ids("aux_hidden_state_layer_ids", low=1)) is not None:
+            taps = [layer - 1 for layer in after]
+        return cls(
+            source=source,
+            layers=layers,
+            causal=_causality(layers, causal),
+            window=keys.whole("sliding_window") if "sliding" in layers else 0,
+            width=width,
+            feed_forward=keys.whole("intermediate_size"),
+            heads=heads,
+            kv_heads=keys.whole("num_key_value_heads", heads),
+            head_dim=keys.whole("head_dim", width // heads),
+            rope_theta=_config_rope(keys),
+            eps=keys.number("rms_norm_eps", 1e-6),
+            block_size=keys.whole("block_size", 16),
+            taps=tuple(default_taps(target_depth, depth) if taps is None else taps),
+            mask_id=keys.whole("mask_token_id", low=0),
+            embedding_scale=keys.number("input_embedding_scale", 1.0),
+            output_multiplier=keys.number("output_multiplier", 1.0),
+            softcap=keys.number("final_logit_softcapping", 0.0, zero=True),
+            vocab_size=keys.optional("vocab_size"),
+            draft_vocab_size=keys.optional("draft_vocab_size"),
+            second=_second(keys, "") if config.get("architectures") == [DRAFT_ARCHITECTURES[1]] else None,
+            from_anchor=keys.flag("sample_from_anchor"),
+        )
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, *, causal: bool | None = None) -> "DraftSpec":
+        """From llama.cpp's `dflash` files, whose layer ids count from one."""
+        source, keys = str(file.path), _Settings(str(file.path), file.metadata)
+        if file.architecture != "dflash":
+            raise UnsupportedModel(
+                f"{source}: general.architecture is {shorten(file.architecture)}, needed 'dflash' for a draft"
+            )
+        depth = keys.whole("dflash.block_count", high=_MOST_LAYERS)
+        layers, window = _gguf_layers(keys, depth)
+        head_dim = keys.whole("dflash.attention.key_length")
+        fixed = {
+            "dflash.attention.value_length": head_dim,
+            "dflash.rope.dimension_count": head_dim,
+            "dflash.rope.scaling.type": "none",
+            "dflash.hidden_activation": "silu",
+            "dflash.embedding_scale": 1.0,
+            "dflash.logit_scale": 1.0,
+            "dflash.final_logit_softcapping": 0.0,
+        }
+        for key, needed in fixed.items():
+            if file.metadata.get(key) not in (None, needed):
+                raise UnsupportedModel(f"{source}: {key} is {shorten(file.metadata[key])}, needed {needed!r}")
+        taps = keys.layer_ids("dflash.target_layers", low=1)
+        if taps is None:
+            raise keys.bad("dflash.target_layers", "a list of the target's layers")
+        tokens = file.metadata.get("tokenizer.ggml.tokens")
+        mask = "tokenizer.ggml.mask_token_id"
+        if mask not in file.metadata and "dflash.mask_token_id" in file.metadata:
+            mask = "dflash.mask_token_id"  # in files from before June 2026
+        return cls(
+            source=source,
+            layers=layers,
+            causal=_causality(layers, keys.flag("dflash.attention.causal") if causal is None else causal),
+            window=window,
+            width=keys.whole("dflash.embedding_length"),
+            feed_forward=keys.whole("dflash.feed_forward_length"),
+            heads=keys.whole("dflash.attention.head_count"),
+            kv_heads=keys.whole("dflash.attention.head_count_kv"),
+            head_dim=head_dim,
+            rope_theta=keys.number("dflash.rope.freq_base"),
+            eps=keys.number("dflash.attention.layer_norm_rms_epsilon"),
+            block_size=keys.whole("dflash.block_size"),
+            taps=tuple(layer - 1 for layer in taps),
+            mask_id=keys.whole(mask, low=0),
+            vocab_size=keys.optional("dflash.vocab_size") or (len(tokens) if type(tokens) is list else None),
+            second=_second(keys, "dflash.") if "dflash.selector_rank" in file.metadata else None,
+            from_anchor=keys.flag("dflash.sample_from_anchor"),
+        )
+
+    def __post_init__(self) -> None:
+        faults = [
+            (
+                "num_attention_heads",
+                self.heads,
+                self.heads % self.kv_heads == 0,
+                f"a multiple of {self.kv_heads}",
+            ),
+            ("head_dim", self.head_dim, self.head_dim % 2 == 0, "an even number"),
+            (
+                "block_size",
+                self.block_size,
+                MIN_BLOCK <= self.block_size <= MAX_BLOCK,
+                f"between {MIN_BLOCK} and {MAX_BLOCK}",
+            ),
+            ("target_layer_ids", list(self.taps), bool(self.taps) and min(self.taps) >= 0, "layers from 0"),
+        ]
+        if self.second is not None:
+            group = self.second.group
+            faults.append(("conv_group_size", group, self.width % group == 0, f"a divisor of {self.width}"))
+        for key, seen, sound, needed in faults:
+            if not sound:
+                raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
+
+
+def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> UnsupportedModel:
+    depth = "" if layers is None else f" of {layers} layers"
+    return UnsupportedModel(
+        f"{source}: tensor {shorten(name)} is not part of a DFlash draft{depth}",
+        "other heads are not supported: take a DFlash, DFlash2 or DSpark draft",
+    )
+
+
+def default_taps(target_depth: int, draft_depth: int) -> list[int]:
+    """Return the taps of a config that names no layers."""
+    if draft_depth == 1:
+        return [target_depth // 2]
+    return [round(1 + i * (target_depth - 4) / (draft_depth - 1)) for i in range(draft_depth)]
+
+
+def _check_architecture(keys: "_Settings") -> None:
+    found = keys.values.get("architectures")
+    if found is None or found == []:
+        return
+    if type(found) is not list or not is_draft_architecture(found[0]):
+        seen = shorten(found[0] if type(found) is list else found)
+        raise UnsupportedModel(
+            f"{keys.source}: architectures is {seen}, needed {' or '.join(map(repr, DRAFT_ARCHITECTURES))}",
+            "take a DFlash, DFlash2 or DSpark draft",
+        )
+
+
+def _second(keys: "_Settings", prefix: str) -> SecondSpec:
+    """Return the settings of DFlash2, by default those of the published draft."""
+    return SecondSpec(
+        kernel=keys.whole(f"{prefix}conv_kernel_size", 2, high=MAX_BLOCK),
+        group=keys.whole(f"{prefix}conv_group_size", 16),
+        rank=keys.whole(f"{prefix}selector_rank", 256),
+        candidates=keys.whole(f"{prefix}selector_top_k", 16, low=4, high=_MOST_CANDIDATES),
+    )
+
+
+def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
+    kinds = keys.values.get("layer_types")
+    if kinds is None:
+        slides = keys.flag("use_sliding_window") and keys.optional("sliding_window")
+        first = keys.whole("max_window_layers", _WINDOW_FROM, low=0) if slides else depth
+        return tuple("sliding" if layer >= first else "full" for layer in range(depth))
+    names: dict[Any, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
+    if type(kinds) is not list or len(kinds) != depth or any(type(kind) is not str for kind in kinds):
+        raise keys.bad("layer_types", f"a list of {depth}, one kind for each layer")
+    for kind in kinds:
+        if kind not in names:
+            raise keys.bad("layer_types", f"full_attention or sliding_attention, not {shorten(kind)}")
+    return tuple(names[kind] for kind in kinds)
+
+
+def _config_rope(keys: "_Settings") -> float:
+    theta = keys.number("rope_theta", 10000.0)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = _Settings(f"{keys.source}: {key}", _of_all_layers(keys.table(key)))
+        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+        if kind != "default":
+            raise UnsupportedModel(f"{rope.source}: rope_type is {shorten(kind)}, needed 'default'")
+        partial = rope.values.get("partial_rotary_factor") not in (None, 1)
+        if partial or any(isinstance(value, dict) for value in rope.values.values()):
+            seen = shorten(dict(rope.values))
+            raise UnsupportedModel(
+                f"{keys.source}: {key} is {seen}, needed one for whole heads of all layers"
+            )
+        theta = rope.number("rope_theta", theta)
+    return theta
+
+
+def _of_all_layers(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings that are given for each kind of layer, and equal, as one; others as they are."""
+    kinds = list(rope.values())
+    equal = bool(kinds) and all(isinstance(kind, dict) and kind == kinds[0] for kind in kinds)
+    return kinds[0] if equal else rope
+
+
+def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], int]:
+    """Return the kinds of the layers and the window of the sliding ones."""
+    window = keys.whole("dflash.attention.sliding_window", 0, low=0)
+    key = "dflash.attention.sliding_window_pattern"
+    pattern = keys.values.get(key)
+    if pattern is None and not window:
+        return ("full",) * depth, 0
+    if type(pattern) is not list or len(pattern) != depth or any(type(flag) is not bool for flag in pattern):
+        raise keys.bad(key, f"a list of {depth}, true or false for each layer")
+    if any(pattern) and not window:
+        raise keys.bad("dflash.attention.sliding_window", f"a window for {sum(pattern)} sliding layers")
+    return tuple("sliding" if flag else "full" for flag in pattern), window if any(pattern) else 0
+
+
+def _causality(layers: tuple[LayerKind, ...], causal: bool | None) -> tuple[bool, ...]:
+    """Return `causal` for all layers; by default sliding layers are causal and full ones are not."""
+    return tuple(kind == "sliding" if causal is None else causal for kind in layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """Untrusted values by key, checked when they are read; null counts as absent."""
+
+    source: str
+    values: Mapping[str, Any]
+
+    def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = _LARGEST) -> int:
+        value: Any = self.values.get(key)
+        if value is None:
+            value = default
+        if type(value) is not int or not low <= value <= high:
+            raise self.bad(key, f"a whole number from {low} to {high}")
+        return value
+
+    def optional(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.whole(key)
+
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        value: Any = self.values.get(key)
+        if value is None:
+            value = default
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if numeric and (0 < value <= _LARGEST_NUMBER or (zero and value == 0)):
+            return float(value)
+        raise self.bad(key, f"a number {'from' if zero else 'above'} 0 to {_LARGEST_NUMBER:g}")
+
+    def flag(self, key: str) -> bool | None:
+        value = self.values.get(key)
+        if value is not None and type(value) is not bool:
+            raise self.bad(key, "true or false")
+        return value
+
+    def layer_ids(self, key: str, *, low: int = 0) -> list[int] | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        sound = type(value) is list and 0 < len(value) <= _MOST_LAYERS
+        if not sound or any(type(item) is not int or not low <= item <= _LARGEST for item in value):
+            raise self.bad(key, f"1 to {_MOST_LAYERS} whole numbers from {low}")
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        value = self.values.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.bad(key, "an object")
+        return value
+
+    def bad(self, key: str, needed: str) -> ModelFileError:
+        value = self.values.get(key)
+        seen = "missing" if value is None else shorten(value)
+        return ModelFileError(f"{self.source}: {key} is {seen}, needed {needed}")

@@ -1,0 +1,282 @@
+"""The layers of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn.functional import silu
+
+from bough.kernels.attention import chunk_attention, paged_attention
+from bough.kernels.causal_conv import chunk_heads, tree_conv
+from bough.kernels.delta_rule import fold_path, slot_delta, tree_delta
+from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
+from bough.kernels.experts import reference as plain_experts
+from bough.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
+from bough.kernels.quant_matmul import PackedRows, PackedWeight, Unfinished, pack_rows
+from bough.models.spec import ModelSpec
+from bough.models.step import AttentionBuffers, DeltaBuffers, Pending
+from bough.models.weights import Matrix, Projections, WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What all layers of one forward pass share, computed once from the step and the buffers."""
+
+    batch: int  # B: of equally many rows each, or 1 for ragged rows
+    slots: Tensor  # [S]
+    cos: Tensor  # [B, T, 1, rope/2]
+    sin: Tensor
+    ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
+    first: Tensor | None  # [S + 1] first row of each sequence, for ragged rows
+    most: int  # rows of a tree, at most
+    conv_index: Tensor | None  # [B, P + T, conv width] for delta layers; a chunk has no tree rows
+    tree_order: Tensor | None  # [B, T] visits of a tree's rows, for delta layers; [T] of ragged rows
+    page_table: Tensor  # [S, P]
+    lengths: Tensor  # [S]
+    pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
+    offsets: Tensor  # [B * T] and the offset in it
+    window: int | None  # tokens that a row attends to; None for a chunk: all
+    span: int  # tokens of the longest sequence including a chunk's rows; 0 for a tree
+    pending: Pending  # of these slots only; P path rows, the first `count` to be committed
+
+
+def takes_packed(*users: Matrix | Projections) -> bool:
+    """Return whether the input rows of these matrices are packed, as matmuls with tiles read them.
+
+    Of any number of rows: those that a card multiplies in parts must have the bits of others.
+    """
+    matrices = [m for user in users for m in (user.matrices if isinstance(user, Projections) else [user])]
+    tiles = [matrix.data for matrix in matrices if isinstance(matrix.data, PackedWeight)]
+    return len(tiles) == len(matrices) and tiles[0].data.is_cuda
+
+
+def by_sequence(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
+    """Return outputs of packed rows, [B * T, N], as [B, T, N]; others have that shape already."""
+    return [part if part.ndim > 2 else part.unflatten(0, (batch, -1)) for part in parts]
+
+
+class Mixer(Protocol):
+    """A layer that mixes tokens; `buffers` are those of its kind."""
+
+    takes_packed: bool
+
+    def __call__(
+        self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any, *, partial_sums: bool = False
+    ) -> Tensor | Unfinished: ...
+
+
+class Attention:
+    """Grouped-query attention; with query/key norms, biases and an output gate where the family has them."""
+
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
+        self._spec = spec
+        width, kv = spec.width, spec.kv_heads * spec.head_dim
+        query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
+        names = [f"{block}.attn_{part}.weight" for part in "qkv"]
+        self._qkv = loader.projections(names, [query, kv, kv], width)
+        self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
+        self.takes_packed, self._out_takes_packed = takes_packed(self._qkv), takes_packed(self._out)
+        self._norms: list[Tensor | None] = [None, None]
+        if spec.family.query_key_norm:
+            self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
+
+    def __call__(
+        self,
+        x: Tensor | PackedRows,
+        context: ForwardContext,
+        buffers: AttentionBuffers,
+        *,
+        partial_sums: bool = False,
+    ) -> Tensor | Unfinished:
+        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        spec = self._spec
+        q, k, v = by_sequence(self._qkv(x), context.batch)
+        gate = None
+        if spec.family.gated_query:
+            q, gate = q.unflatten(-1, (spec.heads, 2 * spec.head_dim)).split(spec.head_dim, -1)
+        else:
+            q = q.unflatten(-1, (spec.heads, spec.head_dim))
+        k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
+        options = {"cos": context.cos, "sin": context.sin, "interleaved": spec.family.rope_interleaved}
+        # Rows are read back from the KV cache, so that a tree's row and a committed token give equal results.
+        keys, values = buffers.keys, buffers.values
+        cache = {"keys": keys, "values": values, "pages": context.pages, "offsets": context.offsets}
+        q = cache_heads(q, k, v, self._norms, spec.eps, **options, **cache)
+        tables = (context.page_table, context.lengths)
+        if context.ancestors is None:
+            out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
+        else:
+            tree = (context.ancestors, context.first)
+            out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
+        out = out.flatten(-2)
+        if not (partial_sums and self._out_takes_packed):
+            return self._out(out)[0]
+        sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
+        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), context.batch)[0]
+
+
+class GatedDelta:
+    """Gated DeltaNet: a short convolution, the gated delta rule, a gated norm."""
+
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
+        assert spec.delta is not None
+        self._delta = delta = spec.delta
+        self._eps = spec.eps
+        heads = delta.value_heads
+        names = [f"{block}.{part}.weight" for part in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
+        self._in = loader.projections(names, [delta.channels, delta.inner, heads, heads], spec.width)
+        self._out = loader.matrix(f"{block}.ssm_out.weight", spec.width, delta.inner)
+        self._conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
+        self._decay = loader.vector(f"{block}.ssm_a", heads)
+        self._time_bias = loader.vector(f"{block}.ssm_dt.bias", heads)
+        self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
+        self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
+
+    def __call__(
+        self,
+        x: Tensor | PackedRows,
+        context: ForwardContext,
+        buffers: DeltaBuffers,
+        *,
+        partial_sums: bool = False,
+    ) -> Tensor | Unfinished:
+        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        batch = context.batch
+        inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
+        out = (self._chunk if context.ancestors is None else self._tree)(
+            inputs, alpha, beta, context, buffers
+        )
+        pack = self._out_takes_packed
+        h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
+        sums = self._out.partial_sums(h) if partial_sums else self._out(h)
+        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), batch)[0]
+
+    def _tree(
+        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
+    ) -> Tensor:
+        assert context.conv_index is not None and context.tree_order is not None
+        if context.first is not None:
+            inputs, alpha, beta = inputs[0], alpha[0], beta[0]
+        rows = tree_conv(
+            inputs,
+            alpha,
+            beta,
+            self._conv,
+            self._decay,
+            self._time_bias,
+            window=buffers.window,
+            tree_inputs=buffers.tree_inputs,
+            tree_gates=buffers.tree_gates,
+            slots=context.slots,
+            path=context.pending.path,
+            count=context.pending.count,
+            index=context.conv_index,
+            key_heads=self._delta.key_heads,
+            first=context.first,
+        )
+        out = tree_delta(
+            *rows,
+            buffers.state,
+            slots=context.slots,
+            count=context.pending.count,
+            order=context.tree_order,
+            first=context.first,
+            most=context.most,
+        )
+        return out if context.first is None else out[None]
+
+    def _chunk(
+        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
+    ) -> Tensor:
+        slots, pending = context.slots, context.pending
+        rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
+        rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
+        saved: dict[str, Any] = {"tree_gates": buffers.tree_gates, "index": context.conv_index}
+        fold_path(buffers.state, self._conv, **saved, **rest)
+        rows = chunk_heads(inputs, alpha, beta, self._conv, self._decay, self._time_bias, **rest)
+        return slot_delta(*rows, buffers.state, slots=slots)
+
+
+class FeedForward:
+    """SwiGLU."""
+
+    def __init__(self, loader: WeightLoader, block: str, *, width: int, inner: int, suffix: str = ""):
+        names = [f"{block}.ffn_{part}{suffix}.weight" for part in ("gate", "up")]
+        self._in = loader.projections(names, [inner, inner], width)
+        self._out = loader.matrix(f"{block}.ffn_down{suffix}.weight", width, inner)
+        self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
+
+    def __call__(self, x: Tensor | PackedRows) -> Tensor:
+        """Return [..., width] of x [..., width], or [M, width] of packed rows [M, width]."""
+        shape = (x.rows,) if isinstance(x, PackedRows) else x.shape[:-1]
+        return self._out(self._activated(x, prod(shape))).view(*shape, -1)
+
+    def partial_sums(self, x: PackedRows) -> Tensor | Unfinished:
+        """Return the same, as partial sums where the kernels can leave them."""
+        return self._out.partial_sums(self._activated(x, x.rows))
+
+    def _activated(self, x: Tensor | PackedRows, rows: int) -> Tensor | PackedRows:
+        pack = self._out_takes_packed
+        gate, up = self._in.partial_sums(x) if pack else self._in(x)
+        return silu_mul(gate, up, pack=pack)
+
+
+class Experts:
+    """A softmax router over SwiGLU experts, with renormalised weights, plus one gated shared expert."""
+
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
+        assert spec.experts is not None
+        experts, width = spec.experts, spec.width
+        self._used = experts.used
+        self._router = loader.vector(f"{block}.ffn_gate_inp.weight", experts.count, width)
+        fused, rows = [f"{block}.ffn_gate_up_exps.weight"], 2 * experts.width
+        if not loader.has(fused[0]):
+            fused, rows = [f"{block}.ffn_{part}_exps.weight" for part in ("gate", "up")], experts.width
+        self._gate_up = loader.experts(fused, experts.count, rows, width)
+        down = f"{block}.ffn_down_exps.weight"
+        (self._down,) = loader.experts([down], experts.count, width, experts.width)
+        self._shared = FeedForward(loader, block, width=width, inner=experts.shared_width, suffix="_shexp")
+        self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
+
+    @property
+    def routed(self) -> Sequence[ExpertStack | tuple[Matrix, ...]]:
+        """Return the matrices of which a row uses some."""
+        return (*self._gate_up, self._down)
+
+    takes_packed = False  # the router reads floats
+
+    def __call__(self, x: Tensor | PackedRows) -> Tensor:
+        assert isinstance(x, Tensor), "packed rows for a router"
+        flat = x.flatten(0, -2)
+        return (self._grouped if isinstance(self._down, ExpertStack) else self._by_expert)(flat).view_as(x)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """Multiply with all chosen experts at once; no host/device synchronisation."""
+        stacks = [stack for stack in (*self._gate_up, self._down) if isinstance(stack, ExpertStack)]
+        layouts = {stack.layout for stack in stacks}
+        packed, logits, routing = route_rows(
+            x, self._router, self._shared_gate, used=self._used, layouts=layouts
+        )
+        shared = self._shared(packed if self._shared.takes_packed else x)
+        *inner, down = stacks
+        parts = [expert_matmul(packed, stack, routing) for stack in inner]
+        gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
+        outputs = expert_matmul(silu_rows(gate, up), down, routing)
+        return combine(shared, logits, outputs, routing.weights)
+
+    def _by_expert(self, x: Tensor) -> Tensor:
+        """Multiply with one expert after the other: the specification, and what a CPU runs."""
+        weights, chosen = plain_experts.route(x @ self._router.T, self._used)
+        outputs = x.new_empty(*chosen.shape, x.shape[-1])
+        for expert in chosen.unique().tolist():
+            row, rank = (chosen == expert).nonzero(as_tuple=True)
+            outputs[row, rank] = self._expert(expert, x[row])
+        return plain_experts.combine(self._shared(x), x @ self._shared_gate, outputs, weights)
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        assert isinstance(self._down, tuple), "experts in a stack"
+        parts = [matrices[expert](x) for matrices in self._gate_up if isinstance(matrices, tuple)]
+        gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
+        return self._down[expert](silu(gate) * up)

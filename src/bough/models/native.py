@@ -1,0 +1,419 @@
+"""The target model as the native CPU library runs it: packed weights, one call for each step.
+
+`NativeDecoder` has the interface of `Decoder`, reads and writes the same buffers, and computes the same
+function with activations rounded to 16 bits.
+"""
+
+import ctypes
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bough.gguf.reader import GGUFFile, TensorInfo
+from bough.kernels import native
+from bough.kernels.kv_cache.format import BLOCK, HeadPool, KVFormat
+from bough.kernels.native import INT8, INT16, Cache, Layer, LayerState, Library, Model, PackedMatrix
+from bough.kernels.quant_matmul import Layout
+from bough.models.decoder import (
+    EMBEDDING_TAP,
+    Output,
+    VerifyBuffers,
+    check_taps,
+    check_tensors,
+    rope_frequencies,
+)
+from bough.models.spec import ModelSpec
+from bough.models.step import AttentionBuffers, Buffers, Step
+from bough.models.weights import Progress, TensorSource, WeightLoader
+
+_CPU = torch.device("cpu")
+_WIDEST_CONV = 8
+
+
+def native_gap(
+    file: TensorSource, spec: ModelSpec, kv: Sequence[KVFormat], window: int | None = None
+) -> str | None:
+    """Return why the native library cannot run this model with this cache, in words; None: it can."""
+    if (reason := native.unavailable()) is not None:
+        return reason
+    if spec.experts is not None:
+        return f"{spec.architecture} has experts"
+    if window is not None:
+        return "`window` is set"
+    for format in kv:
+        if format.name not in native.CACHE_FORMATS:
+            return f"the KV cache is in {format.name}"
+        if format.quantised and spec.head_dim % BLOCK:
+            return f"a head size of {spec.head_dim} with a KV cache in {format.name}"
+    sizes = {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}
+    if spec.delta is not None:
+        sizes |= {"state": spec.delta.head_dim}
+        if not 2 <= spec.delta.conv_width <= _WIDEST_CONV:
+            return f"a convolution of {spec.delta.conv_width} tokens"
+    for name, size in sizes.items():
+        if size % 8:
+            return f"a {name} size of {size}, needed a multiple of 8"
+    return weights_gap(file)
+
+
+def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:
+    """Return which matrix of a file the native matmul cannot take; None: it takes all."""
+    for name, info in file.tensors.items():
+        if _is_matrix(name, info) and name not in without:
+            rows, columns = info.shape
+            if not native.has_kind(info.type):
+                return f"weights in {info.type.name}"
+            if not native.packed_bytes(info.type, rows, columns):
+                return f"{name} has rows of {columns} values"
+    return None
+
+
+def packed_model_bytes(file: TensorSource, spec: ModelSpec) -> int:
+    """Return the bytes of a model's weights in the native library."""
+    prediction = tuple(f"blk.{len(spec.layers) + i}." for i in range(spec.mtp_layers))
+    return packed_tensors_bytes(
+        {name: info for name, info in file.tensors.items() if not name.startswith(prediction)}
+    )
+
+
+def packed_tensors_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(
+        native.packed_bytes(info.type, *info.shape) if _is_matrix(name, info) else 4 * info.elements
+        for name, info in tensors.items()
+    )
+
+
+def _is_matrix(name: str, info: TensorInfo) -> bool:
+    return len(info.shape) == 2 and name.endswith(".weight") and "conv1d" not in name
+
+
+class NativeLoader(WeightLoader):
+    """Loads matrices in the layout of the native matmul."""
+
+    def __init__(self, file: TensorSource, library: Library, *, progress: Progress | None = None):
+        super().__init__(file, device=_CPU, expand=False, progress=progress)
+        self.library = library
+
+    def packed_matrix(self, name: str, rows: int, columns: int, *, bias: bool = False) -> PackedMatrix:
+        type = self._file.require_tensor(name, (rows, columns)).type
+        found = name.removesuffix("weight") + "bias"
+        values = self.vector(found, rows) if bias and self.has(found) else None
+        # Read once, from the mapped file: neither a copy of it nor its pages stay in memory.
+        packed = self.library.pack(self._file.raw(name), type, (rows, columns), values)
+        self._file.release(name)
+        self._count(name)
+        return packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A step's rows of all slots, flat and contiguous, and where their results go."""
+
+    tokens: Tensor
+    parents: Tensor | None  # None: a chunk
+    features: Tensor  # of each slot without its first `skipped` rows
+    hidden: Tensor | None
+    logits: Tensor | None
+    skipped: int
+
+
+class NativeDecoder:
+    """A model of a supported family in the native library."""
+
+    def __init__(self, spec: ModelSpec, loader: NativeLoader, *, mode: int = INT16):
+        self.spec, self.device, self.dtype = spec, _CPU, torch.float32
+        self.layouts: set[Layout] = set()
+        self.library, self._mode = loader.library, mode
+        self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
+        head = "token_embd.weight" if spec.tied_head else "output.weight"
+        self._head = loader.packed_matrix(head, spec.vocab_size, spec.width)
+        self._embedding = self._head
+        if not spec.tied_head:
+            self._embedding = loader.packed_matrix("token_embd.weight", spec.vocab_size, spec.width)
+        self._layers = (Layer * len(spec.layers))(*(self._layer(loader, i) for i in range(len(spec.layers))))
+        self._frequencies = rope_frequencies(spec, loader)
+        self._model = self._described(loader, mode)
+        self._scratch = torch.empty(
+            self.library.c.tf_step_scratch(self._model, self.library.threads), dtype=torch.uint8
+        )
+        self._scores, self._span = torch.empty(0), 0  # and the tokens that they are enough for
+        self._bound: Buffers | None = None
+        # Of the bound buffers, by slot.
+        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.Step]] = {}
+        self._taps: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
+
+    @classmethod
+    def load(
+        cls, file: GGUFFile, library: Library, *, mode: int = INT16, progress: Progress | None = None
+    ) -> "NativeDecoder":
+        """Read and pack all weights; `native_gap` has found nothing missing.
+
+        mode: what activations are rounded to; with INT8 the text may differ from the reference's.
+        """
+        spec = ModelSpec.from_gguf(file)
+        check_tensors(file, spec)
+        return cls(spec, NativeLoader(file, library, progress=progress), mode=mode)
+
+    @property
+    def threads(self) -> int:
+        return self.library.threads
+
+    @property
+    def approximate(self) -> tuple[str, ...]:
+        return ("activations in int8",) if self._mode == INT8 else ()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of all weights."""
+        held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]
+        return sum(each.nbytes for each in held) - self._frequencies.nbytes
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., width] of tokens [...]."""
+        return self.library.embed(self._embedding, tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., vocabulary] of hidden [..., width]."""
+        return self.library.matmul(self._head, hidden, mode=self._mode)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return the same for a draft, whose numbers never reach the text: activations have 8 bits."""
+        return self.library.matmul(self._head, hidden, mode=INT8)
+
+    def forward(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
+    ) -> Output:
+        """See Decoder.forward."""
+        hidden = torch.empty(*step.tokens.shape, self.spec.width)
+        return Output(hidden, self._run(step, buffers, taps, tapped, hidden=hidden))
+
+    def forward_by_layers(
+        self, step: Step, buffers: Callable[[], Buffers], taps: Sequence[int], tapped: int | None
+    ) -> Generator[None, None, Output]:
+        """See Decoder.forward_by_layers; without pauses: the native library runs all layers."""
+        yield from ()
+        return self.forward(step, buffers(), taps=taps, tapped=tapped)
+
+    def verify(
+        self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), into: VerifyBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See Decoder.verify; never into static buffers: there are no graphs on a CPU."""
+        logits = torch.empty(*step.tokens.shape, self.spec.vocab_size)
+        return self._run(step, buffers, taps, None, logits=logits), logits
+
+    def _run(
+        self,
+        step: Step,
+        buffers: Buffers,
+        taps: Sequence[int],
+        tapped: int | None,
+        *,
+        hidden: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        """Run a step, slot by slot; return features [B, n, taps * width] of each slot's last rows."""
+        check_taps(self.spec, taps)
+        count = step.rows
+        assert buffers.window is None and (step.is_chunk or count <= native.MAX_ROWS)
+        skipped = 0 if tapped is None else max(0, count - tapped)
+        slots = step.slots.tolist()
+        features = torch.empty(step.tokens.shape[0], count - skipped, len(taps) * self.spec.width)
+        parents = None if step.parents is None else step.parents.contiguous()
+        rows = _Rows(step.tokens.contiguous(), parents, features, hidden, logits, skipped)
+        assert step.first is None or not skipped
+        bounds = range(0, (len(slots) + 1) * count, count) if step.first is None else step.first.tolist()
+        for slot, (begin, end) in zip(slots, pairwise(bounds), strict=True):
+            if end > begin:
+                kept = begin - begin // count * skipped
+                self._run_slot(slot, rows, range(begin, end), kept, buffers, self._wanted(tuple(taps)))
+        if EMBEDDING_TAP in taps:
+            place = taps.index(EMBEDDING_TAP) * self.spec.width
+            features[..., place : place + self.spec.width] = self.embed(step.tokens[:, skipped:])
+        return features
+
+    def _run_slot(
+        self,
+        slot: int,
+        rows: _Rows,
+        own: range,
+        kept: int,
+        buffers: Buffers,
+        taps: "ctypes.Array[ctypes.c_int32]",
+    ) -> None:
+        """Run the rows `own` of one slot, whose features begin at row `kept`."""
+        total, counts = len(own), buffers.pending.count.numpy()
+        length, pending = int(buffers.lengths.numpy()[slot]), int(counts[slot])
+        states, call = self._slot(buffers, slot)
+        self._reserve_scores(length + total)
+        call.chunk = rows.parents is None
+        call.parents = None if rows.parents is None else rows.parents.data_ptr() + 8 * own.start
+        call.tap = ctypes.addressof(taps)
+        # A chunk is cut into pieces, which makes no difference to a row.
+        for start in range(0, total, native.MAX_ROWS):
+            call.rows = min(native.MAX_ROWS, total - start)
+            call.length = length + start
+            call.pending = pending if start == 0 else 0
+            call.tokens = rows.tokens.data_ptr() + 8 * (own.start + start)
+            call.skipped = min(max(0, rows.skipped - start), call.rows)
+            call.taps = len(taps) if call.skipped < call.rows else 0
+            call.features = _address(rows.features, kept + max(0, start - rows.skipped))
+            call.hidden = None if rows.hidden is None else _address(rows.hidden, own.start + start)
+            call.logits = None if rows.logits is None else _address(rows.logits, own.start + start)
+            wrong = self.library.c.tf_step(
+                self.library.pool,
+                self._model,
+                states,
+                call,
+                self._scratch.data_ptr(),
+                self._scores.data_ptr(),
+            )
+            assert not wrong, f"native step refused with code {wrong}: {call.rows} rows at {call.length}"
+        counts[slot] = 0  # every delta layer has advanced over its path
+
+    def _wanted(self, taps: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
+        if taps not in self._taps:
+            self._taps[taps] = (ctypes.c_int32 * len(taps))(*taps)
+        return self._taps[taps]
+
+    def _reserve_scores(self, span: int) -> None:
+        if self._span < span:
+            self._span = 2 * span
+            self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, self._span))
+
+    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.Step]":
+        """Return pointers to a slot's buffers, and a call with those that stay: made once for `buffers`."""
+        if buffers is not self._bound:
+            self._bound, self._calls = buffers, {}
+        if slot not in self._calls:
+            pools = [layer.keys for layer in buffers.layers if isinstance(layer, AttentionBuffers)]
+            table, path = buffers.page_table, buffers.pending.path
+            call = native.Step(
+                page=pools[0].page if pools else 64,
+                pages=pools[0].codes.shape[0] if pools else table.numel(),
+                table=table.shape[1],
+                saved=path.shape[1],
+                page_table=table.data_ptr() + 8 * slot * table.stride(0),
+                path=path.data_ptr() + 8 * slot * path.stride(0),
+            )
+            made = [_layer_state(layer, slot) for layer in buffers.layers]
+            self._calls[slot] = (LayerState * len(made))(*made), call
+        return self._calls[slot]
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Return a tensor's address, and hold the tensor."""
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _layer(self, loader: NativeLoader, index: int) -> Layer:
+        spec, block = self.spec, f"blk.{index}"
+        attention = spec.layers[index] == "attention"
+        layer = Layer(attention=attention)
+        layer.norm = self._keep(loader.vector(f"{block}.attn_norm.weight", spec.width))
+        layer.ffn_norm = self._keep(
+            loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
+        )
+
+        def matrix(name: str, rows: int, columns: int) -> native.Matrix:
+            made = loader.packed_matrix(f"{block}.{name}.weight", rows, columns, bias=name in _BIASED)
+            self._held.append(made)
+            return made.struct
+
+        inputs = self._attention(loader, block, layer) if attention else self._delta(loader, block, layer)
+        layer.inputs = len(inputs)
+        for place, (name, rows) in enumerate(inputs.items()):
+            layer.in_[place] = matrix(name, rows, spec.width)
+        out, columns = ("attn_output", spec.heads * spec.head_dim)
+        if not attention:
+            assert spec.delta is not None
+            out, columns = "ssm_out", spec.delta.inner
+        layer.out = matrix(out, spec.width, columns)
+        layer.gate = matrix("ffn_gate", spec.feed_forward, spec.width)
+        layer.up = matrix("ffn_up", spec.feed_forward, spec.width)
+        layer.down = matrix("ffn_down", spec.width, spec.feed_forward)
+        return layer
+
+    def _attention(self, loader: NativeLoader, block: str, layer: Layer) -> dict[str, int]:
+        """Fill in an attention layer's vectors; return its input matrices and their rows."""
+        spec = self.spec
+        if spec.family.query_key_norm:
+            layer.q_norm = self._keep(loader.vector(f"{block}.attn_q_norm.weight", spec.head_dim))
+            layer.k_norm = self._keep(loader.vector(f"{block}.attn_k_norm.weight", spec.head_dim))
+        query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
+        kv = spec.kv_heads * spec.head_dim
+        return {"attn_q": query, "attn_k": kv, "attn_v": kv}
+
+    def _delta(self, loader: NativeLoader, block: str, layer: Layer) -> dict[str, int]:
+        """Fill in a delta layer's vectors; return its input matrices and their rows."""
+        delta = self.spec.delta
+        assert delta is not None
+        heads = delta.value_heads
+        conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
+        layer.conv = self._keep(conv.T)
+        layer.decay = self._keep(loader.vector(f"{block}.ssm_a", heads))
+        layer.time_bias = self._keep(loader.vector(f"{block}.ssm_dt.bias", heads))
+        layer.state_norm = self._keep(loader.vector(f"{block}.ssm_norm.weight", delta.head_dim))
+        return {"attn_qkv": delta.channels, "attn_gate": delta.inner, "ssm_beta": heads, "ssm_alpha": heads}
+
+    def _described(self, loader: NativeLoader, mode: int) -> Model:
+        spec, delta = self.spec, self.spec.delta
+        return Model(
+            width=spec.width,
+            ffn=spec.feed_forward,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            rope_dim=spec.rope_dim,
+            interleaved=spec.family.rope_interleaved,
+            gated=spec.family.gated_query,
+            key_heads=delta.key_heads if delta else 0,
+            value_heads=delta.value_heads if delta else 0,
+            state_dim=delta.head_dim if delta else 0,
+            conv_width=delta.conv_width if delta else 0,
+            mode=mode,
+            layers=len(spec.layers),
+            eps=spec.eps,
+            frequencies=self._keep(self._frequencies),
+            norm=self._keep(loader.vector("output_norm.weight", spec.width)),
+            embedding=self._embedding.struct,
+            head=self._head.struct,
+            layer=self._layers,
+        )
+
+
+def _address(x: Tensor, row: int) -> int:
+    """Return the address of a row of x [B, T, n], contiguous float32; rows are counted over all T."""
+    return x.data_ptr() + 4 * row * x.shape[2]
+
+
+_BIASED = ("attn_q", "attn_k", "attn_v")
+
+
+def _layer_state(layer, slot: int) -> LayerState:
+    if isinstance(layer, AttentionBuffers):
+        return LayerState(k=_cache(layer.keys), v=_cache(layer.values))
+    for tensor in (layer.state, layer.window, layer.tree_inputs, layer.tree_gates):
+        assert tensor.dtype == torch.float32 and tensor[slot].is_contiguous(), f"{tensor.dtype}"
+    return LayerState(
+        state=layer.state[slot].data_ptr(),
+        window=layer.window[slot].data_ptr(),
+        inputs=layer.tree_inputs[slot].data_ptr(),
+        gates=layer.tree_gates[slot].data_ptr(),
+    )
+
+
+def _cache(pool: HeadPool) -> Cache:
+    cache = Cache(*_plane(pool.codes), format=native.CACHE_FORMATS[pool.format.name])
+    assert pool.codes.shape[-1] == pool.dim and pool.page % 16 == 0, f"{pool.codes.shape}"
+    if pool.scales is not None:
+        cache.scales, cache.scales_page, cache.scales_head = _plane(pool.scales)
+    return cache
+
+
+def _plane(plane: Tensor) -> tuple[int, int, int]:
+    """Return the address of [pages, heads, tokens, row], and the bytes from page to page and head to head."""
+    assert plane.stride(3) == 1 and plane.stride(2) == plane.shape[3], f"{plane.stride()}"
+    return plane.data_ptr(), plane.stride(0) * plane.itemsize, plane.stride(1) * plane.itemsize

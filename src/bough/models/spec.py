@@ -1,0 +1,256 @@
+"""A model's shapes, layer kinds, rope and experts, from a GGUF file's metadata. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bough.errors import UnsupportedModel
+from bough.gguf.reader import GGUFFile
+
+LayerKind = Literal["attention", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The differences between architectures that their metadata does not hold."""
+
+    hybrid: bool = False  # Gated DeltaNet layers between the attention layers
+    gated_query: bool = False  # attn_q holds a query and an output gate for every head
+    query_key_norm: bool = False
+    rope_interleaved: bool = False  # pairs (0,1), (2,3), ... instead of the two halves
+    experts: bool = False
+    feed_forward_norm: str = "ffn_norm"
+
+
+FAMILIES = {
+    "qwen35": Family(
+        hybrid=True, gated_query=True, query_key_norm=True, feed_forward_norm="post_attention_norm"
+    ),
+    "qwen35moe": Family(
+        hybrid=True,
+        gated_query=True,
+        query_key_norm=True,
+        experts=True,
+        feed_forward_norm="post_attention_norm",
+    ),
+    "qwen3": Family(query_key_norm=True),
+    "qwen2": Family(),
+    "llama": Family(rope_interleaved=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Gated DeltaNet: value head h reads with query and key of head h % key_heads."""
+
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * self.head_dim
+
+    @property
+    def inner(self) -> int:
+        return self.value_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    count: int
+    used: int
+    width: int
+    shared_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    architecture: str
+    name: str
+    family: Family
+    layers: tuple[LayerKind, ...]  # without MTP blocks
+    mtp_layers: int
+    width: int
+    feed_forward: int  # 0 where every layer has experts
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_dim: int
+    rope_theta: float
+    rope_factor: float  # positions are divided by it (linear scaling)
+    eps: float
+    vocab_size: int
+    context_length: int
+    tied_head: bool
+    delta: DeltaSpec | None
+    experts: ExpertSpec | None
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers.count("attention")
+
+    @property
+    def delta_layers(self) -> int:
+        return self.layers.count("delta")
+
+    def kv_bytes_per_token(self, key_row: int, value_row: int) -> int:
+        """Return the bytes of a token in the KV cache, from the bytes of a head's key and of its value."""
+        return self.attention_layers * self.kv_heads * (key_row + value_row)
+
+    def recurrent_bytes(self) -> int:
+        """Return the float32 bytes of one sequence's recurrent and convolution state."""
+        if self.delta is None:
+            return 0
+        delta = self.delta
+        matrix = delta.value_heads * delta.head_dim**2
+        return 4 * self.delta_layers * (matrix + (delta.conv_width - 1) * delta.channels)
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> "ModelSpec":
+        architecture = file.architecture
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise UnsupportedModel(
+                f"{file.path}: general.architecture is {architecture!r}, supported are {', '.join(FAMILIES)}",
+                "bough show FILE lists what the file holds",
+            )
+        keys = _Keys(file, architecture)
+        layers, mtp = _layers(keys, family)
+        heads = keys.count("attention.head_count")
+        width = keys.count("embedding_length")
+        head_dim = keys.count("attention.key_length", default=width // heads)
+        if not head_dim:
+            raise keys.unsupported("attention.key_length", "a positive number")
+        if keys.count("attention.value_length", default=head_dim) != head_dim:
+            raise keys.unsupported("attention.value_length", f"the same as attention.key_length ({head_dim})")
+        kv_heads = keys.count("attention.head_count_kv", default=heads)
+        if not kv_heads or heads % kv_heads:
+            raise keys.unsupported("attention.head_count_kv", f"a divisor of attention.head_count ({heads})")
+        rope_dim = keys.count("rope.dimension_count", default=head_dim)
+        if rope_dim > head_dim or rope_dim % 2:
+            raise keys.unsupported(
+                "rope.dimension_count", f"an even number up to attention.key_length ({head_dim})"
+            )
+        if not family.experts and keys.count("expert_count", default=0):
+            raise keys.unsupported("expert_count", "0: this architecture's experts are not supported")
+        embedding = file.require_tensor("token_embd.weight")
+        if len(embedding.shape) != 2 or embedding.shape[1] != width:
+            raise UnsupportedModel(
+                f"{file.path}: token_embd.weight has shape {list(embedding.shape)}, "
+                f"needed [vocabulary, {width}] by {architecture}.embedding_length"
+            )
+        return cls(
+            architecture=architecture,
+            name=file.get("general.name", str, "") or file.path.stem,
+            family=family,
+            layers=layers,
+            mtp_layers=mtp,
+            width=width,
+            feed_forward=0 if family.experts else keys.count("feed_forward_length"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope_dim=rope_dim,
+            rope_theta=keys.positive("rope.freq_base", 10000.0),
+            rope_factor=_rope_factor(keys),
+            eps=keys.positive("attention.layer_norm_rms_epsilon"),
+            vocab_size=embedding.shape[0],
+            context_length=keys.count("context_length"),
+            tied_head="output.weight" not in file.tensors,
+            delta=_delta(keys) if family.hybrid else None,
+            experts=_experts(keys) if family.experts else None,
+        )
+
+
+def has_mtp(file: GGUFFile, spec: ModelSpec) -> bool:
+    """Return whether the file has a multi-token-prediction block that can propose tokens."""
+    block = f"blk.{len(spec.layers)}.nextn"
+    # Other families' blocks may have an embedding and a head of their own.
+    own = (f"{block}.embed_tokens.weight", f"{block}.shared_head_head.weight")
+    known = spec.family.hybrid and spec.mtp_layers == 1 and f"{block}.eh_proj.weight" in file.tensors
+    return known and not any(name in file.tensors for name in own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    file: GGUFFile
+    prefix: str
+
+    def count(self, key: str, default: int | None = None) -> int:
+        full = f"{self.prefix}.{key}"
+        if isinstance(self.file.metadata.get(full), list):
+            # Ollama's own exports write an array here, with other tensor layouts besides.
+            raise self.unsupported(key, "a single number (files written by llama.cpp have one)")
+        value = self.file.require(full, int) if default is None else self.file.get(full, int, default)
+        if value < (1 if default is None else 0):
+            raise self.unsupported(key, "a positive number")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        full = f"{self.prefix}.{key}"
+        value = self.file.require(full, float) if default is None else self.file.get(full, float, default)
+        if not 0 < value < float("inf"):
+            raise self.unsupported(key, "a positive number")
+        return float(value)
+
+    def unsupported(self, key: str, needed: str) -> UnsupportedModel:
+        seen = str(self.file.metadata.get(f"{self.prefix}.{key}"))
+        return UnsupportedModel(f"{self.file.path}: {self.prefix}.{key} is {seen[:80]}, needed {needed}")
+
+
+def _layers(keys: _Keys, family: Family) -> tuple[tuple[LayerKind, ...], int]:
+    blocks, mtp = keys.count("block_count"), keys.count("nextn_predict_layers", default=0)
+    depth = blocks - mtp
+    if depth < 1:
+        raise keys.unsupported("nextn_predict_layers", f"fewer than {keys.prefix}.block_count ({blocks})")
+    if depth > 4096:
+        raise keys.unsupported("block_count", "at most 4096")
+    if not family.hybrid:
+        return ("attention",) * depth, mtp
+    recurrent = keys.file.get(f"{keys.prefix}.attention.recurrent_layers", list, None)
+    if recurrent is not None:
+        if len(recurrent) < depth:
+            raise keys.unsupported("attention.recurrent_layers", f"one flag for each of {depth} layers")
+        return tuple("delta" if flag else "attention" for flag in recurrent[:depth]), mtp
+    interval = keys.count("full_attention_interval", default=4)
+    if interval < 1:
+        raise keys.unsupported("full_attention_interval", "a positive number")
+    return tuple("delta" if (i + 1) % interval else "attention" for i in range(depth)), mtp
+
+
+def _rope_factor(keys: _Keys) -> float:
+    kind = keys.file.get(f"{keys.prefix}.rope.scaling.type", str, "none")
+    if kind == "linear":
+        return keys.positive("rope.scaling.factor")
+    if kind != "none":
+        raise keys.unsupported("rope.scaling.type", "none or linear")
+    return 1.0
+
+
+def _delta(keys: _Keys) -> DeltaSpec:
+    spec = DeltaSpec(
+        key_heads=keys.count("ssm.group_count"),
+        value_heads=keys.count("ssm.time_step_rank"),
+        head_dim=keys.count("ssm.state_size"),
+        conv_width=keys.count("ssm.conv_kernel"),
+    )
+    if spec.value_heads % spec.key_heads:
+        raise keys.unsupported("ssm.time_step_rank", f"a multiple of ssm.group_count ({spec.key_heads})")
+    if keys.count("ssm.inner_size", default=spec.inner) != spec.inner:
+        raise keys.unsupported("ssm.inner_size", f"time_step_rank times state_size ({spec.inner})")
+    if keys.file.get(f"{keys.prefix}.ssm.v_head_reordered", bool, True) is False:
+        raise keys.unsupported("ssm.v_head_reordered", "true: value heads in tiled order")
+    return spec
+
+
+def _experts(keys: _Keys) -> ExpertSpec:
+    spec = ExpertSpec(
+        count=keys.count("expert_count"),
+        used=keys.count("expert_used_count"),
+        width=keys.count("expert_feed_forward_length"),
+        shared_width=keys.count("expert_shared_feed_forward_length"),
+    )
+    if spec.used > spec.count:
+        raise keys.unsupported("expert_used_count", f"at most expert_count ({spec.count})")
+    return spec

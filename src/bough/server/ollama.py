@@ -1,0 +1,268 @@
+"""Ollama's protocol, which many editors speak: bodies in, one object or lines of JSON out."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import bough
+from bough.errors import UsageError
+from bough.server import chat, options, outputs
+from bough.server.failures import Failure
+from bough.server.models import Models, Resident, ServedModel
+from bough.server.options import Thinking
+from bough.server.outputs import GeneratedOutput
+from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
+from bough.server.service import Service
+from bough.session.requests import Finished, Grammar, Reasoning, SessionEvent, Text, TextRequest
+from bough.session.worker import Job, State
+
+LINES = "application/x-ndjson"
+NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place
+_NO_LIMIT = (-1, -2)  # num_predict: without end, to the end of the context
+
+
+def chat_request(body: OllamaChatBody, service: Service) -> TextRequest:
+    messages = [_message(each, index) for index, each in enumerate(body.messages)]
+    tools = chat.tool_list(body.tools, "tools")
+    return _request(body, service, messages=messages, tools=tools or None)
+
+
+def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
+    for name in ("suffix", "template", "context", "images"):
+        if getattr(body, name):
+            raise UsageError(f"{name} is set; this server does not support it", param=name)
+    if body.raw:
+        return _request(body, service, prompt=body.prompt)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return _request(body, service, messages=[*system, {"role": "user", "content": body.prompt}])
+
+
+def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
+    given = body.options
+    thinking = _thinking(body.think).otherwise(service.thinking)
+    limit = None if given.num_predict in _NO_LIMIT else given.num_predict
+    if limit is not None and limit < 1:
+        raise UsageError(
+            f"options.num_predict is {limit}; needs at least 1, or -1", param="options.num_predict"
+        )
+    return TextRequest(
+        **rest,
+        max_tokens=limit,
+        sampling=options.sampling(service.defaults(thinking.on), given.__dict__),
+        stop=options.stops(given.stop),
+        thinking=thinking.on,
+        thinking_budget=thinking.budget,
+        grammar=_grammar(body.format),
+        compress=options.compression({"compress": body.compress}),
+    )
+
+
+def _thinking(think: bool | str | None) -> Thinking:
+    return options.effort(think, "think") if isinstance(think, str) else Thinking(think)
+
+
+def _grammar(form: str | Object | None) -> Grammar | None:
+    if not form:
+        return None
+    if isinstance(form, Mapping):
+        return Grammar("json_schema", form, "format")
+    if form != "json":
+        raise UsageError(f"format is {form!r}; needs json or a JSON schema", param="format")
+    return Grammar("json_object", None, "format")
+
+
+def _message(given: Object, index: int) -> Object:
+    """Return a message in OpenAI's form."""
+    if given.get("images"):
+        field = f"messages[{index}].images"
+        raise UsageError(f"{field} is set; the model reads text only", param=field)
+    message = {name: given[name] for name in ("role", "content") if name in given}
+    if given.get("thinking"):
+        message["reasoning_content"] = given["thinking"]
+    if given.get("tool_name"):
+        message["name"] = given["tool_name"]
+    calls = given.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        message["tool_calls"] = [
+            _call(each, f"messages[{index}].tool_calls[{at}]") for at, each in enumerate(calls)
+        ]
+    return message
+
+
+def _call(given: Any, where: str) -> Object:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise UsageError(
+            f"{where}.function is {function!r}; needs a name and arguments", param=f"{where}.function"
+        )
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return {"type": "function", "function": {"name": function.get("name"), "arguments": text}}
+
+
+@dataclass(slots=True)
+class OllamaWriter:
+    """`chat`: the text is in a message; else in `response`."""
+
+    service: Service
+    model: str
+    chat: bool
+    output: GeneratedOutput = field(default_factory=GeneratedOutput)
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        self.output.add(piece)
+        match piece:
+            case Text(text):
+                return _line(self._part(text))
+            case Reasoning(text):
+                return _line(self._part("", text))
+            case Finished():
+                # Arguments are objects here, so that a call is sent when it is complete.
+                calls = _line(self._part("", calls=self._calls)) if self._calls else b""
+                return calls + _line(self._part("") | self._end(piece))
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+    def keep_alive(self, job: Job) -> bytes:
+        return b""  # clients parse every line
+
+    def failure(self, failure: Failure) -> bytes:
+        return _line(failure.ollama())
+
+    def result(self) -> Object:
+        assert self.output.finished is not None
+        part = self._part(self.output.text, self.output.reasoning, self._calls)
+        return part | self._end(self.output.finished)
+
+    @property
+    def _calls(self) -> list[Object]:
+        return [
+            {"function": {"name": call.name, "arguments": json.loads(call.text or "{}")}}
+            for call in self.output.calls
+        ]
+
+    def _part(self, text: str, thinking: str = "", calls: Sequence[Object] = ()) -> Object:
+        extra = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
+        said = {"role": "assistant", "content": text} | extra
+        inner = {"message": said} if self.chat else {"response": text} | extra
+        return {"model": self.model, "created_at": now(), **inner, "done": False}
+
+    def _end(self, finished: Finished) -> Object:
+        stats = finished.stats
+        prompt, decode = round(1e9 * stats.ttft_s), round(1e9 * stats.decode_s)
+        return {
+            "done": True,
+            "done_reason": "length" if finished.reason == "length" else "stop",
+            "total_duration": prompt + decode,
+            "load_duration": 0,
+            "prompt_eval_count": stats.sent_tokens,
+            "prompt_eval_duration": prompt,
+            "eval_count": stats.generated_tokens,
+            "eval_duration": decode,
+            **outputs.approximate(stats),
+            **outputs.compression(stats),
+        }
+
+
+def loaded(model: str, *, chat: bool = False) -> Object:
+    """Return the answer to an empty prompt, which asks for the model to be loaded."""
+    empty = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What /api/tags, /api/ps and /api/show say of the models."""
+
+    models: Models
+    started: str = field(default_factory=lambda: now())
+
+    def tags(self) -> Object:
+        """List the models that requests may name."""
+        listed = [(each, self.models.resident(each.name)) for each in self.models.served]
+        return {"models": [self._model(each, resident) for each, resident in listed]}
+
+    def loaded(self) -> Object:
+        """List the models in memory, with what Ollama's clients ignore: state, requests."""
+        return {"models": [self._loaded(each) for each in self.models.residents]}
+
+    def show(self, name: str | None) -> Object:
+        model = self.models.named(name)
+        resident = self.models.resident(model.name)
+        found = _facts(resident)
+        family, info, abilities = found.get("architecture", ""), {}, ["completion", "tools"]
+        if resident is not None:
+            service = resident.service
+            session, sampling = service.session, service.sampling_facts()
+            abilities += ["thinking"] if session.template.supports_thinking else []
+            info = {
+                "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+                "template": session.template.source,
+                "model_info": {"general.architecture": family, f"{family}.context_length": session.max_ctx},
+            }
+        return {
+            "modelfile": f"FROM {model.name}\n",
+            "parameters": "",
+            "template": "",
+            "details": _details(family),
+            "model_info": {},
+            "capabilities": abilities,
+            "modified_at": self.started,
+            **info,
+        }
+
+    def _model(self, model: ServedModel, resident: Resident | None) -> Object:
+        name = model.name
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": self.started,
+            "size": model.size,
+            "digest": hashlib.sha256(f"{bough.__version__} {name}".encode()).hexdigest(),
+            "details": _details(_facts(resident).get("architecture", "")),
+        }
+
+    def _loaded(self, resident: Resident) -> Object:
+        worker, found = resident.service.worker, _facts(resident)
+        size = found.get("memory_bytes", 0)
+        state = {name: worker.describe()[name] for name in ("status", "progress", "running", "waiting")}
+        return {
+            **self._model(resident.model, resident),
+            "size": size,
+            "size_vram": size if "cuda" in found.get("device", "") else 0,
+            "context_length": resident.service.session.max_ctx if worker.state is State.ready else 0,
+            "expires_at": NEVER,
+            **state,
+            "device": found.get("device", ""),
+        }
+
+
+def _facts(resident: Resident | None) -> Mapping[str, Any]:
+    """Return the properties of a model that is loaded, else nothing."""
+    if resident is None or resident.service.worker.state is not State.ready:
+        return {}
+    return resident.service.facts()
+
+
+def _details(family: str) -> Object:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _line(value: Object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,408 @@
+"""Request fields that several protocols share, as engine and session values."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bough.engine.sampler import SamplingParams
+from bough.errors import UsageError
+from bough.server.schemas import Object
+from bough.session.requests import CompressOptions, Grammar
+
+# Reasoning budget in tokens; None: no limit.
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+MAX_BIAS = 100  # as OpenAI limits it
+MAX_STOP_IDS = 32
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """None falls back to `otherwise`, then to the template's default, without a limit."""
+
+    on: bool | None = None
+    budget: int | None = None
+
+    def otherwise(self, other: "Thinking") -> "Thinking":
+        return Thinking(
+            other.on if self.on is None else self.on, other.budget if self.budget is None else self.budget
+        )
+
+
+def sampling(
+    defaults: SamplingParams, fields: Mapping[str, Any], *, logprobs: int | None = None
+) -> SamplingParams:
+    """Return the request's fields over the defaults."""
+    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    repeat = fields.get("repeat_penalty")
+    if repeat is not None and given.setdefault("repetition_penalty", repeat) != repeat:
+        raise UsageError(
+            f"repeat_penalty is {repeat}, repetition_penalty {given['repetition_penalty']}; needs one",
+            param="repeat_penalty",
+        )
+    if "seed" in given:
+        given["seed"] %= 2**64  # clients send any integer
+    if given.get("top_k", 0) == -1:  # some clients' value for no limit
+        given["top_k"] = 0
+    if given.get("top_p") == 0:  # only the likeliest token
+        given["top_p"] = 1e-9
+    return replace(defaults, **given, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
+
+
+def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
+    wrong = [name for name in given or {} if not re.fullmatch("[0-9]{1,9}", name)]
+    if wrong:
+        raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids", param="logit_bias")
+    for name, value in (given or {}).items():
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise UsageError(
+                f"logit_bias is {value} for the token {name}; needs -{MAX_BIAS} to {MAX_BIAS}",
+                param="logit_bias",
+            )
+    return {int(name): value for name, value in (given or {}).items()}
+
+
+def continues(messages: Sequence[Mapping[str, Any]], given: bool | None = None) -> bool:
+    """Return whether the answer continues the last message: by default if it is the assistant's text."""
+    if given is not None:
+        return given
+    # A conversation of the assistant's message alone is left to the template, which may refuse it.
+    return (
+        len(messages) > 1 and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+    )
+
+
+def choice_params(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return one set for each of the `count` choices, with consecutive seeds."""
+    first = params.seeded()
+    assert first.seed is not None
+    return [replace(first, seed=(first.seed + index) % 2**64) for index in range(count)]
+
+
+def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of the named fields that is set; None: as many as fit."""
+    for name in names:
+        value = fields.get(name)
+        if value is not None and value != -1:  # -1: some clients' value for no limit
+            if value < 1:
+                raise UsageError(f"{name} is {value}; needs at least 1", param=name)
+            return value
+    return None
+
+
+def stops(given: str | Sequence[str] | None) -> list[str]:
+    return [text for text in ([given] if isinstance(given, str) else given or []) if text]
+
+
+def effort(value: Any, field: str) -> Thinking:
+    if value is None:
+        return Thinking()
+    if value == "none":
+        return Thinking(on=False)
+    if not isinstance(value, str) or value not in EFFORTS:
+        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}", param=field)
+    return Thinking(True, EFFORTS[value])
+
+
+def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
+    """Return what a chat request sets for reasoning, in any of the fields that can."""
+    options = fields.get("chat_template_kwargs") or {}
+    on = options.get("enable_thinking", fields.get("enable_thinking"))
+    if on is not None and not isinstance(on, bool):
+        raise UsageError(
+            f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false",
+            param="chat_template_kwargs.enable_thinking",
+        )
+    named = Thinking(on, fields.get("thinking_budget"))
+    return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
+
+
+def answer_grammar(fields: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar that a chat or text completion asks for, in any server's dialect."""
+    given = [name for name in _GRAMMARS if fields.get(name) is not None]
+    grammars = [(name, grammar) for name in given if (grammar := _GRAMMARS[name](fields[name], name))]
+    if len(grammars) > 1:
+        names = " and ".join(name for name, _ in grammars)
+        raise UsageError(f"{names} are both set; needs one of them", param=grammars[1][0])
+    return grammars[0][1] if grammars else None
+
+
+def format_grammar(form: Any, field: str) -> Grammar | None:
+    """Return the grammar of `response_format` or a field like it; `json_schema` may nest the schema."""
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            if isinstance(form, Mapping) and form.get("schema") is not None:
+                return _json_grammar(form["schema"], f"{field}.schema")
+            return Grammar("json_object", None, field)
+        case "json_schema":
+            form = form if isinstance(form, Mapping) else {}
+            inner = form.get("json_schema", form)
+            where = f"{field}.json_schema.schema" if "json_schema" in form else f"{field}.schema"
+            return _json_grammar(inner.get("schema") if isinstance(inner, Mapping) else None, where)
+        case "regex":
+            return _regex_grammar(form.get("pattern"), f"{field}.pattern")
+        case "grammar" | "lark" | "gbnf":
+            return _text_grammar(form.get("grammar"), f"{field}.grammar")
+    raise UsageError(
+        f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar",
+        param=f"{field}.type",
+    )
+
+
+def structured_grammar(given: Mapping[str, Any] | None, field: str) -> Grammar | None:
+    """`structured_outputs`: exactly one of json, json_object, regex, choice, grammar."""
+    kinds = {
+        name: value
+        for name, value in (given or {}).items()
+        if value is not None and value is not False and name not in _STRUCTURED_IGNORED
+    }
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them", param=field)
+    name, value = kinds.popitem()
+    where = f"{field}.{name}"
+    match name:
+        case "json":
+            return _json_grammar(value, where)
+        case "json_object":
+            return Grammar("json_object", None, where)
+        case "regex":
+            return _regex_grammar(value, where)
+        case "choice":
+            return _choice_grammar(value, where)
+        case "grammar":
+            return _text_grammar(value, where)
+    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
+
+
+def _json_grammar(value: Any, field: str) -> Grammar:
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{field} is not JSON: {error}", param=field) from error
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError(f"{field} is {schema!r}; needs a JSON schema", param=field)
+    return Grammar("json_schema", _schema(schema), field)
+
+
+def _regex_grammar(value: Any, field: str) -> Grammar:
+    return Grammar("regex", _text(value, field), field)
+
+
+def _choice_grammar(value: Any, field: str) -> Grammar:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        raise UsageError(f"{field} is {value!r}; needs a list of strings", param=field)
+    return Grammar("regex", "|".join(re.escape(each) for each in value), field)
+
+
+def _text_grammar(value: Any, field: str) -> Grammar:
+    """Return a Lark grammar, or one in llama.cpp's GBNF, whose rules are written `name ::= ...`."""
+    text = _text(value, field)
+    is_lark = re.search(r"(?m)^\s*(%llguidance\b|\??start\s*:(?!:=))", text)
+    return Grammar("gbnf" if "::=" in text and not is_lark else "lark", text, field)
+
+
+# Fields that constrain the text, and how each is read.
+_GRAMMARS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
+    "response_format": format_grammar,
+    "structured_outputs": structured_grammar,
+    "json_schema": _json_grammar,
+    "grammar": _text_grammar,
+    "guided_json": _json_grammar,
+    "guided_choice": _choice_grammar,
+    "guided_regex": _regex_grammar,
+    "guided_grammar": _text_grammar,
+}
+# Settings of vLLM that do not change which texts are valid here.
+_STRUCTURED_IGNORED = ("disable_fallback", "disable_any_whitespace")
+# Fields of other servers that constrain the text and are not supported: refused, never ignored.
+_UNSUPPORTED = (
+    "allowed_token_ids",
+    "bad_words",
+    "grammar_lazy",
+    "guided_whitespace_pattern",
+    "include_stop_str_in_output",
+    "logits_processors",
+)
+
+
+def reject_unsupported(extras: Mapping[str, Any]) -> None:
+    """Refuse fields outside the protocol that would change the text if they were supported."""
+    for name in _UNSUPPORTED:
+        if extras.get(name):
+            raise UsageError(f"{name} is set; this server does not support it", param=name)
+
+
+def reject_constraints(extras: Mapping[str, Any], instead: str) -> None:
+    """Refuse another protocol's constraints on the text; `instead` is the field of this protocol."""
+    reject_unsupported(extras)
+    for name in (*_GRAMMARS, "stop_token_ids", "ignore_eos", "min_tokens", "continue_final_message"):
+        if extras.get(name):
+            hint = f"; use {instead}" if name in _GRAMMARS else ""
+            raise UsageError(f"{name} is set, which is not a field of this route{hint}", param=name)
+
+
+def compression(fields: Mapping[str, Any]) -> CompressOptions | None:
+    """Return the request's own settings of compression: a switch, a mode, or an object."""
+    given = fields.get("compress")
+    if given is None:
+        return None
+    if isinstance(given, bool):
+        given = {"mode": "on" if given else "off"}
+    elif isinstance(given, str):
+        given = {"mode": given}
+    for name in given:
+        if name not in ("mode", "above", "to", "query", "keep"):
+            raise UsageError(
+                f"compress has the key {name!r}; needs mode, above, to, query or keep",
+                param=f"compress.{name}",
+            )
+    mode, query, keep = given.get("mode"), given.get("query", ""), given.get("keep", [])
+    if mode not in (None, "off", "auto", "on"):
+        raise UsageError(f"compress.mode is {mode!r}; needs off, auto or on", param="compress.mode")
+    if not isinstance(query, str):
+        raise UsageError(f"compress.query is {query!r}; needs a string", param="compress.query")
+    if not isinstance(keep, list) or not all(isinstance(each, str | int) for each in keep):
+        raise UsageError(
+            f"compress.keep is {keep!r}; needs a list of texts or numbers of messages", param="compress.keep"
+        )
+    above, to = (_amount(given.get(name), f"compress.{name}") for name in ("above", "to"))
+    return CompressOptions(mode, None if above is None else int(above), to, query, tuple(keep))
+
+
+def _amount(value: Any, field: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 30:
+        raise UsageError(f"{field} is {value!r}; needs a number above 0", param=field)
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Which tokens end the text."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+def ends(fields: Mapping[str, Any], vocabulary: int, *, constrained: bool) -> Ends:
+    """`constrained`: a grammar or a forced tool call decides where the text ends."""
+    if (least := fields.get("min_tokens")) is not None and least != 0:
+        raise UsageError(
+            f"min_tokens is {least}; only 0 is supported",
+            "ignore_eos generates max_tokens",
+            param="min_tokens",
+        )
+    if fields.get("ignore_eos") and constrained:
+        raise UsageError(
+            "ignore_eos is set together with a grammar or a forced tool call, which end the text",
+            param="ignore_eos",
+        )
+    ids = frozenset(fields.get("stop_token_ids") or ())
+    if len(ids) > MAX_STOP_IDS:
+        raise UsageError(
+            f"stop_token_ids has {len(ids)} ids; needs at most {MAX_STOP_IDS}", param="stop_token_ids"
+        )
+    if wrong := [id for id in ids if not 0 <= id < vocabulary]:
+        raise UsageError(
+            f"stop_token_ids has {wrong[0]}; the vocabulary has {vocabulary} tokens", param="stop_token_ids"
+        )
+    return Ends(ids, bool(fields.get("ignore_eos")))
+
+
+def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+    if isinstance(schema, Mapping):
+        return schema
+    return {} if schema else {"not": {}}
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{field} is {value!r}; needs a string", param=field)
+    return value
+
+
+def function_tool(
+    name: Any, description: Any, parameters: Any, strict: Any = None, *, field: str
+) -> dict[str, Any]:
+    """Return a tool in the form that chat templates expect."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{field}.name is {name!r}; needs the tool's name", param=f"{field}.name")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise UsageError(
+            f"{field}.parameters is {parameters!r}; needs a JSON schema", param=f"{field}.parameters"
+        )
+    function: Object = {"name": name}
+    if isinstance(description, str):
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def allowed_tools(given: Any, tools: Sequence[Mapping[str, Any]], field: str) -> frozenset[str] | None:
+    """Return the names in `given`, the list of an `allowed_tools` choice."""
+    if given is None:
+        return None
+    names = {tool["function"]["name"] for tool in tools}
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"{field} is {given!r}; needs a list of tools", param=field)
+    found: set[str] = set()
+    for index, each in enumerate(given):
+        inner = each.get("function", each) if isinstance(each, Mapping) else {}
+        name = inner.get("name") if isinstance(inner, Mapping) else None
+        if not isinstance(name, str) or name not in names:
+            raise UsageError(
+                f"{field}[{index}] names {name!r}; tools has {', '.join(sorted(names)) or 'none'}",
+                param=f"{field}[{index}]",
+            )
+        found.add(name)
+    return frozenset(found)
+
+
+def chosen_name(name: Any, field: str) -> str:
+    """Return the name of a choice that names a tool."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{field} is {name!r}; needs the name of a tool", param=field)
+    return name
+
+
+def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return auto, none, required or a tool's name."""
+    choice = "auto" if choice is None else choice
+    if choice in ("auto", "none"):
+        return choice
+    names = [tool["function"]["name"] for tool in tools]
+    if choice == "required" or choice in names:
+        if not names:
+            raise UsageError("tool_choice is 'required'; needs tools", param="tool_choice")
+        return choice
+    raise UsageError(
+        f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}", param="tool_choice"
+    )

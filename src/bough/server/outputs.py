@@ -1,0 +1,143 @@
+"""The output of one request, collected from session events, and its statistics for usage objects."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bough.engine.stats import RequestStats
+from bough.session.requests import (
+    Finished,
+    Reasoning,
+    SessionEvent,
+    Text,
+    TokenLogprob,
+    ToolArguments,
+    ToolCall,
+    TreeStep,
+)
+
+
+@dataclass(slots=True)
+class OutputBlock:
+    """A run of reasoning or text, or one tool call; `text` of a call is its arguments."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    id: str = ""
+    name: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GeneratedOutput:
+    blocks: list[OutputBlock] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def add(self, event: SessionEvent) -> tuple[OutputBlock | None, bool]:
+        """Return the block that the event belongs to and whether the event starts it."""
+        match event:
+            case Reasoning(text, logprobs):
+                return self._append("reasoning", text, logprobs)
+            case Text(text, logprobs):
+                return self._append("text", text, logprobs)
+            case ToolCall(_, id, name):
+                self.blocks.append(OutputBlock("call", id=id, name=name))
+                return self.blocks[-1], True
+            case ToolArguments(index, text):
+                block = [block for block in self.blocks if block.kind == "call"][index]
+                block.text += text
+                return block, False
+            case Finished():
+                self.finished = event
+        return None, False
+
+    def _append(
+        self, kind: Literal["reasoning", "text"], text: str, logprobs: list[TokenLogprob] | None
+    ) -> tuple[OutputBlock, bool]:
+        fresh = not self.blocks or self.blocks[-1].kind != kind
+        if fresh:
+            self.blocks.append(OutputBlock(kind))
+        block = self.blocks[-1]
+        block.text += text
+        block.logprobs += logprobs or []
+        return block, fresh
+
+    @property
+    def text(self) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[OutputBlock]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [each for block in self.blocks if block.kind == "text" for each in block.logprobs]
+
+
+def speculation(*outputs: RequestStats) -> dict[str, Any]:
+    """Return acceptance statistics over all outputs of a request."""
+    steps = sum(stats.steps for stats in outputs)
+    committed = sum(stats.step_tokens for stats in outputs)
+    return {
+        "acceptance_length": round(committed / steps, 4) if steps else 0.0,
+        "steps": steps,
+        "drafted_tokens": sum(stats.verified_rows - stats.steps for stats in outputs),
+        "accepted_tokens": sum(sum(stats.accepted_by_position) for stats in outputs),
+    }
+
+
+def approximate(*outputs: RequestStats) -> dict[str, Any]:
+    """Return the approximations used; empty if every output was computed exactly."""
+    named = dict.fromkeys(each for stats in outputs for each in stats.approximate)
+    return {"approximate": list(named)} if named else {}
+
+
+def compression(*prompts: RequestStats) -> dict[str, Any]:
+    """Return what compression did to the last of the prompts; empty where it was not asked for."""
+    found = prompts[-1].compression_dict() if prompts else {}
+    return {"compression": found} if found else {}
+
+
+def reused(*outputs: RequestStats) -> dict[str, Any]:
+    """Return whether the cached prefix was computed while an answer was written; empty if not."""
+    return {"cached_after_answer": True} if any(stats.cached_after_answer for stats in outputs) else {}
+
+
+def statistics(stats: RequestStats) -> dict[str, Any]:
+    return stats.as_dict() | {"tok_s": stats.decode_tok_s}
+
+
+def timings(*found: RequestStats) -> dict[str, Any]:
+    """Return llama.cpp's timings object over all outputs of a request."""
+    cached = sum(stats.cached_tokens for stats in found)
+    prompt = sum(stats.prompt_tokens for stats in found) - cached
+    prompt_ms = 1000 * sum(stats.ttft_s for stats in found)
+    predicted = sum(stats.generated_tokens for stats in found)
+    predicted_ms = 1000 * sum(stats.decode_s for stats in found)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": 1000 * prompt / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / predicted if predicted else 0.0,
+        "predicted_per_second": 1000 * predicted / predicted_ms if predicted_ms else 0.0,
+        "draft_n": sum(stats.verified_rows - stats.steps for stats in found),
+        "draft_n_accepted": sum(sum(stats.accepted_by_position) for stats in found),
+    }
+
+
+def tree(step: TreeStep) -> dict[str, Any]:
+    return {
+        "tokens": step.tokens,
+        "parents": step.parents,
+        "accepted": step.accepted,
+        "draft_ms": round(step.draft_ms, 3),
+        "step_ms": round(step.step_ms, 3),
+    }

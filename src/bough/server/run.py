@@ -1,0 +1,174 @@
+"""Loads the model, serves until a signal, drains."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from bough.config import ServerConfig
+from bough.server.app import create_app
+from bough.server.connections import (
+    Connections,
+    accepts_at_once,
+    descriptor_limit,
+    descriptors_used,
+    most_connections,
+)
+from bough.server.failures import without_backquotes
+from bough.server.listen import BACKLOG
+from bough.server.metrics import Metrics
+from bough.server.models import Models, ServedModel
+from bough.server.refusals import LOGGED, printable
+from bough.session.worker import Ended, EngineWorker, Job, Loader, RequestResult, State, Turns, Worker
+
+log = logging.getLogger(__name__)
+
+MAX_ERROR = 300  # characters of an error in the log
+# The engine's thread asks for the interpreter at every step; waiting 5 ms for it, Python's own choice, while
+# the events of the step before are written would cost more than the step's work on the host.
+SWITCH_S = 0.0005
+
+
+def serve(
+    served: Sequence[ServedModel],
+    config: ServerConfig,
+    listening: socket.socket,
+    *,
+    ready: Callable[[Any], None] = lambda session: None,
+    metrics: Metrics | None = None,
+    make_worker: Callable[[Loader, Ended], Worker] | None = None,
+) -> None:
+    """Serve until a signal. Call `ready` once the first model is loaded; raise what loading it raised.
+
+    make_worker: what runs a model's requests, if not an engine in this process.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    metrics = metrics or Metrics()
+    ended = record(metrics)
+    # Kernels of two models share buffers: their steps, and the loading of one, do not overlap.
+    turn = Turns() if len(served) > 1 else None
+
+    def engine(load: Loader, ended: Ended) -> Worker:
+        return EngineWorker(load, max_queue=config.max_queue, ended=ended, turn=turn)
+
+    models = Models(served, config, lambda load: (make_worker or engine)(load, ended))
+    server = make_server(create_app(models, config, metrics=metrics), config)
+    models.start()
+    try:
+        asyncio.run(_serve(server, models, listening, ready))
+    finally:
+        models.close()
+    if (failure := models.first.worker.failure) is not None:
+        raise failure
+
+
+def record(metrics: Metrics) -> Ended:
+    """Return what counts and logs a request at its end."""
+
+    def ended(job: Job, result: RequestResult) -> None:
+        metrics.count(job, result)
+        log.info("%s", line(job, result))
+        if result.error is not None:
+            result.error.add_note(LOGGED)
+
+    return ended
+
+
+def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    descriptors = descriptor_limit()
+    connections = Connections(most_connections(descriptors, descriptors_used()))
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=connections.protocol(),
+            loop="asyncio",  # also where uvloop is installed, which Ray brings along
+            backlog=accepts_at_once(descriptors),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        ),
+        connections,
+    )
+
+
+async def _serve(
+    server: uvicorn.Server, models: Models, listening: socket.socket, ready: Callable[[Any], None]
+) -> None:
+    def stop(number: int) -> None:
+        # SIGINT and any second signal cancel running requests; a first SIGTERM lets them finish.
+        if number == signal.SIGINT or server.should_exit:
+            models.cancel_all()
+        log.info("stopping")
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    handlers = {
+        number: signal.signal(number, lambda number, _frame: loop.call_soon_threadsafe(stop, number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+
+    async def watch() -> None:
+        worker = models.first.worker
+        while not worker.ready.is_set():
+            await asyncio.sleep(0.05)
+        if worker.state is State.failed:
+            server.should_exit = True
+        else:
+            ready(worker.session)
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+class _Server(uvicorn.Server):
+    """Installs no signal handlers: uvicorn's raise the signal again at the end, which kills the program."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections):
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._connections.on_loop_error)
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # uvicorn's setting also says how many are accepted at once
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def line(job: Job, result: RequestResult) -> str:
+    """Return the log line of a finished request."""
+    if result.finished is None:
+        reason = printable(without_backquotes(str(result.error)), MAX_ERROR)
+        return f"{job.label} · failed: {type(result.error).__name__}: {reason}"
+    stats = result.finished.stats
+    cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
+    parts = [
+        job.label,
+        f"prompt {stats.prompt_tokens}{cached}",
+        f"{stats.generated_tokens} tok",
+        f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
+        f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
+        f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
+        f"waited {result.waited_s:.1f} s" if result.waited_s >= 0.1 else "",
+        result.finished.reason,
+    ]
+    return " · ".join(filter(None, parts))

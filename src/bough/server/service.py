@@ -1,0 +1,233 @@
+"""The request handling that all protocols share: queue, stream, cancel."""
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+import bough
+from bough.config import ServerConfig
+from bough.engine.sampler import SamplingParams
+from bough.errors import Unavailable
+from bough.server.failures import Failure, failure_of
+from bough.server.options import Thinking
+from bough.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
+from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
+from bough.session.worker import IndexedEvent, Job, TextReader, Worker
+
+log = logging.getLogger(__name__)
+
+Facts = Callable[[Any], Mapping[str, Any]]  # further properties of a loaded session, for /props
+SESSION_HEADERS = ("x-session-id", "session-id", "session_id")
+
+
+class Writer(Protocol):
+    """Writes the output of one request in a protocol's format."""
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        """Return the next bytes of the stream; called for every event, streaming or not."""
+        ...
+
+    def end(self) -> bytes: ...
+    def keep_alive(self, job: Job) -> bytes: ...
+    def failure(self, failure: Failure) -> bytes: ...
+    def result(self) -> dict[str, Any]:
+        """Return the whole response of a request that does not stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    worker: Worker
+    config: ServerConfig
+    model_name: str
+    facts_of: Facts = lambda session: {}
+    scoring: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "scoring"))
+
+    @property
+    def session(self) -> TextReader:
+        return self.worker.session
+
+    def facts(self) -> Mapping[str, Any]:
+        return self.facts_of(self.session)
+
+    @property
+    def thinking(self) -> Thinking:
+        return Thinking(self.config.thinking, self.config.thinking_budget)
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: equal values mean equal software and model."""
+        return f"bough-{bough.__version__}-{self.model_name}"
+
+    def defaults(self, thinking: bool | None) -> SamplingParams:
+        return replace(self.session.sampling_for(thinking), **dict(self.config.sampling))
+
+    def sampling_facts(self) -> dict[str, Any]:
+        """Return the sampling defaults, for /props."""
+        found = self.defaults(self.config.thinking)
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
+        return {name: getattr(found, name) for name in names}
+
+    async def encode(self, request: Request, prompt: TextRequest) -> list[int]:
+        """Return the prompt's tokens, found in a thread."""
+        with _until_gone() as gone:
+            prompt = replace(prompt, cancelled=gone.is_set)
+            return await unless_gone(request, asyncio.to_thread(self.session.encode, prompt))
+
+    async def _checked(
+        self, request: Request, given: list[TextRequest], *, streamed: bool
+    ) -> list[TextRequest]:
+        """Return the requests with their prompts encoded, in a thread."""
+        with _until_gone() as gone:
+            limit, affinity = self.config.max_tokens, _affinity(request)
+            given = [
+                replace(
+                    each,
+                    cancelled=gone.is_set,
+                    max_tokens=each.max_tokens or limit,
+                    affinity=affinity,
+                    streamed=streamed,
+                )
+                for each in given
+            ]
+            return await unless_gone(request, self._check_in_thread(given))
+
+    async def _check_in_thread(self, given: list[TextRequest]) -> list[TextRequest]:
+        """Return the checked requests; those that a model scores wait for each other, in one thread."""
+        session = self.session
+        if await asyncio.to_thread(lambda: any(session.scores(each) for each in given)):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.scoring, _checked_requests, session, given)
+        return await asyncio.to_thread(_checked_requests, session, given)
+
+    async def respond(
+        self,
+        request: Request,
+        requests: list[TextRequest],
+        writer: Writer,
+        *,
+        stream: bool | None,
+        media_type: str | None = None,
+    ) -> Response:
+        """Run the requests and answer as `writer` writes; media_type: of a stream that is not SSE."""
+        request_id = f"req_{secrets.token_hex(8)}"
+        headers = {"x-request-id": request_id, "request-id": request_id}
+        self.worker.check_room()
+        # Invalid requests are refused before they queue: a queued stream has already sent its status.
+        checked = await self._checked(request, requests, streamed=bool(stream))
+        job = self.worker.submit(*checked, label=f"{request_id} {request.url.path}")
+        if not stream:
+            try:
+                await unless_gone(request, _collect(job, writer))
+            finally:
+                job.cancel()
+            return JSONResponse(writer.result(), headers=headers)
+        batches = job.batches(KEEP_ALIVE_S)
+        try:
+            first = await unless_gone(request, anext(batches))
+        except BaseException:
+            job.cancel()
+            raise
+        if media_type is not None:
+            headers["content-type"] = media_type
+        return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
+
+    async def prefill(self, request: Request, wanted: TextRequest, lifetime_s: float) -> dict[str, Any]:
+        """Process the beginning of a request for a later one; return how far that came in its lifetime."""
+        self.worker.check_room(prefill_only=True)
+        wanted = replace(wanted, prefill_for_s=lifetime_s, max_tokens=None)
+        checked = await self._checked(request, [wanted], streamed=False)
+        job = self.worker.submit(*checked, label=f"req_{secrets.token_hex(8)} {request.url.path}")
+        complete = False
+        try:
+            async with asyncio.timeout(lifetime_s):
+                await unless_gone(request, _drained(job))
+                complete = True
+        except TimeoutError:
+            pass  # what was read until now is kept
+        finally:
+            job.cancel()
+        done = job.progress or Progress(0, 0)
+        return {
+            "object": "prefill",
+            "model": self.model_name,
+            "complete": complete,
+            "prompt_tokens": done.total,
+            "cached_tokens": done.cached,
+            "ready_tokens": done.whole,
+            "lifetime": lifetime_s,
+        }
+
+
+def _affinity(request: Request) -> str:
+    """Return the client's name of its session, if it sends one."""
+    return next((request.headers[name] for name in SESSION_HEADERS if name in request.headers), "")
+
+
+@contextmanager
+def _until_gone() -> Generator[threading.Event]:
+    """Set the event at the end, so that a thread for a client that has disconnected stops."""
+    gone = threading.Event()
+    try:
+        yield gone
+    finally:
+        gone.set()
+
+
+def _checked_requests(session: TextReader, requests: list[TextRequest]) -> list[TextRequest]:
+    """Return the requests with their prompts encoded, once for the choices of one prompt."""
+    found: list[TextRequest] = []
+    for request in requests:
+        last = found[-1] if found else None
+        if last is not None and request.messages is last.messages and request.prompt is last.prompt:
+            found.append(replace(request, encoded=last.encoded))
+        else:
+            found.append(session.check(request))
+    return found
+
+
+async def _collect(job: Job, writer: Writer) -> None:
+    async for batch in job.batches():
+        for index, event in batch:
+            writer.write(index, _checked(event))
+
+
+async def _drained(job: Job) -> None:
+    async for batch in job.batches():
+        for _, event in batch:
+            _checked(event)
+
+
+async def _stream(
+    job: Job, first: list[IndexedEvent], rest: AsyncIterator[list[IndexedEvent]], writer: Writer
+) -> AsyncIterator[bytes]:
+    try:
+        yield _piece(job, first, writer)
+        async for batch in rest:
+            if piece := _piece(job, batch, writer):
+                yield piece
+        yield writer.end()
+    except Exception as error:
+        yield writer.failure(failure_of(error))
+
+
+def _piece(job: Job, batch: list[IndexedEvent], writer: Writer) -> bytes:
+    if not batch:
+        return writer.keep_alive(job)
+    return b"".join(writer.write(index, _checked(event)) for index, event in batch)
+
+
+def _checked(event: SessionEvent) -> SessionEvent:
+    """Raise for a cancelled request: one that still has a client is cancelled only by shutdown."""
+    if isinstance(event, Finished) and event.reason == "cancelled":
+        raise Unavailable("the server is stopping", retry_after_s=10)
+    return event

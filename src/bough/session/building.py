@@ -1,0 +1,140 @@
+"""Builds an engine of loaded models, or of models without weights, for a dry run that finds its kernels."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.engine import Engine
+from bough.gguf.reader import GGUFFile
+from bough.memory.estimate import draft_quant, ring_dtype, uses_mtp
+from bough.memory.planner import MemoryPlan
+from bough.models.decoder import Decoder, Target
+from bough.models.dflash import DFlashDraft, open_draft
+from bough.models.measure import MeasuringLoader
+from bough.models.mtp import MTPBlock
+from bough.models.step import SIZES
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.drafter import Drafter, NoDrafter
+from bough.spec.mixed import MixedModel
+from bough.spec.mtp import MTPModel
+from bough.spec.policy import EAGER_SIZES, StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers, mtp_buffers
+from bough.state.sequences import CacheConfig
+
+
+class Ahead(Protocol):
+    """What compiles kernels while weights are read."""
+
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+
+
+def build_engine(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    target: Target,
+    drafter: Drafter,
+    prefix_cache: PrefixCacheConfig | None = None,
+) -> Engine:
+    return Engine(
+        target,
+        max_ctx=plan.max_ctx,
+        slots=plan.sequences,
+        prefill_chunk=plan.prefill_chunk,
+        drafter=drafter,
+        max_rows=config.max_rows,
+        cache=CacheConfig(*plan.kv, window=config.window, pages=plan.kv_pages),
+        prefix_cache=prefix_cache,
+    )
+
+
+def mtp_model(block: MTPBlock, target: Target, plan: MemoryPlan) -> MTPModel:
+    """Return the target's MTP block with its state."""
+    options = {"device": target.device, "dtype": ring_dtype(target.device.type)}
+    buffers = mtp_buffers(target.spec, max_ctx=plan.max_ctx, slots=plan.sequences, **options)
+    return MTPModel(block, target, buffers)
+
+
+def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashModel:
+    """Return a draft with its state."""
+    if config.shortlist is not None and isinstance(target, Decoder):
+        target.limit_drafts(config.shortlist)
+    options = {"device": target.device, "dtype": ring_dtype(target.device.type)}
+    buffers = draft_buffers(
+        draft.spec, max_ctx=plan.max_ctx, context=config.context, slots=plan.sequences, **options
+    )
+    return DFlashModel(draft, target, buffers)
+
+
+def speculator(
+    model: DraftModel | None, config: SpecConfig, costs: StepCosts, device: torch.device
+) -> Speculator:
+    # A padded step costs what the next larger size does.
+    sizes = SIZES if device.type == "cuda" else EAGER_SIZES
+    return Speculator(model, config, costs, device=device, sizes=sizes)
+
+
+def compile_ahead(
+    file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device
+) -> AbstractContextManager[Ahead]:
+    """Begin to compile the kernels of a model in threads; on a CPU there is nothing to do."""
+    facts = _facts(file, config, plan) if device.type == "cuda" else ""
+    return compile_found(lambda placed: rehearse(file, config, plan, placed), device, facts=facts)
+
+
+def compile_found(
+    rehearse: Callable[[torch.device], object], device: torch.device, *, facts: str
+) -> AbstractContextManager[Ahead]:
+    """Begin to compile the kernels of any work; see `CompileAhead`."""
+    if device.type != "cuda":
+        return nullcontext(_Nothing())
+    from bough.kernels.runtime.ahead import CompileAhead
+
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return CompileAhead(lambda: rehearse(device), device, facts=facts)
+
+
+class _Nothing:
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """There is nothing to wait for."""
+
+
+def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device) -> None:
+    """Run the work of a model without weights once, within a dry run."""
+    spec = plan.estimate.spec
+    int8 = config.prefill == "int8"
+    loader = MeasuringLoader(file, tiles=True, host_embedding=plan.host_embedding, int8_prefill=int8)
+    target, drafter = Decoder(spec, loader, device), NoDrafter()
+    if config.speculation is not None:
+        model: DraftModel | None = None
+        if config.draft is not None:
+            quant = draft_quant(config.draft, device.type)
+            with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as opened:
+                loader = MeasuringLoader(opened[1], tiles=True)
+                draft = DFlashDraft(opened[0], loader, device, spec.vocab_size)
+            model = draft_model(draft, config.draft, target, plan)
+        if uses_mtp(config, file, spec):
+            mtp = mtp_model(MTPBlock(spec, MeasuringLoader(file, tiles=True), device), target, plan)
+            model = mtp if model is None else MixedModel(model, mtp, width=spec.width)
+        drafter = speculator(model, config.speculation, StepCosts(), device)
+    build_engine(config, plan, target, drafter).rehearse()
+
+
+def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:
+    """Return what decides a model's kernels, in words."""
+    files = [config.draft.path] if config.draft else []
+    drafts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    kv = [format.name for format in plan.kv]
+    shape = (plan.max_ctx, plan.sequences, plan.kv_pages, plan.prefill_chunk, plan.host_embedding)
+    settings = (config.draft, config.speculation, config.window, config.prefill)
+    return repr((plan.estimate.spec, tensor_kinds(file), drafts, settings, kv, shape))
+
+
+def tensor_kinds(file: GGUFFile) -> list[tuple[str, tuple[int, ...]]]:
+    """Return which types and shapes the tensors of a file have."""
+    return sorted({(info.type.name, info.shape) for info in file.tensors.values()})

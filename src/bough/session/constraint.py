@@ -1,0 +1,182 @@
+"""TokenConstraint: which tokens may follow each row of a tree: a reasoning budget, then a grammar.
+
+Rows without a constraint have no mask and cost nothing. Imports no torch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from bough.text.grammar import Matcher
+
+Mask = np.ndarray  # [vocabulary / 32] int32: a bit for each token that may follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintSpec:
+    """What a request constrains; None or an empty sequence is no constraint."""
+
+    vocabulary: int
+    ends: frozenset[int] = frozenset()  # end-of-text tokens, masked while a grammar is still to come
+    reasoning: Literal["open", "possible", "none"] = "none"  # before the first token
+    begin_reasoning: int | None = None  # the token that begins it
+    end_reasoning: int | None = None
+    budget: int | None = None  # tokens of reasoning
+    closing: Sequence[int] = ()  # tokens forced at the end of the budget; the last one ends reasoning
+    gap: Sequence[int] = ()  # tokens between reasoning and an answer with a grammar
+    answer: Matcher | None = None
+    call_token: int | None = None  # begins text that has to match `call`
+    call: Matcher | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    phase: Literal["start", "reasoning", "gap", "answer", "call", "free"]
+    count: int = 0  # tokens of this phase so far
+    matcher: Matcher | None = None
+
+
+class TokenConstraint:
+    """The constraint of one request; only `accept` changes its state."""
+
+    def __init__(self, spec: ConstraintSpec):
+        self._spec = spec
+        phase = {"open": "reasoning", "possible": "start", "none": "answer"}[spec.reasoning]
+        self._state = self._answer() if phase == "answer" else _State(phase)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the answer is complete and nothing may follow."""
+        state = self._state
+        return state.phase == "answer" and state.matcher is not None and state.matcher.complete
+
+    def accept(self, tokens: Sequence[int]) -> int | None:
+        """Advance by committed tokens; return how many of them complete the answer, None if it goes on."""
+        for count, token in enumerate(tokens, 1):
+            state, _ = self._next(self._state, token)
+            assert state is not None, f"token {token} was sampled although the mask excludes it"
+            self._state = state
+            if self.complete:
+                return count
+        return None
+
+    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Mask | None]:
+        """Return each row's mask, None for any token; row 0, the root, is the last committed token."""
+        found: list[Mask | None] = [None] * len(tokens)
+
+        def visit(row: int, state: _State) -> None:
+            found[row] = self._mask(state)
+
+        self._traverse(tokens, parents, visit)
+        return found
+
+    def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Return the rows of a tree that can be accepted, in order."""
+        found: list[int] = []
+        self._traverse(tokens, parents, lambda row, state: found.append(row))
+        return sorted(found)
+
+    def forced(self, limit: int) -> list[int]:
+        """Return tokens of the only text that can follow, which may be tokenised differently."""
+        found: list[int] = []
+        moved: list[Matcher] = []
+        state: _State | None = self._state
+        while state is not None:
+            for token in self._forced_in(state)[: limit - len(found)] or [None]:
+                state, matcher = self._next(state, token) if state and token is not None else (None, None)
+                if matcher is not None:
+                    moved.append(matcher)
+                if state is not None and token is not None:
+                    found.append(token)
+        for matcher in reversed(moved):
+            matcher.back()
+        return found
+
+    def _forced_in(self, state: _State) -> list[int]:
+        spec = self._spec
+        if state.phase == "reasoning" and spec.budget is not None and state.count >= spec.budget:
+            return list(spec.closing[state.count - spec.budget :])
+        if state.phase == "gap":
+            return list(spec.gap[state.count :])
+        return state.matcher.forced() if state.matcher is not None else []
+
+    def _mask(self, state: _State) -> Mask | None:
+        spec = self._spec
+        if state.phase == "start":
+            if spec.answer is None:
+                return None
+            mask = spec.answer.mask().copy()
+            if spec.begin_reasoning is not None:
+                mask |= self._only(spec.begin_reasoning)
+            return mask
+        if state.phase in ("reasoning", "gap"):
+            forced = self._forced_in(state)
+            if forced:
+                return self._only(forced[0])
+            return self._no_end if spec.answer is not None and spec.ends else None
+        return state.matcher.mask() if state.matcher is not None else None
+
+    def _only(self, *tokens: int) -> Mask:
+        mask = np.zeros(-(-self._spec.vocabulary // 32), dtype=np.uint32)
+        for token in tokens:
+            mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask.view(np.int32)
+
+    @cached_property
+    def _no_end(self) -> Mask:
+        return ~self._only(*self._spec.ends)
+
+    def _answer(self) -> _State:
+        spec = self._spec
+        return _State("answer", matcher=spec.answer) if spec.answer is not None else _State("free")
+
+    def _next(self, state: _State, token: int) -> tuple[_State | None, Matcher | None]:
+        """Return the state after `token`, None where it may not follow, and the matcher that has advanced."""
+        spec = self._spec
+        match state.phase:
+            case "start":
+                if token == spec.begin_reasoning:
+                    return _State("reasoning"), None
+                return self._next(self._answer(), token)
+            case "reasoning" | "gap":
+                forced = self._forced_in(state)
+                if (forced and token != forced[0]) or (spec.answer is not None and token in spec.ends):
+                    return None, None
+                if state.phase == "reasoning" and token == spec.end_reasoning:
+                    gap = spec.answer is not None and len(spec.gap) > 0
+                    return _State("gap") if gap else self._answer(), None
+                after = replace(state, count=state.count + 1)
+                ended = state.phase == "gap" and after.count == len(spec.gap)
+                return self._answer() if ended else after, None
+            case "free":
+                if token == spec.call_token and spec.call is not None:
+                    return _State("call", matcher=spec.call.fork()), None
+                return state, None
+        matcher = state.matcher
+        assert matcher is not None
+        if not matcher.advance(token):
+            return None, None
+        return _State("free") if state.phase == "call" and matcher.complete else state, matcher
+
+    def _traverse(
+        self, tokens: Sequence[int], parents: Sequence[int], visit: Callable[[int, _State], None]
+    ) -> None:
+        """Call `visit(row, state)` for every row that can be accepted, parents first."""
+        children: list[list[int]] = [[] for _ in tokens]
+        for row, parent in enumerate(parents):
+            if row:
+                children[parent].append(row)
+
+        def descend(row: int, state: _State) -> None:
+            visit(row, state)
+            for child in children[row]:
+                after, moved = self._next(state, tokens[child])
+                if after is not None:
+                    descend(child, after)
+                if moved is not None:
+                    moved.back()
+
+        descend(0, self._state)

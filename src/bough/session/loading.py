@@ -1,0 +1,348 @@
+"""Loading: from a GGUF file and its draft to a session, within the memory that there is."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bough.compress.scorer import MixedScorer, Scorer
+from bough.compress.words import WordScorer
+from bough.config import DraftConfig, EngineConfig
+from bough.engine.runner import StepTimes
+from bough.engine.sampler import SamplingParams
+from bough.engine.sequence import Limits
+from bough.errors import BadGGUF, UsageError
+from bough.gguf.reader import GGUFFile
+from bough.hub.catalog import Card, recognise
+from bough.kernels.native import INT8, INT16, Library
+from bough.kernels.runtime.device import capability_of
+from bough.kernels.tree import MAX_ROWS
+from bough.memory.device import (
+    available_memory,
+    device_name,
+    limit_allocator,
+    pick_device,
+)
+from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
+from bough.memory.planner import MemoryPlan, plan_memory
+from bough.models.decoder import Decoder, Target
+from bough.models.dflash import DFlashDraft, open_draft
+from bough.models.mtp import MTPBlock
+from bough.models.native import NativeDecoder, NativeLoader
+from bough.models.native_draft import NativeDraft, draft_gap
+from bough.models.spec import ModelSpec
+from bough.models.weights import Progress as LoadProgress
+from bough.prefix_cache.cache import PrefixCacheConfig
+from bough.prefix_cache.files import SnapshotFiles, identity
+from bough.session.attention_scorer import AttentionScorer
+from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
+from bough.session.compression import Compression, Elsewhere
+from bough.session.phases import Phases
+from bough.session.reader import RequestReader
+from bough.session.session import Session
+from bough.session.threads import checked_threads, torch_threads
+from bough.spec.cost_file import CostFile
+from bough.spec.dflash import DraftModel
+from bough.spec.drafter import Drafter, NoDrafter
+from bough.spec.mixed import MixedModel
+from bough.spec.mtp import MTPModel
+from bough.spec.policy import StepCosts
+from bough.state.draft_ring import DEFAULT_CONTEXT
+from bough.text.template import ChatTemplate
+from bough.text.tokenizer import Tokenizer
+
+_TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
+# Our name of a sampling parameter, and the file's below general.sampling.
+_KERNELS = 2  # raised when a GPU's kernels give prompts other bits than those that wrote saved states
+_FILE_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def load_session(
+    path: Path,
+    config: EngineConfig | None = None,
+    *,
+    progress: LoadProgress | None = None,
+    compiling: Callable[[int, int], None] | None = None,
+    warming: Callable[[int, int], None] | None = None,
+    graphs: bool = True,
+) -> Session:
+    """Load a model and its draft.
+
+    `progress` of reading weights, `compiling` of kernels, `warming` of capturing CUDA graphs.
+    """
+    config, phases = config or EngineConfig(), Phases()
+    device = pick_device(config.device)
+    _check_speculation(config)
+    _check_prefill(config, device)
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        tokenizer, template = _text_of(file, spec)
+        # Before memory is planned: the target gets what the scorer leaves.
+        scorer = _scorer(config, device, tokenizer)
+        plan = plan_memory(file, spec, config, device)
+        if device.type == "cuda":
+            limit_allocator(plan.budget, device)
+        card = _card_of(file, spec)
+        file_sampling = sampling_of(file.metadata)
+        phases.end("planning")
+        with compile_ahead(file, config, plan, device) as ahead:
+            target = _target(file, config, plan, device, progress)
+            mtp = _mtp(config, file, target, plan)
+            prefix_cache = _prefix_cache(config, file, plan, device)
+            cost_file = _cost_file(config, path, plan, target, mtp)
+            costs = cost_file.load()
+            _empty_cache(device)
+            drafter = _drafter(config, target, plan, costs, mtp)
+            _empty_cache(device)
+            engine = build_engine(config, plan, target, drafter, prefix_cache)
+            phases.end("reading")
+            ahead.wait(compiling)
+            phases.end("compiling")
+    if device.type == "cuda" and graphs:
+        engine.capture(warming)
+        _empty_cache(device)
+        times = engine.measure_steps()
+        costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
+        phases.end("capturing")
+    session = Session(
+        engine,
+        tokenizer,
+        template,
+        plan,
+        card=card,
+        file_sampling=file_sampling,
+        save_costs=lambda: cost_file.save(costs),
+        compression=Compression(config.compress, scorer),
+    )
+    session.load_seconds = phases.seconds
+    return session
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    speculation = config.speculation
+    if speculation is None:
+        return
+    if not 1 <= speculation.budget < MAX_ROWS:
+        raise UsageError(
+            f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
+        )
+    if speculation.chain and speculation.mtp == "on" and config.draft is not None:
+        raise UsageError(
+            "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
+            "name one of them as `draft`",
+            param="chain",
+        )
+
+
+def _check_prefill(config: EngineConfig, device: torch.device) -> None:
+    if config.prefill == "exact":
+        return
+    if device.type == "cpu":
+        raise UsageError(
+            "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
+            "leave it exact; `cpu_activations` has an int8 of its own",
+            param="prefill",
+        )
+    capability = capability_of(device) or (8, 0)
+    if capability < (8, 0):
+        raise UsageError(
+            f"`prefill` is int8, needed a card of compute capability 8.0, this one has {capability[0]}."
+            f"{capability[1]}",
+            "leave it exact",
+            param="prefill",
+        )
+
+
+def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestReader:
+    """Load what encodes and checks requests for an engine in another process."""
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        tokenizer, template = _text_of(file, spec)
+        scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
+        return RequestReader(
+            tokenizer,
+            template,
+            limits,
+            card=_card_of(file, spec),
+            file_sampling=sampling_of(file.metadata),
+            compression=Compression(config.compress, scorer),
+        )
+
+
+def _scorer(config: EngineConfig, device: torch.device, tokenizer: Tokenizer) -> Scorer:
+    """Return what scores the units of long prompts: words, and a model's attention beside them."""
+    words = WordScorer()
+    if config.compress.scorer is None:
+        return words
+    model = AttentionScorer.load(
+        config.compress.scorer,
+        device=device,
+        target=tokenizer,
+        native=config.cpu_backend != "torch",
+        threads=checked_threads(config.threads) or _TORCH_THREADS,
+    )
+    return MixedScorer(model, words)
+
+
+def _target(
+    file: GGUFFile,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    device: torch.device,
+    progress: LoadProgress | None,
+) -> Target:
+    if plan.estimate.native:
+        # What is left to torch is small, and threads of both would wait for each other's cores.
+        torch.set_num_threads(1)
+        library = Library(checked_threads(config.threads) or _TORCH_THREADS)
+        mode = INT8 if config.cpu_activations == "int8" else INT16
+        return NativeDecoder.load(file, library, mode=mode, progress=progress)
+    if device.type == "cpu":
+        torch.set_num_threads(checked_threads(config.threads) or torch_threads(_TORCH_THREADS))
+    return Decoder.load(
+        file,
+        device=device,
+        dtype=compute_dtype(device.type),
+        expand=plan.expanded,
+        host_embedding=plan.host_embedding,
+        host_experts=config.experts_host,
+        int8_prefill=config.prefill == "int8",
+        progress=progress,
+    )
+
+
+def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
+    source = str(file.path)
+    tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
+    if tokenizer.vocab_size != spec.vocab_size:
+        raise BadGGUF(
+            f"{file.path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
+            f"needed {spec.vocab_size}, the rows of token_embd.weight"
+        )
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source)
+
+
+def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
+    names = [spec.name, file.path.stem]
+    return recognise(names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers))
+
+
+def _empty_cache(device: torch.device) -> None:
+    """Return memory that torch reserved while loading: the KV cache needs it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _cost_file(
+    config: EngineConfig, path: Path, plan: MemoryPlan, target: Target, mtp: MTPModel | None
+) -> CostFile:
+    formats = "/".join(format.name for format in plan.kv)
+    native = f", native, {config.cpu_activations}" if plan.estimate.native else ""
+    computing = device_name(target.device, target.threads) + native
+    drafts = " + ".join([*([str(config.draft)] if config.draft else ()), *(["mtp"] if mtp else ())])
+    return CostFile(config.costs, f"{computing} / {path.name} / {drafts} / {formats}")
+
+
+def _mtp(config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan) -> MTPModel | None:
+    """Return the MTP block of the target's file, if it is to propose tokens."""
+    if not uses_mtp(config, file, target.spec):
+        if config.speculation is not None and config.speculation.mtp == "on":
+            raise UsageError(
+                f"the MTP block is to propose beside a draft, but {file.path.name} has none",
+                "name the draft alone",
+                param="draft",
+            )
+        return None
+    kind, device = target.device.type, target.device
+    block = MTPBlock.load(file, target.spec, device=device, dtype=compute_dtype(kind), expand=plan.expanded)
+    return mtp_model(block, target, plan)
+
+
+def _drafter(
+    config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts, mtp: MTPModel | None
+) -> Drafter:
+    if config.speculation is None:
+        return NoDrafter()
+    model: DraftModel | None = mtp
+    if config.draft is not None:
+        draft = draft_model(_draft(config.draft, target, plan), config.draft, target, plan)
+        model = draft if mtp is None else MixedModel(draft, mtp, width=target.spec.width)
+    return speculator(model, config.speculation, costs, target.device)
+
+
+def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft:
+    """Load the draft: into the native library where the target is, if it can run it."""
+    kind, native = target.device.type, isinstance(target, NativeDecoder)
+    quant = draft_quant(config, kind, native=native)
+    if isinstance(target, NativeDecoder):
+        with open_draft(config.path, target.spec, quant=quant, causal=config.causal) as (spec, source):
+            if draft_gap(source, spec) is None:
+                return NativeDraft(spec, NativeLoader(source, target.library))
+    return DFlashDraft.load(
+        config.path,
+        target.spec,
+        device=target.device,
+        dtype=compute_dtype(kind),
+        expand=plan.expanded,
+        quant=quant,
+        causal=config.causal,
+    )
+
+
+def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
+    """Return what a draft call takes; 0 without a draft model."""
+    return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
+
+
+def _computing(plan: MemoryPlan, device: torch.device) -> str:
+    """Return what decides the bits of a saved state, beside the files and settings."""
+    if device.type == "cuda":
+        return f"{device_name(device)}, kernels {_KERNELS}"
+    return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
+
+
+def _prefix_cache(
+    config: EngineConfig, file: GGUFFile, plan: MemoryPlan, device: torch.device
+) -> PrefixCacheConfig:
+    budget = config.prefix_cache
+    if budget is None:
+        budget = min(available_memory(torch.device("cpu")) // 4, 8 << 30)
+    if config.prefix_cache_dir is None or config.prefix_cache == 0:
+        return PrefixCacheConfig(budget, exact=config.prefix_cache_exact)
+    draft = config.draft if config.speculation else None
+    facts: list[Any] = []
+    if draft is not None:
+        facts += [draft.quant, draft.causal, min(plan.max_ctx, draft.context or DEFAULT_CONTEXT)]
+    if uses_mtp(config, file, ModelSpec.from_gguf(file)):
+        facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
+    made_of = identity(
+        [*file.paths, *([draft.path] if draft else ())],
+        computing=_computing(plan, device) + (", prefill in int8" if config.prefill == "int8" else ""),
+        kv=[format.name for format in plan.kv],
+        window=config.window,
+        chunk=plan.prefill_chunk,
+        draft=facts or None,
+    )
+    files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
+    return PrefixCacheConfig(budget, files, config.prefix_cache_exact)
+
+
+def sampling_of(metadata: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling that a file's metadata recommends, without values that make no sense."""
+    found: dict[str, Any] = {}
+    for field, key in _FILE_SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        with contextlib.suppress(UsageError, TypeError, ValueError):
+            if value is not None:
+                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
+                SamplingParams(**wanted)
+                found |= wanted
+    return SamplingParams(**found)

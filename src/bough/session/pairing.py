@@ -1,0 +1,63 @@
+"""The card of a model file and the draft that belongs to it. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from bough.errors import UsageError
+from bough.hub import catalog
+from bough.hub.catalog import Card
+from bough.hub.drafts import cached_draft
+from bough.hub.local import paired_draft
+
+if TYPE_CHECKING:
+    from bough.gguf.reader import GGUFFile
+
+AUTO, NONE, MTP, LOOKUP = "auto", "none", "mtp", "lookup"  # drafts that are no names
+_BESIDE = f",{MTP}"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDraft:
+    """What a user named as the draft."""
+
+    name: str  # a path, a repository, or one of the words above
+    mtp: Literal["auto", "on", "off"]  # whether the target's MTP block proposes; auto: without a draft
+
+    @classmethod
+    def read(cls, text: str) -> "NamedDraft":
+        """Read a name; `NAME,mtp`: the draft and the target's MTP block in one tree."""
+        name = text.removesuffix(_BESIDE)
+        if name == text:
+            return cls(name, "off" if name == LOOKUP else "auto")
+        if name in ("", NONE, MTP, LOOKUP):
+            raise UsageError(
+                f"`draft` is {text}: the MTP block can stand beside a draft only",
+                f"auto{_BESIDE}, or the draft's path or repository before {_BESIDE}",
+                param="draft",
+            )
+        return cls(name, "on")
+
+
+def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
+    """Return the card of a target, found by its repository or by its file's metadata."""
+    from bough.models.spec import ModelSpec
+
+    spec = ModelSpec.from_gguf(file)
+    names = [spec.name, file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
+    return catalog.recognise(
+        names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers), repo=repo
+    )
+
+
+def local_draft(card: Card) -> Path | None:
+    """Return the card's draft, if it is on this machine."""
+    if card.pair is not None:
+        return card.pair.draft
+    return cached_draft(card.draft) if card.draft is not None else None
+
+
+def draft_at_hand(path: Path, card: Card | None) -> Path | None:
+    """Return the draft that belongs to a target, if it is on this machine: the card's, else one beside it."""
+    listed = local_draft(card) if card is not None else None
+    return listed or paired_draft(path)

@@ -1,0 +1,245 @@
+"""Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal
+
+from bough.errors import UsageError
+from bough.prefix_cache.boundaries import SnapshotKind
+from bough.session.constraint import ConstraintSpec, TokenConstraint
+from bough.session.output import OutputStream
+from bough.session.requests import Prompt, TextRequest
+from bough.text.grammar import Grammar, GrammarCompiler, Matcher
+from bough.text.output import END_THINK, THINK, OutputParser
+from bough.text.stream import TextStream
+from bough.text.template import ChatTemplate, Rendered
+from bough.text.tokenizer import EncodeLimit, Tokenizer
+from bough.text.tools import CLOSE, OPEN, Syntax, Tool, call_grammar, read_tools, syntax_of
+
+# Forced when reasoning has used up its budget; the answer can continue from it.
+CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
+GAP = "\n\n"  # as templates write it between reasoning and answer
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
+        self._tokenizer, self._template = tokenizer, template
+
+    def encode(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
+        """Return the prompt; `limit` ends the tokenising of one that does not fit."""
+        if (request.messages is None) == (request.prompt is None):
+            raise UsageError("give either messages or a raw prompt")
+        tools = read_tools(request.tools) if request.tool_choice != "none" else []
+        if request.messages is None:
+            return self._raw(request, tools, limit)
+        rendered = self._template.render(
+            request.messages,
+            tools=request.tools if tools else None,  # all of them, so that the prefix cache holds
+            thinking=request.thinking,
+            boundaries=True,
+            continue_final=request.continue_final,
+            **request.template_options,
+        )
+        if limit is not None:
+            limit.check(self._tokenizer.longest_token, rendered.text)
+        ids, boundaries = self._tokens(rendered, limit)
+        if request.allowed_tools is not None:
+            tools = [tool for tool in tools if tool.name in request.allowed_tools]
+        return Prompt(ids, boundaries, self._reasoning(rendered), tools)
+
+    def beginning(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
+        """Return the tokens that the prompt has in common with all that continue it.
+
+        The last message may go on if it is the user's; others are complete, and a user's message follows.
+        """
+        if isinstance(request.prompt, list):
+            return self.encode(request, limit)
+        first, second = (self.encode(_continued(request, text), limit) for text in ("\n\nA", " z"))
+        pairs = zip(first.ids, second.ids, strict=False)
+        length = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
+        inside = {at: kind for at, kind in first.boundaries.items() if at < length}
+        return replace(first, ids=first.ids[:length], boundaries=inside)
+
+    def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
+        if rendered.continued:
+            return "open" if rendered.continued == "reasoning" else "none"
+        opened = rendered.text.rfind(THINK) > rendered.text.rfind(END_THINK)
+        if rendered.text.rstrip().endswith(THINK) and opened:
+            return "open"
+        if self._template.supports_thinking and not rendered.text.rstrip().endswith(END_THINK):
+            return "possible"
+        return "none"
+
+    def _raw(self, request: TextRequest, tools: list[Tool], limit: EncodeLimit | None) -> Prompt:
+        if tools:
+            raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            return Prompt(self._with_bos(self._tokenizer.encode(prompt, limit=limit)), {}, "none", [])
+        return Prompt(list(prompt or ()), {}, "none", [])
+
+    def _tokens(
+        self, rendered: Rendered, limit: EncodeLimit | None
+    ) -> tuple[list[int], dict[int, SnapshotKind]]:
+        """Return the ids of the text, and how many of them precede each turn.
+
+        The template reports where the last turns begin. The control tokens there begin the earlier ones, too.
+        """
+        kinds: dict[int, SnapshotKind] = dict.fromkeys(rendered.boundaries, "turn")
+        if len(rendered.boundaries) > 1:
+            kinds[rendered.boundaries[0]] = "head"
+        if rendered.last_user_end is not None:
+            kinds[rendered.last_user_end] = "question"
+        # Templates write the BOS token themselves; the fallback template does not.
+        ids: list[int] = self._with_bos([]) if self._template.is_fallback else []
+        found: dict[int, SnapshotKind] = {}
+        start = 0
+        for end in [*sorted(kinds), len(rendered.text)]:
+            # Splitting the text right before a control token, and only there, does not change its tokens.
+            if end < len(rendered.text) and not self._template.is_control_at(rendered.text, end):
+                continue
+            # A control token spelled out in a message stays text.
+            literals = [(a - start, b - start) for a, b in rendered.literals if start <= a and b <= end]
+            ids += self._tokenizer.encode(rendered.text[start:end], literals=literals, limit=limit)
+            if end < len(rendered.text):
+                found[len(ids)] = kinds[end]
+            start = end
+        openers = {ids[position] for position in found}
+        turns: dict[int, SnapshotKind] = dict.fromkeys(_positions(ids, openers), "turn")
+        return ids, turns | found
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return ids if self._tokenizer.bos_id is None else [self._tokenizer.bos_id, *ids]
+
+    def output(self, request: TextRequest, prompt: Prompt) -> OutputStream:
+        """Return the stream that decodes the request's output tokens."""
+        if request.messages is None:
+            return OutputStream(self._tokenizer.stream(), OutputParser(), request.stop)
+        # Tags are parsed even where the file marks them as control tokens, whose text is otherwise dropped.
+        tags = {self._tokenizer.id_of(tag) for tag in (THINK, END_THINK, OPEN, CLOSE)}
+        visible = self._tokenizer
+
+        def piece(id: int) -> bytes:
+            return b"" if visible.is_control(id) and id not in tags else visible.token_bytes(id)
+
+        # With a grammar the answer is either calls or text that matches it, which may spell a call.
+        either = request.grammar is not None
+        parser = OutputParser(reasoning=prompt.reasoning, tools=prompt.tools, either=either)
+        return OutputStream(TextStream(piece), parser, request.stop, one_call=not request.parallel_tool_calls)
+
+    def constraint(self, request: TextRequest, prompt: Prompt) -> TokenConstraint | None:
+        """Return the constraint on the request's output, None if it has none."""
+        token = self._tokenizer.id_of
+        answer, call = self._matchers(request, prompt.tools)
+        reasoning = prompt.reasoning
+        if reasoning == "possible" and answer is not None and not request.thinking:
+            reasoning = "none"  # the request asks for a grammar and not for reasoning
+        budget = request.thinking_budget if reasoning != "none" else None
+        if budget is not None and budget < 0:
+            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
+        if answer is None and call is None and budget is None:
+            return None
+        end = token(END_THINK)
+        if reasoning != "none" and end is None:
+            raise UsageError(f"the model has no token {END_THINK}, so its reasoning cannot be limited")
+        return TokenConstraint(
+            ConstraintSpec(
+                vocabulary=self._tokenizer.vocab_size,
+                ends=self._tokenizer.stop_ids,
+                reasoning=reasoning,
+                begin_reasoning=token(THINK),
+                end_reasoning=end,
+                budget=budget,
+                closing=[*self._tokenizer.encode(CLOSING), end] if end is not None else (),
+                gap=self._tokenizer.encode(GAP),
+                answer=answer,
+                call_token=token(OPEN),
+                call=call,
+            )
+        )
+
+    def _matchers(self, request: TextRequest, tools: Sequence[Tool]) -> tuple[Matcher | None, Matcher | None]:
+        """Return the grammar of the whole answer and that of each tool call."""
+        if forced := self._forced_tools(request, tools):
+            # A forced call takes precedence over the grammar, which is for text.
+            many = request.parallel_tool_calls and request.tool_choice == "required"
+            return self._compiler.compile(self._call_grammar(forced, many=many)), None
+        if request.grammar is not None:
+            calls = self._call_grammar(tools, many=request.parallel_tool_calls) if tools else None
+            return self._compiler.compile(request.grammar, calls=calls), None
+        limited = any(tool.strict for tool in tools) or request.allowed_tools is not None
+        if tools and limited and self._tokenizer.id_of(OPEN) is not None:
+            # A call of a strict tool matches its schema, even where other tools have none.
+            return None, self._compiler.compile(self._call_grammar(tools, many=False, opened=True))
+        return None, None
+
+    def _forced_tools(self, request: TextRequest, tools: Sequence[Tool]) -> list[Tool]:
+        """Return the tools of which one has to be called; none where the model decides."""
+        if request.tool_choice in ("auto", "none"):
+            return []
+        if not tools:
+            raise UsageError(
+                f"tool_choice is {request.tool_choice!r}, but the request has no tools", param="tool_choice"
+            )
+        if request.tool_choice == "required":
+            return list(tools)
+        named = [tool for tool in tools if tool.name == request.tool_choice]
+        if not named:
+            names = ", ".join(tool.name for tool in tools)
+            raise UsageError(
+                f"tool_choice is {request.tool_choice!r}, needed auto, none, required or {names}",
+                param="tool_choice",
+            )
+        return named
+
+    def _call_grammar(self, tools: Sequence[Tool], *, many: bool, opened: bool = False) -> Grammar:
+        syntax = syntax_of(self._template.source)
+        if syntax is None:
+            raise UsageError("the model's chat template has no tool calls, so none can be enforced")
+        return call_grammar([self._checked(tool, syntax) for tool in tools], syntax, many=many, opened=opened)
+
+    def _checked(self, tool: Tool, syntax: Syntax) -> Tool:
+        """Return a tool whose parameters a grammar can represent; raise UsageError with its name."""
+        try:
+            parameters = self._compiler.prepare(tool.parameters, lenient=not tool.strict)
+            made = replace(tool, parameters=parameters)
+            self._compiler.compile(call_grammar([made], syntax, many=False))
+        except UsageError as error:
+            hint = "leave the keyword out" + ", or `strict`" * tool.strict
+            raise UsageError(
+                f"the parameters of the tool {tool.name!r} cannot be enforced: {error.message}",
+                hint,
+                param=tool.field,
+            ) from error
+        return made
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self._tokenizer)
+
+
+def _positions(ids: list[int], wanted: Iterable[int]) -> list[int]:
+    """Return where these ids are, without the first place; a list searches faster than a loop."""
+    found = []
+    for id in wanted:
+        at = 0
+        with contextlib.suppress(ValueError):
+            while True:
+                found.append(at := ids.index(id, at + 1))
+    return sorted(found)
+
+
+def _continued(request: TextRequest, text: str) -> TextRequest:
+    """Return the request with more text of the user at its end."""
+    if request.messages is None:
+        return replace(request, prompt=f"{request.prompt}{text}")
+    *before, last = request.messages or [{}]
+    content = last.get("content")
+    if last.get("role") != "user" or not isinstance(content, str | list):
+        messages = [*request.messages, {"role": "user", "content": text}]
+    else:
+        more = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+        messages = [*before, {**last, "content": more}]
+    return replace(request, messages=messages, continue_final=False)

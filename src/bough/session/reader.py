@@ -1,0 +1,119 @@
+"""What a session does to a request before the engine has it: this needs the model's file, not its weights."""
+
+from dataclasses import asdict, replace
+
+from bough.engine.sampler import SamplingParams
+from bough.engine.sequence import Limits, Request
+from bough.errors import UsageError
+from bough.hub.catalog import Card
+from bough.session.compression import Compression, PromptCompression
+from bough.session.output import OutputStream
+from bough.session.prompts import Prompts
+from bough.session.requests import Prompt, TextRequest
+from bough.text.template import ChatTemplate
+from bough.text.tokenizer import EncodeLimit, Tokenizer
+
+
+class RequestReader:
+    """Encodes and checks requests, within the limits of an engine here or in another process."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        limits: Limits,
+        *,
+        card: Card | None = None,
+        file_sampling: SamplingParams | None = None,
+        compression: Compression | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.template = template
+        self.limits = limits
+        self.card = card
+        self._file_sampling = file_sampling or SamplingParams()
+        self._prompts = Prompts(tokenizer, template)
+        self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Return whether what a request has processed is there for later ones, as far as is known here."""
+        return True
+
+    @property
+    def max_ctx(self) -> int:
+        return self.limits.max_ctx
+
+    def sampling_for(self, thinking: bool | None) -> SamplingParams:
+        """Return the recommended sampling: the model card's, else the file's; greedy if neither has any.
+
+        thinking: whether the request thinks; None: as the model does by default.
+        """
+        if self.card is None or not self.card.sampling:
+            return self._file_sampling
+        thinks = self.card.thinking if thinking is None else thinking
+        return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
+
+    @property
+    def compresses(self) -> bool:
+        """Return whether long prompts are compressed where a request does not say."""
+        return self._compression.by_default
+
+    def encode(self, request: TextRequest) -> list[int]:
+        """Return the prompt's token ids; raises if the template refuses the messages."""
+        return self._prompts.encode(request, self._limit(request, stops_at_tokens=False)).ids
+
+    def check(self, request: TextRequest) -> TextRequest:
+        """Return the request with its encoded prompt; raise what `generate` would before its first step.
+
+        It can run in another thread than `generate`.
+        """
+        if request.prefill_for_s is None and self._compression.deferred(request):
+            return request
+        request = self.prepare(request)
+        assert request.encoded is not None
+        output = self._prompts.output(request, request.encoded)
+        self.limits.check(self._engine_request(request, request.encoded, output))
+        return request
+
+    def scores(self, request: TextRequest) -> bool:
+        """Return whether `check` lets a model score the prompt, which takes long."""
+        return request.prefill_for_s is None and self._compression.scored_by_model(request)
+
+    def prepare(self, request: TextRequest) -> TextRequest:
+        """Return the request with its encoded prompt, compressed if that is wanted."""
+        if request.prefill_for_s is not None:
+            return replace(request, encoded=self._beginning(request))
+        return replace(request, encoded=self._compression.encode(request, self._limit(request)))
+
+    def _beginning(self, request: TextRequest) -> Prompt:
+        """Return the beginning of a prompt that prefill can process before the rest is there."""
+        if not self.caches_prefixes:
+            raise UsageError("the prefix cache is off, and holds nothing for later", "set `prefix_cache`")
+        prompt = self._prompts.beginning(request, self._limit(request))
+        self._compression.check_read_whole(request, len(prompt.ids))
+        return prompt
+
+    def _limit(self, request: TextRequest, *, stops_at_tokens: bool = True) -> EncodeLimit:
+        return EncodeLimit(self.max_ctx, request.cancelled, stops_at_tokens, self.limits.raisable)
+
+    def _engine_request(self, request: TextRequest, prompt: Prompt, output: OutputStream) -> Request:
+        if request.prefill_for_s is not None:
+            return Request(
+                prompt.ids, max_tokens=1, boundaries=prompt.boundaries, prefill_for_s=request.prefill_for_s
+            )
+        room = self.max_ctx - len(prompt.ids) + 1
+        return Request(
+            prompt=prompt.ids,
+            max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
+            sampling=request.sampling,
+            stop_ids=self._stop_ids(request),
+            may_stop=output.may_end,
+            constraint=self._prompts.constraint(request, prompt),
+            draft_budget=request.draft_budget,
+            trees=request.trees,
+            boundaries=prompt.boundaries,
+        )
+
+    def _stop_ids(self, request: TextRequest) -> frozenset[int]:
+        return request.stop_token_ids | (frozenset() if request.ignore_eos else self.tokenizer.stop_ids)

@@ -1,0 +1,183 @@
+"""How several texts share the rows of one step: which are asked for a draft, and who gets how many rows.
+
+A row's expected gain is the probability of its path times what trees of its text have kept of their
+promises. Trees are in order of worth, and a child never weighs more than its parent, so the best rows of all
+trees are a prefix of each. How many rows there are in all follows from measured costs: the number with the
+most expected tokens a second, down to one row for each text and no draft call at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bough.kernels.tree import MAX_ROWS
+from bough.spec.policy import MARGIN, PROBE_INTERVAL, PROBE_SHARE, StepCosts
+
+REPLAN = 4  # steps after which it is decided anew which texts are asked: 0.4 ms for 8 of them
+
+
+class BatchCosts:
+    """Measured seconds of steps by texts and rows in all, and of draft calls by texts asked."""
+
+    def __init__(self, alone: StepCosts):
+        """`alone`: the costs of steps of one text, used where nothing was measured yet."""
+        self._alone = alone
+        self._steps: dict[int, StepCosts] = {}  # by texts; each by rows
+        self._drafts: dict[int, StepCosts] = {}  # by mix; each by texts asked
+
+    def observe_step(self, texts: int, rows: int, seconds: float) -> None:
+        self._steps.setdefault(texts, StepCosts()).observe_step(rows, seconds)
+
+    def observe_draft(self, asked: int, seconds: float, mix: int = 0) -> None:
+        if asked:
+            self._drafts.setdefault(mix, StepCosts()).observe_step(asked, seconds)
+
+    def step(self, texts: int, rows: int) -> float:
+        """Return the cost of a step; where this number of texts was not measured, that of the nearest one."""
+        return self.steps(texts, [rows])[0]
+
+    def steps(self, texts: int, sizes: Sequence[int]) -> list[float]:
+        """Return the costs of steps of several sizes."""
+        nearest = min(self._steps, key=lambda known: abs(known - texts), default=None)
+        table = self._alone if nearest is None else self._steps[nearest]
+        return [table.of(rows) for rows in sizes]
+
+    def draft(self, asked: int, mix: int = 0) -> float:
+        if not asked:
+            return 0.0
+        return self._drafts[mix].of(asked) if mix in self._drafts else self._alone.draft_call(mix)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one text could gain from rows below its root."""
+
+    expected: list[float]  # tokens accepted of a draft call, by size; []: not known yet
+    copied: int  # tokens that prompt lookup found
+    probability: float  # that each of them is right
+    max_rows: int
+    since_draft: int  # steps since it was last asked
+    slot: int = 0
+
+
+class RowSharing:
+    def __init__(self, costs: BatchCosts, *, sizes: Sequence[int], max_rows: int, adaptive: bool = True):
+        """`sizes` of steps that differ in cost; `max_rows` of one tree, of which estimates are by size."""
+        self.costs = costs
+        self._adaptive = adaptive
+        self._step_sizes = [*(rows for rows in sizes if rows < MAX_ROWS), MAX_ROWS]
+        # From tokens by size to tokens by row: what a row below the root adds.
+        tree_sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
+        by_rows = np.array(
+            [np.interp(np.arange(1, max_rows + 1), tree_sizes, unit) for unit in np.eye(len(tree_sizes))]
+        )
+        self._by_row = np.diff(by_rows, axis=1)  # [sizes, max_rows - 1]
+        self._since_probe = 0
+        self._mix = 0  # of drafts, which is called
+        self._chosen: tuple[tuple[int, ...], int, list[int]] = ((), 0, [])  # texts, steps left, those to ask
+
+    def asked(self, offers: Sequence[Offer], *, padded: bool, mix: int = 0) -> list[int]:
+        """Return which texts a mix of drafts is called for; `padded`: steps have one of the sizes."""
+        self._mix = mix
+        askable = [index for index, offer in enumerate(offers) if offer.max_rows > 1]
+        if not self._adaptive:
+            return askable
+        new = [index for index in askable if not offers[index].expected]
+        known = [index for index in askable if offers[index].expected]
+        if not known:
+            return new
+        chosen = self._still_chosen(offers, known, padded=padded)
+        return sorted({*new, *chosen, *self._probed(offers, known, chosen)})
+
+    def due(self, slots: Sequence[int]) -> bool:
+        """Return whether it has to be decided anew which of the texts in these slots are asked."""
+        return not self._chosen[1] or not self._chosen[0][1:] or not {*self._chosen[0][1:]} <= {*slots}
+
+    def _still_chosen(self, offers: Sequence[Offer], known: list[int], *, padded: bool) -> list[int]:
+        """Return those to ask, chosen anew every few steps: estimates change slowly, the device waits."""
+        texts = (len(offers), *(offers[index].slot for index in known))
+        before, left, chosen = self._chosen
+        if before != texts or not left:
+            left, chosen = REPLAN, self._best_asked(offers, known, padded=padded)
+        self._chosen = texts, left - 1, chosen
+        return chosen
+
+    def _best_asked(self, offers: Sequence[Offer], known: list[int], *, padded: bool) -> list[int]:
+        """Return those to ask for the most tokens a second, as far as estimates tell."""
+        gains = np.array([offers[index].expected for index in known]) @ self._by_row
+        rows = np.array([offers[index].max_rows - 1 for index in known])
+        gains = np.where(np.arange(gains.shape[1]) < rows[:, None], gains, 0.0)
+        copies = [_copy_gains(offer) for offer in offers]
+        alone = np.array([copies[index].sum() for index in known])
+        order = np.argsort(alone - gains.sum(1), kind="stable")
+        sizes = self._sizes(len(offers), padded=padded)
+        step_s = np.array(self.costs.steps(len(offers), sizes))
+        best, speed = 0, 0.0
+        for count in _counts(len(known)):
+            chosen = {known[place] for place in order[:count]}
+            pool = [gains[order[:count]].ravel(), *(c for i, c in enumerate(copies) if i not in chosen)]
+            tokens = len(offers) + _best_sums(np.concatenate(pool), [rows - len(offers) for rows in sizes])
+            rate = float((tokens / (step_s + self.costs.draft(count, self._mix))).max()) / (
+                MARGIN if count else 1.0
+            )
+            if rate > speed:
+                best, speed = count, rate
+        return [known[place] for place in order[:best]]
+
+    def _probed(self, offers: Sequence[Offer], known: list[int], chosen: list[int]) -> list[int]:
+        """Return a text to ask although it does not pay, so seldom that it hardly costs anything."""
+        left = [index for index in known if index not in chosen]
+        self._since_probe += 1
+        if not left:
+            return []
+        count, mix = len(chosen), self._mix
+        more_s = self.costs.draft(count + 1, mix) - self.costs.draft(count, mix)
+        lost = max(0.0, more_s) / self.costs.step(len(offers), len(offers))
+        if self._since_probe < max(lost / PROBE_SHARE, PROBE_INTERVAL):
+            return []
+        self._since_probe = 0
+        return [max(left, key=lambda index: offers[index].since_draft)]
+
+    def shares(
+        self, weights: Sequence[np.ndarray], *, padded: bool, prompts: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the rows of each text, its root included, from the expected gains of its rows below that.
+
+        prompts: rows of each prompt that the step reads, too.
+        """
+        texts = len(weights)
+        taken = texts + sum(prompts)  # rows that are not shared out
+        # A row is in the tree only if all before it are, so it counts for no more than they do.
+        falling = [np.minimum.accumulate(each) if len(each) else each for each in weights]
+        pool = np.concatenate(falling)
+        owners = np.repeat(np.arange(texts), [len(each) for each in weights])
+        order = np.argsort(-pool, kind="stable")
+        sizes = self._sizes(taken, padded=padded)
+        sums = texts + _best_sums(pool[order], [rows - taken for rows in sizes], ordered=True)
+        step_s = np.array(self.costs.steps(texts + len(prompts), sizes))
+        rows = sizes[int((sums / step_s).argmax())] if self._adaptive else sizes[-1]
+        shared = np.bincount(owners[order[: rows - taken]], minlength=texts)
+        return (1 + shared).tolist()
+
+    def _sizes(self, least: int, *, padded: bool) -> list[int]:
+        """Return the rows in all to choose from."""
+        enough = [rows for rows in self._step_sizes if rows >= least]
+        return enough if padded or least in enough else [least, *enough]
+
+
+def _counts(most: int) -> list[int]:
+    """Return how many texts to consider asking: every number up to 4, then fewer of them."""
+    return sorted({0, *range(1, min(most, 4) + 1), *range(6, most, 2 + most // 8), most})
+
+
+def _copy_gains(offer: Offer) -> np.ndarray:
+    """Return the gains of rows that prompt lookup found: all before each must be right, too."""
+    count = min(offer.copied, offer.max_rows - 1)
+    return np.power(offer.probability, np.arange(1, count + 1)) if count else np.zeros(0)
+
+
+def _best_sums(gains: np.ndarray, counts: Sequence[int], *, ordered: bool = False) -> np.ndarray:
+    """Return the sums of the best `counts` gains."""
+    sums = np.concatenate([[0.0], np.cumsum(gains if ordered else -np.sort(-gains))])
+    return sums[np.minimum(counts, len(gains))]

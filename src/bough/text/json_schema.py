@@ -1,0 +1,234 @@
+"""JSON schemas as clients send them, prepared for grammars.
+
+Objects that list their properties are closed, unknown formats are dropped, and bounds that the grammar cannot
+represent are clamped or refused. Every text that matches the result matches the original.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bough.errors import UsageError
+
+# Formats that the grammar enforces; any other is an annotation.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+MAX_INTEGER = 2**63 - 1024  # the grammar's bounds are double-precision numbers and its integers have 64 bits
+MAX_ITEMS = 10_000  # required items of an array: the parser fails above 50,000 items
+_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+_IN_PLACE = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
+_CONDITIONS = ("if", "then", "else")
+_LISTS = (*_IN_PLACE, "prefixItems", "items")
+_ONE = (*_CONDITIONS, "items", "additionalItems", "additionalProperties", "contains", "unevaluatedProperties")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ENUM = {"type", "enum"}
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+
+CheckPattern = Callable[[str], None]
+
+
+def prepare(
+    schema: Mapping[str, Any], *, check_pattern: CheckPattern | None = None, lenient: bool = False
+) -> dict[str, Any]:
+    """Return the schema for the grammar.
+
+    `check_pattern` raises UsageError for an unsupported pattern; `lenient` drops such patterns.
+    """
+    work = _Preparation(schema, check_pattern, lenient)
+    work.find_open(schema, part=False)
+    return work.rewrite(schema, "#", part=False)
+
+
+@dataclass(slots=True)
+class _Properties:
+    names: dict[str, None] = field(default_factory=dict)
+    required: set[str] = field(default_factory=set)
+    least: int = 0
+    listed: bool = False  # whether a schema has `properties`
+    closable: bool = True
+
+
+class _Preparation:
+    """`part`: the schema is one of several for the same value, so it cannot be closed alone."""
+
+    def __init__(self, root: Mapping[str, Any], check_pattern: CheckPattern | None, lenient: bool):
+        self._root, self._check_pattern, self._lenient = root, check_pattern, lenient
+        self._open: set[str] = set()  # references to schemas that are parts
+
+    def find_open(self, schema: Any, *, part: bool) -> None:
+        """Find the definitions that are parts of other schemas."""
+        if not isinstance(schema, Mapping):
+            return
+        parts = part or _is_combined(schema)
+        reference = schema.get("$ref")
+        if parts and isinstance(reference, str) and _unescaped(reference) not in self._open:
+            self._open.add(_unescaped(reference))
+            self.find_open(resolve(reference, self._root), part=True)
+        for key, _, each in _children(schema):
+            self.find_open(each, part=parts and _same_value(key))
+
+    def rewrite(self, schema: Any, path: str, *, part: bool) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        part = part or path in self._open
+        parts = part or _is_combined(schema)
+        made: dict[str, Any] = dict(schema)
+        for key in (*_LISTS, *_NAMED):
+            if isinstance(made.get(key), list | Mapping):
+                made[key] = list(made[key]) if isinstance(made[key], list) else dict(made[key])
+        for key, name, each in _children(schema):
+            where = f"{path}/{key}/{name}" if name is not None else f"{path}/{key}"
+            below = self.rewrite(each, where, part=parts and _same_value(key))
+            if name is None:
+                made[key] = below
+            else:
+                made[key][name] = below
+        self._values(made, path)
+        if not part:
+            self._close(schema, made)
+        return made
+
+    def _close(self, schema: Mapping[str, Any], made: dict[str, Any]) -> None:
+        found = _Properties()
+        self._collect(schema, found, set())
+        complete = found.required <= found.names.keys() and found.least <= len(found.names)
+        combined = "properties" in schema or _is_combined(schema)
+        if not (found.listed and found.closable and complete and combined):
+            return
+        own = made.get("properties") or {}
+        made["properties"] = {**own, **{name: {} for name in found.names if name not in own}}
+        made["additionalProperties"] = False
+
+    def _collect(self, schema: Any, found: _Properties, seen: set[str]) -> None:
+        """Add the properties of a schema and of its parts."""
+        if not isinstance(schema, Mapping):
+            return
+        found.closable &= not any(key in schema for key in _OPEN)
+        properties, required, least = (schema.get(key) for key in ("properties", "required", "minProperties"))
+        if isinstance(properties, Mapping):
+            found.listed = True
+            found.names |= dict.fromkeys(properties)
+        found.required |= (
+            {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        )
+        found.least = max(found.least, least) if isinstance(least, int) else found.least
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            self._collect(resolve(reference, self._root), found, seen)
+        for key, _, each in _children(schema):
+            if _same_value(key):
+                self._collect(each, found, seen)
+
+    def _values(self, made: dict[str, Any], path: str) -> None:
+        """Drop or check the keywords of one schema that the grammar cannot represent."""
+        if isinstance(made.get("format"), str) and made["format"] not in FORMATS:
+            del made["format"]
+        if isinstance(made.get("minItems"), int | float) and made["minItems"] > MAX_ITEMS:
+            raise _refused(path, "minItems", made["minItems"], f"at most {MAX_ITEMS}")
+        _listed_names(made)
+        if _may_be_integer(made):
+            _clamp_bounds(made, path)
+        pattern = made.get("pattern")
+        if isinstance(pattern, str) and self._check_pattern is not None:
+            try:
+                self._check_pattern(pattern)
+            except UsageError as error:
+                if not self._lenient:
+                    raise UsageError(
+                        f"{_shown(path)}pattern is {pattern[:100]!r}; {error.message}"
+                    ) from error
+                del made["pattern"]
+
+
+def resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema at a local reference, None where there is none."""
+    if not reference.startswith("#"):
+        return None
+    target: Any = root
+    for key in _unescaped(reference).split("/")[1:]:
+        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            target = target[int(key)]
+        else:
+            target = target.get(key) if isinstance(target, Mapping) else None
+    return target
+
+
+def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
+    """Yield keyword, name or index, and schema of each schema inside; the name is None for a single one."""
+    for key in _ONE:
+        if isinstance(schema.get(key), Mapping):
+            yield key, None, schema[key]
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            yield from ((key, index, each) for index, each in enumerate(schema[key]))
+    for key in _NAMED:
+        if isinstance(schema.get(key), Mapping):
+            yield from ((key, name, each) for name, each in schema[key].items())
+
+
+def _same_value(key: str) -> bool:
+    """Return whether the schemas under a keyword are for the same value as the schema around them."""
+    return key in _IN_PLACE or key in _CONDITIONS or key == "dependentSchemas"
+
+
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    """Return whether several schemas apply to one value."""
+    every = schema.get("allOf")
+    count = len(every) if isinstance(every, list) else 0
+    return count + sum(key in schema for key in ("properties", "anyOf", "oneOf", "$ref", "if")) > 1
+
+
+def _listed_names(made: dict[str, Any]) -> None:
+    """Rewrite the `propertyNames` that zod writes for records: any string, or an enumeration."""
+    names = made.get("propertyNames")
+    if names is True or names in ({}, {"type": "string"}):
+        del made["propertyNames"]
+    elif (
+        isinstance(names, Mapping)
+        and isinstance(names.get("enum"), list)
+        and not names.keys() - {"type", "enum"}
+    ):
+        value = made.get("additionalProperties", {})
+        listed = {name: value for name in names["enum"] if isinstance(name, str)}
+        made["properties"] = listed | dict(made.get("properties") or {})
+        made["additionalProperties"] = False
+        del made["propertyNames"]
+
+
+def _may_be_integer(schema: Mapping[str, Any]) -> bool:
+    types = schema.get("type", "integer")
+    return "integer" in types if isinstance(types, list) else types == "integer"
+
+
+def _clamp_bounds(made: dict[str, Any], path: str) -> None:
+    for keys, sign, side in ((_UPPER, 1, "at least"), (_LOWER, -1, "at most")):
+        for key in keys:
+            bound = made.get(key)
+            if not isinstance(bound, int | float) or isinstance(bound, bool):
+                continue
+            if sign * bound < -MAX_INTEGER:
+                raise _refused(path, key, bound, f"{side} {-sign * MAX_INTEGER} for an integer")
+            if abs(bound) > 2**53:
+                made[key] = sign * _rounded_down(sign * bound)
+
+
+def _rounded_down(bound: int | float) -> int:
+    """Return the largest double-precision integer that is not above `bound` or MAX_INTEGER."""
+    bound = min(int(bound), MAX_INTEGER)
+    near = float(bound)
+    return int(near if near <= bound else math.nextafter(near, -math.inf))
+
+
+def _refused(path: str, key: str, value: Any, needed: str) -> UsageError:
+    return UsageError(f"{_shown(path)}{key} is {value}; needs {needed}")
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix("#").removeprefix("/").replace("/", ".") + "." * (path != "#")
+
+
+def _unescaped(reference: str) -> str:
+    return reference.replace("~1", "/").replace("~0", "~")

@@ -1,0 +1,257 @@
+"""Evaluation of a draft on held-out text: per-position accuracy, tree acceptance, acceptance in the engine.
+
+Also the check before an export is used: the trainer's and the engine's logits must agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bough.config import SpecConfig
+from bough.engine.engine import Done, Engine, Request
+from bough.engine.sampler import SamplingParams
+from bough.errors import BoughError
+from bough.kernels.tree.reference import accept_path
+from bough.models.dflash import DFlashDraft
+from bough.spec.dflash import DFlashModel
+from bough.spec.dflash import DraftModel as ProposingModel
+from bough.spec.mtp import MTPModel as EngineMTP
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import CANDIDATES, SPINE, Speculator
+from bough.spec.tree import Proposal, build_tree
+from bough.state.draft_ring import draft_buffers, mtp_buffers
+from bough.train.draft_data import Batch, TokenData, make_batch
+from bough.train.draft_export import WEIGHTS
+from bough.train.draft_loss import Head, Tally, block_loss
+from bough.train.draft_model import DraftModel
+from bough.train.draft_target import FeatureReader, Frozen, Target
+from bough.train.mtp_export import MTP_TARGET, load_block, read_block
+from bough.train.mtp_model import MTPModel
+
+BUDGET = SpecConfig().budget  # nodes per tree
+_TREES = 96  # blocks for which a tree is built
+_PARITY = 1e-3
+_PREFIXES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    step: int
+    loss: float
+    top1: list[float]  # by position after the anchor
+    acceptance: float  # acceptance length with the likeliest chain
+    tree_acceptance: float  # acceptance length with a tree of BUDGET nodes
+    recall: list[float] | None = None  # by position: labels among the candidates of a DFlash2 draft
+
+
+@torch.no_grad()
+def evaluate(
+    model: DraftModel | MTPModel,
+    reader: FeatureReader,
+    frozen: Frozen,
+    batches: Sequence[Batch],
+    *,
+    step: int,
+) -> Evaluation:
+    total: Tally | None = None
+    accepted: list[int] = []
+    for batch in batches:
+        hidden = block_rows(model, reader, frozen, batch)
+        tally = block_loss(
+            hidden,
+            batch.labels,
+            batch.valid,
+            Head(frozen.head),
+            kind="dpace",
+            selector=model.candidate_selector,
+            anchors=batch.tokens.gather(1, batch.anchors),
+        )
+        if total is None:
+            total = tally
+        else:
+            total.merge(tally)
+        if isinstance(model, DraftModel):  # what an MTP block proposes depends on the path
+            accepted += _tree_acceptance(model, hidden, batch, frozen.head, _TREES - len(accepted))
+    assert total is not None
+    tree = sum(accepted) / len(accepted) if accepted else total.acceptance
+    recall = None if model.candidate_selector is None else total.recall
+    return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree, recall)
+
+
+def block_rows(model: DraftModel | MTPModel, reader: FeatureReader, frozen: Frozen, batch: Batch) -> Tensor:
+    """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
+        return model(reader(batch.tokens), model.inputs(frozen, batch), batch.anchors)
+
+
+def _tree_acceptance(model: DraftModel, hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
+    """Return the acceptance lengths of the trees of up to `most` complete blocks."""
+    whole = batch.valid.all(-1).nonzero().tolist()
+    counts = []
+    for text, block in whole[:: max(1, len(whole) // max(most, 1))][: max(most, 0)]:
+        rows, anchor = hidden[text, block, 1:], batch.tokens[text, batch.anchors[text, block]][None]
+        proposal = _proposal(model, rows, linear(rows.to(head.dtype), head).float(), anchor)
+        tree, _ = build_tree(anchor, proposal, nodes=BUDGET, spine=SPINE)
+        tokens, parents = tree.lists()
+        depths = [0] * len(tokens)
+        for row in range(1, len(tokens)):
+            depths[row] = depths[parents[row]] + 1
+        labels = [*batch.labels[text, block].tolist(), -1]
+        counts.append(len(accept_path(tokens, parents, [labels[depth] for depth in depths])))
+    return counts
+
+
+def _proposal(model: DraftModel, rows: Tensor, logits: Tensor, anchor: Tensor) -> Proposal:
+    """Return what the engine would propose from a block's rows [K, width] and logits [K, V]."""
+    selector = model.candidate_selector
+    count = CANDIDATES if selector is None else selector.candidates
+    top = logits.topk(min(count, logits.shape[1]), -1)
+    proposal = Proposal.of(top.indices, top.values - logits.logsumexp(-1, keepdim=True))
+    if selector is None:
+        return proposal
+    before = torch.cat([proposal.ids[:-1], anchor.expand(len(rows) - 1, 1)], 1)
+    before = torch.cat([anchor.expand(1, before.shape[1]), before])
+    edges = proposal.scores[:, None] + selector(rows, before, proposal.ids)
+    return replace(proposal, edges=edges.log_softmax(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Acceptance of a draft as measured in the engine."""
+
+    acceptance: float  # tokens per step
+    tokens: int
+    steps: int
+
+
+def measure(
+    target: Target,
+    draft: Path,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int = 128,
+    sampling: SamplingParams | None = None,
+) -> Measured:
+    """Decode with the draft alone, without prompt lookup, and with trees of BUDGET nodes at every step."""
+    decoder, max_ctx = target.decoder, max(map(len, prompts)) + max_tokens
+    speculator = Speculator(
+        _proposer(target, draft, max_ctx),
+        SpecConfig(budget=BUDGET, lookup=False, adaptive=False),
+        StepCosts(),
+        device=target.device,
+    )
+    engine = Engine(decoder, max_ctx=max_ctx, drafter=speculator, max_rows=BUDGET + 1)
+    steps = tokens = 0
+    for prompt in prompts:
+        request = Request(
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingParams(),
+            stop_ids=target.tokenizer.stop_ids,
+        )
+        for event in engine.generate(request):
+            if isinstance(event, Done):
+                steps += event.stats.steps
+                tokens += event.stats.step_tokens
+    return Measured(tokens / max(1, steps), tokens, steps)
+
+
+def _proposer(target: Target, path: Path, max_ctx: int) -> ProposingModel:
+    """Return the draft at `path`: a DFlash or DFlash2 draft, or a file of the target with an MTP block."""
+    decoder, device = target.decoder, target.device
+    if path.name == MTP_TARGET:
+        block = load_block(path, device, decoder.dtype)
+        return EngineMTP(block, decoder, mtp_buffers(target.spec, max_ctx=max_ctx, device=device))
+    loaded = DFlashDraft.load(path, target.spec, device=device, dtype=decoder.dtype)
+    return DFlashModel(loaded, decoder, draft_buffers(loaded.spec, max_ctx=max_ctx, device=device))
+
+
+@torch.no_grad()
+def check_mtp_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
+    """Return the same for an MTP block, which drafts the text's own tokens."""
+    decoder, device = target.decoder, target.device
+    block = load_block(folder / MTP_TARGET, device, torch.float32)
+    model = MTPModel(target.spec, target.final_norm, str(folder)).to(device)
+    read_block(folder / MTP_TARGET, model)
+    reader, frozen = FeatureReader(decoder, model.spec.taps), Frozen(decoder, 0, 1)
+    head, slots, worst = frozen.head.float(), torch.zeros(1, dtype=torch.int64, device=device), 0.0
+    for number in numbers[: max(1, _PREFIXES // 4)]:
+        batch = make_batch(data, [number], anchors=4, block=model.spec.block_size, seed=number).to(device)
+        features, rows = reader(batch.tokens), model.inputs(frozen, batch)
+        trained = model(features, rows, batch.anchors)
+        for place, anchor in enumerate(batch.anchors[0].tolist()):
+            buffers = mtp_buffers(target.spec, max_ctx=anchor + model.spec.block_size, device=device)
+            buffers.ring.starts[0] = 1
+            block.append(features[:, :anchor], slots, buffers)
+            hidden, paths = block.newest_hidden(slots, buffers), None
+            for depth in range(model.spec.block_size - 1):
+                x = block.fuse(rows[:, place, depth : depth + 1], hidden)
+                hidden, paths = block.step(x, paths, slots, buffers)
+                ours, theirs = linear(trained[0, place, depth + 1], head), linear(hidden[0, 0], head)
+                worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+    _refuse_disparity(folder, worst)
+    return worst
+
+
+@torch.no_grad()
+def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
+    """Return the largest relative difference between the trainer's and the engine's logits, same weights.
+
+    Raises if the two forward passes disagree: such a draft would train well and be accepted rarely.
+    """
+    decoder, device = target.decoder, target.device
+    draft = DFlashDraft.load(folder, target.spec, device=device, dtype=torch.float32)
+    model = DraftModel(draft.spec).to(device)
+    weights = load_file(folder / WEIGHTS, device=str(device))
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    reader = FeatureReader(decoder, draft.spec.taps)
+    frozen = Frozen(decoder, draft.spec.mask_id, draft.spec.block_size)
+    head = frozen.head.float()
+    worst, left = 0.0, _PREFIXES
+    for number in numbers:
+        batch = make_batch(data, [number], anchors=4, block=draft.spec.block_size, seed=number).to(device)
+        features = reader(batch.tokens)
+        rows = frozen.embeddings(batch.tokens.gather(1, batch.anchors))
+        trained = model(features, rows, batch.anchors)
+        for block, anchor in enumerate(batch.anchors[0].tolist()):
+            buffers = draft_buffers(draft.spec, max_ctx=anchor + draft.spec.block_size, device=device)
+            slots = torch.zeros(1, dtype=torch.int64, device=device)
+            draft.append(features[:, :anchor], slots, buffers)
+            served = draft.block(rows[:, block], slots, buffers)
+            ours, theirs = linear(trained[0, block], head), linear(served[0], head)
+            worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+            if model.candidate_selector is not None and draft.selector is not None:
+                ids = theirs.topk(draft.selector.candidates, -1).indices
+                own = model.candidate_selector(trained[0, block], ids, ids)
+                off = own - draft.selector(served[0], ids, ids)
+                worst = max(worst, float(off.norm() / theirs.norm()))
+            left -= 1
+        if left <= 0:
+            break
+    _refuse_disparity(folder, worst)
+    return worst
+
+
+def _refuse_disparity(folder: Path, worst: float) -> None:
+    if not worst <= _PARITY:
+        raise BoughError(
+            f"{folder}: the trainer's and the engine's logits differ by {worst:.2g}, needed <= {_PARITY:g}",
+            "this is a bug in bough: please report it",
+        )
+
+
+def held_out_batches(
+    data: TokenData, numbers: np.ndarray, *, size: int, anchors: int, block: int, device: torch.device
+) -> list[Batch]:
+    """Return the held-out texts as batches of `size`, with the same anchors at every evaluation."""
+    groups = [numbers[start : start + size].tolist() for start in range(0, len(numbers), size)]
+    return [
+        make_batch(data, group, anchors=anchors, block=block, seed=number).to(device)
+        for number, group in enumerate(groups)
+    ]
