@@ -61,6 +61,27 @@ def test_a_chat_is_renamed_and_exported(open_page: Open, tmp_path: Path) -> None
     expect(page.locator(".chat-open")).to_contain_text("Greeting")
 
 
+def test_chats_stored_under_the_old_name_are_kept(open_page: Open) -> None:
+    page = open_page()
+    page.click("#open-settings")
+    page.fill("[name=temperature]", "0.3")
+    page.keyboard.press("Escape")
+    ask(page, "Hello")
+    page.evaluate("""() => {
+      for (const [name, text] of Object.entries({ ...localStorage })) {
+        localStorage.removeItem(name);
+        localStorage.setItem(name.replace("bough.", "treeflash."), text);
+      }
+    }""")
+    page.reload()
+    page.click("#open-chats")
+    expect(page.locator(".chat-open")).to_contain_text("Hello")
+    page.keyboard.press("Escape")
+    page.click("#open-settings")
+    expect(page.locator("[name=temperature]")).to_have_value("0.3")
+    assert page.evaluate("Object.keys(localStorage).every((name) => name.startsWith('bough.'))")
+
+
 def test_how_much_of_the_context_is_used(open_page: Open) -> None:
     page = open_page()
     expect(page.locator("#context")).to_be_hidden()

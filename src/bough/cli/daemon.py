@@ -18,6 +18,7 @@ from bough.cli import view
 from bough.config import ServerConfig
 from bough.errors import BoughError, UsageError
 from bough.server.listen import bind
+from bough.session.folders import state_folder
 
 STOP_S = 45.0  # more than a server gives requests in progress
 LOCK_S = 0.5  # `stop` holds a lock for a moment to see whether a server has it
@@ -28,20 +29,14 @@ class NotRunning(BoughError):
     """No such server is running."""
 
 
-def folder() -> Path:
-    from platformdirs import user_state_dir
-
-    return Path(user_state_dir("bough"))
-
-
 def start(config: ServerConfig, *, log_file: Path | None, screen: view.Screen) -> None:
     """Run the same command line without --daemon; return when its model is loaded."""
     check_system()
     if config.port == 0:
         raise UsageError("--daemon needs a port other than 0", "--port 8000")
-    folder().mkdir(parents=True, exist_ok=True)
+    state_folder().mkdir(parents=True, exist_ok=True)
     pid_file = _pid_file(config.port)
-    log_file = (log_file or folder() / f"serve-{config.port}.log").absolute()
+    log_file = (log_file or state_folder() / f"serve-{config.port}.log").absolute()
     with contextlib.ExitStack() as stack:
         descriptor = os.open(pid_file, os.O_RDWR | os.O_CREAT, 0o600)
         stack.callback(os.close, descriptor)
@@ -114,7 +109,7 @@ def running() -> list[tuple[int, int]]:
     except UsageError:
         return []
     found = []
-    for path in folder().glob("serve-*.pid"):
+    for path in state_folder().glob("serve-*.pid"):
         pid, port = _holder(path), path.stem.removeprefix("serve-")
         if pid is not None and port.isdigit():
             found.append((int(port), pid))
@@ -192,7 +187,7 @@ def address(host: str, port: int) -> str:
 
 
 def _pid_file(port: int) -> Path:
-    return folder() / f"serve-{port}.pid"
+    return state_folder() / f"serve-{port}.pid"
 
 
 def _without_daemon(arguments: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bough.config import environment
+from bough.session.folders import state_folder
 
 PROMPT = "› "
 
@@ -114,9 +115,7 @@ def _completer(complete: Callable[[str], Sequence[str] | None]) -> Any:
 
 def history_file() -> Path | None:
     """Return the file of the input history; None where it cannot be written."""
-    from platformdirs import user_state_path
-
-    path = user_state_path("bough") / "chat-history"
+    path = state_folder() / "chat-history"
     try:
         # Other users of the machine must not read it.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

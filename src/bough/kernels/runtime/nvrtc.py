@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from bough.old_name import folder_in
+
 
 class CompileFailed(RuntimeError):
     """NVRTC refused our source; its log is the message."""
@@ -89,7 +91,7 @@ def _read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
 def cache_folder() -> Path:
     from triton import knobs
 
-    return Path(knobs.cache.dir) / "bough"
+    return folder_in(Path(knobs.cache.dir))
 
 
 def _cache_path(source: str, options: list[str], version: tuple[int, int]) -> Path:
