@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bough.openmp import set_waiting
+from bough.startup import set_variables
 
 if TYPE_CHECKING:
     from bough.config import EngineConfig
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-set_waiting()
+set_variables()
 
 _PUBLIC = {
     "LLM": "bough.llm",

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses. Only this module reads the environment; `openmp` sets one variable."""
+"""Settings as frozen dataclasses. Only this module reads the environment; `startup` sets two variables."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from bough.errors import UsageError
-from bough.openmp import SPIN
+from bough.startup import FUSION, SPIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,5 +178,5 @@ def set_ray_environment() -> None:
 
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment for a child process that is not ours."""
-    kept = {item for item in os.environ.items() if item != SPIN and item[0] not in without}
+    kept = {item for item in os.environ.items() if item not in (SPIN, FUSION) and item[0] not in without}
     return dict(kept) | dict(variables)
