@@ -131,7 +131,7 @@ def test_names_of_models_are_completed(tmp_path, monkeypatch):
     found = completion.model_names("qw")
     assert "qwen3.6-27b" in found and found[-2:] == ["qw.gguf", "qwert/"]
     assert completion.model_names("qwert/") == ["qwert/m.gguf"]
-    assert completion.model_names("tree") == ["bough-40m"] and completion.pulled_names("tree") == []
+    assert completion.model_names("bou") == ["bough-40m"] and completion.pulled_names("bou") == []
 
 
 def test_debug_goes_anywhere_and_keeps_the_exit_code(bough):
