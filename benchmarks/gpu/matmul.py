@@ -63,7 +63,7 @@ def variants(report: Report) -> None:
     for type in (*TUNED_TYPES, Q.F16):
         found = []
         for bucket, tiling in tilings.items():
-            grouped = cuda.grouped(card)
+            grouped = cuda.grouped(card, bucket)
             matmul = cuda.variant(layout_of(type), bucket, tiling, DEVICE, grouped=grouped).matmul
             depth = cuda.stages(card, layout_of(type), bucket, tiling)
             found.append(f"{bucket}: r{matmul.registers} s{matmul.spilled} x{matmul.occupancy} d{depth}")

@@ -60,7 +60,7 @@ def refilled_halfway(stages: int) -> Iterator[None]:
 
 
 def packed(values: Tensor, *, grouped: bool) -> PackedRows:
-    cuda.GROUPED = grouped
+    cuda.GROUPED_FROM = BUCKETS[0] if grouped else BUCKETS[-1] + 1
     return pack_rows(values)
 
 

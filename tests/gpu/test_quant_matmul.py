@@ -73,7 +73,7 @@ def test_every_bucket_has_a_kernel_that_fits(type: QuantType, bucket: int) -> No
     layout, tiling, card = layout_of(type), cuda.tilings_of(DEVICE)[bucket], card_of(DEVICE)
     if not cuda.stages(card, layout, bucket, tiling):
         pytest.skip("more shared memory than this card has")
-    variant = cuda.variant(layout, bucket, tiling, DEVICE, grouped=cuda.grouped(card)).matmul
+    variant = cuda.variant(layout, bucket, tiling, DEVICE, grouped=cuda.grouped(card, bucket)).matmul
     assert variant.registers > 0 and variant.occupancy >= 1
 
 

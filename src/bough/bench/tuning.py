@@ -61,7 +61,7 @@ class Found:
 def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tiling]:
     """Return the built-in tiling, and those that differ in one or two settings; each variant once."""
     built_in, layouts = built_in_tilings(card.arch)[bucket], list(layouts)
-    other, grouped = not built_in.halfway, cuda.grouped(card)
+    other, grouped = not built_in.halfway, cuda.grouped(card, bucket)
     tried = [
         built_in,
         replace(built_in, wide=not built_in.wide),

@@ -113,8 +113,9 @@ def _launch(
     eps: float = 0.0,
 ) -> PackedRows:
     like = x if isinstance(x, Tensor) else x.out
-    grouped = matmuls.grouped(card_of(like.device))
-    packed = empty_rows(like.numel() // shape.width, shape.width, like.device, grouped=grouped)
+    rows = like.numel() // shape.width
+    grouped = matmuls.grouped(card_of(like.device), rows)
+    packed = empty_rows(rows, shape.width, like.device, grouped=grouped)
     pointers = [part if part is not None else c_void_p(None) for part in (weight, total)]
     rest = (*pointers, packed.data, packed.scale, *map(c_longlong, packed.strides), c_float(eps))
     launched = kernel_of(shape, like.device)
