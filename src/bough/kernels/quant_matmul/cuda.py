@@ -147,9 +147,7 @@ class Variant:
 
 
 @cache
-def variant(
-    layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool = False
-) -> Variant:
+def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool) -> Variant:
     card = card_of(device)
     macros = defines(card, layout, bucket, tiling, grouped=grouped)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
@@ -298,7 +296,8 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    variant(weight.layout, 8, tilings_of(out.device)[8], out.device).expand(
+    tiling = tilings_of(out.device)[8]
+    variant(weight.layout, 8, tiling, out.device, grouped=False).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )
