@@ -1,7 +1,6 @@
 """Which tilings are tried on a card, and which one is taken: only what is faster, and adds up the same."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +63,9 @@ def test_other_sums_are_never_taken() -> None:
     )
     for each in tune(H200, MIX, measure):
         assert each.differing == (other(each.rows),)
-        assert each.best_s == 0.8 and not each.best.halfway
+        # At 64 rows there is no third tiling that fits.
+        assert each.best_s == (0.8 if other(each.rows).halfway else 1.0)
+        assert each.best.halfway == (each.best_s == 1.0)
 
 
 def test_sums_that_are_not_numbers_are_other_sums() -> None:
