@@ -1,9 +1,9 @@
 """`bough bench --fixed` for machines that have torch but not the command line's packages.
 
-    python benchmarks/acceptance.py --data FOLDER --model FILE --draft PATH [--temperature 0.8]
+    python workshop/acceptance.py --data FOLDER --model FILE --draft PATH [--temperature 0.8]
 
 FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines; a file bench-*.jsonl
-in benchmarks/results becomes a part of docs/benchmarks.md (benchmarks/make_page.py). Prints a JSON line per
+in benchmarks/results becomes a part of docs/benchmarks.md (workshop/make_page.py). Prints a JSON line per
 suite, which is also appended to --results, by default benchmarks/results/acceptance.jsonl.
 """
 
@@ -21,7 +21,7 @@ from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.prefix_cache.files import identity
 from bough.session.loading import load_session
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 
 def main() -> None:

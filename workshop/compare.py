@@ -1,6 +1,6 @@
 """Compares two versions of the source on one machine: step times, throughput, and whether text is the same.
 
-    python benchmarks/compare.py --before FOLDER --after src --data DATA --out compare.jsonl [--device cuda]
+    python workshop/compare.py --before FOLDER --after src --data DATA --out compare.jsonl [--device cuda]
         [--target T.gguf --draft D.gguf] [--prompts 10] [--n-gen 256] [--rounds 2] [--label NAME]
         [--budget 23] [--sizes 1 8 24]
 

@@ -1,6 +1,6 @@
 """Throughput of grammar-constrained generation (random JSON schemas) against unconstrained generation.
 
-    python -m benchmarks.constrained [--schemas 60] [--device auto] [--out FILE]
+    python -m workshop.constrained [--schemas 60] [--device auto] [--out FILE]
 
 Run from the root of a checkout. For every schema one constrained output, then an unconstrained one for the
 same prompt. Prints one line: tokens per second of both and their ratio (goal: at least 0.7), the ratio of

@@ -1,6 +1,6 @@
 """Peak memory and time of loading a model on a CPU, in this fresh process.
 
-    python benchmarks/cpu_memory.py [--model M.gguf] [--threads 2] [--max-ctx 2048] [--out FILE]
+    python workshop/cpu_memory.py [--model M.gguf] [--threads 2] [--max-ctx 2048] [--out FILE]
 
 Without --model the embedded target is measured. A tiny model is loaded and run first: what the process takes
 then (PyTorch, imports, native code) is the baseline. `over_baseline` is the peak (VmHWM) beyond it after a

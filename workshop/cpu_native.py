@@ -1,6 +1,6 @@
 """Decoding on a CPU: native code, PyTorch and llama.cpp, interleaved in one process.
 
-    python benchmarks/cpu_native.py --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
+    python workshop/cpu_native.py --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
         [--backends native,torch] [--suites humaneval,gsm8k] [--prompts 5] [--n-gen 64] [--rounds 3]
         [--prefill 512] [--host] [--busy 2] [--data DATA] [--out FILE]
 
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llama_library import LlamaCpp
 
 import bough
 from bough.bench import suites
@@ -41,6 +40,7 @@ from bough.kernels.native import library
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
+from workshop.llama_library import LlamaCpp
 
 # What runs in native code during a step.
 NATIVE = ("tf_step", "tf_draft_block", "tf_draft_append", "tf_matmul", "tf_embed", "tf_argmax", "tf_rank")

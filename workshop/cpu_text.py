@@ -1,6 +1,6 @@
 """Text of native CPU code against the float32 reference: every greedy token, near-ties shown.
 
-    python benchmarks/cpu_text.py --data DATA [--model M.gguf] [--prompts 50] [--n-gen 128]
+    python workshop/cpu_text.py --data DATA [--model M.gguf] [--prompts 50] [--n-gen 128]
         [--activations int16] [--kv-cache f32] [--out FILE]
 
 DATA holds humaneval/test.jsonl.gz and gsm8k/test.jsonl.gz; half of the prompts come from each. Native code

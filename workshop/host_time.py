@@ -1,6 +1,6 @@
 """What the host does for a sequence in a step of many: microseconds and Python calls.
 
-    PYTHONPATH=src:. python benchmarks/host_time.py [--sequences 64] [--steps 200]
+    PYTHONPATH=src:. python workshop/host_time.py [--sequences 64] [--steps 200]
 
 A tiny random model decodes; then the forward pass and the acceptance of one step are replayed as they are, so
 that nothing is left but the engine's own work. Prints a JSON line: the least and the median of the steps.

@@ -1,6 +1,6 @@
 """Quality of KV cache formats and attention windows: the target's next-token distributions on given text.
 
-    python benchmarks/kv_quality.py [--model FILE] [--tokens 2048] [--device cpu] [TEXT ...]
+    python workshop/kv_quality.py [--model FILE] [--tokens 2048] [--device cpu] [TEXT ...]
 
 The text runs through decoding steps of 32 rows after a prompt of 256 tokens, once with an exact KV cache and
 once in each variant; the distributions after every token are compared. Prints a table and appends JSON lines

@@ -1,6 +1,6 @@
 """The share of a target's greedy outputs that loop: all prompts of a suite in one batch, plain decoding.
 
-    python benchmarks/loops.py --data FOLDER --model FILE [--most 0.2]
+    python workshop/loops.py --data FOLDER --model FILE [--most 0.2]
 
 Prints a JSON line: the shares of outputs that loop, that end with an end token, and of HumanEval heads that
 the output copies verbatim. --texts FILE stores the outputs. Exits with 1 if more than --most loop.

@@ -1,6 +1,6 @@
 """Compares the text of every proposer, alone and together, with plain decoding: token for token, on a CPU.
 
-    PYTHONPATH=src:. python benchmarks/lossless.py [--tokens 512] [--pair TARGET-MTP.gguf DRAFT]
+    PYTHONPATH=src:. python workshop/lossless.py [--tokens 512] [--pair TARGET-MTP.gguf DRAFT]
 
 A tiny random target with an MTP block, and random drafts of every kind; five ways to sample. With --pair also
 a trained target with an MTP block and its draft, of whose trees much is accepted. Prints a JSON line for each
@@ -26,7 +26,7 @@ from tests.engine.driving import run
 from tests.engine.test_lossless import SAMPLINGS
 from tests.every_draft import PROPOSERS, EveryDraft
 
-RESULTS = Path(__file__).parent / "results" / "lossless.jsonl"
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/lossless.jsonl"
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 Texts = dict[str, list[int]]
 

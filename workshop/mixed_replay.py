@@ -1,7 +1,7 @@
 """Compares the tree of a draft, of the target's MTP block and of both: recorded steps, replayed.
 
-    python benchmarks/mixed_replay.py record --data FOLDER --model TARGET-MTP.gguf --draft PATH --out FILE
-    python benchmarks/mixed_replay.py replay FILE
+    python workshop/mixed_replay.py record --data FOLDER --model TARGET-MTP.gguf --draft PATH --out FILE
+    python workshop/mixed_replay.py replay FILE
 
 `record` decodes prompts of three suites greedily on a CPU. At every position all drafts are called, and the
 rows of each one's tree that the text followed are kept. `replay` steps through the texts: with trees of a
@@ -33,7 +33,7 @@ from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
 
 SOURCES = ("draft", "mtp", "both")
-RESULTS = Path(__file__).parent / "results" / "mixed.jsonl"
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/mixed.jsonl"
 ROUNDS = 4  # each text is replayed so often
 
 Step = list[tuple[list[float], list[int]]]  # for each source: weights of its tree's rows, accepted rows

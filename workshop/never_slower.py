@@ -1,6 +1,6 @@
 """Short answers in fresh processes, with the draft and without: is speculation ever slower?
 
-    python benchmarks/never_slower.py [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--out FILE]
+    python workshop/never_slower.py [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--out FILE]
 
 Each prompt is answered by `bough run --greedy` in a process of its own, with speculation and with --no-draft
 in turns; the best of the rounds counts, as other programs only make a run slower. Costs of steps are those

@@ -1,6 +1,6 @@
 """The same prompt from Python and from the command line: same text, same speed?
 
-python -m benchmarks.python_door --repeats 5
+python -m workshop.python_door --repeats 5
 
 Each run is a process of its own, the order alternates. Prints one JSON line with the medians.
 """

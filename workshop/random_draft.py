@@ -1,6 +1,6 @@
 """The overhead of a useless draft: the pair's target with a shuffled draft against plain decoding.
 
-    python benchmarks/random_draft.py [--rounds 5] [--n-gen 200] [--target T.gguf --draft RANDOM.gguf]
+    python workshop/random_draft.py [--rounds 5] [--n-gen 200] [--target T.gguf --draft RANDOM.gguf]
 
 Rounds of plain and speculative decoding alternate in one process, greedy, on the same prompts. Prints one
 line with the median ratio of their throughputs and appends it to benchmarks/results/random_draft.jsonl.

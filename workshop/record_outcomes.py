@@ -1,6 +1,6 @@
 """Records what a draft call would give at every position of some texts, for tests/spec/test_policy_replay.py.
 
-    python benchmarks/record_outcomes.py --out tests/spec/recorded_outcomes.json
+    python workshop/record_outcomes.py --out tests/spec/recorded_outcomes.json
 
 The embedded pair, greedy, on a CPU. A text's record holds, for each position, the path probabilities of the
 draft tree's rows in order of worth, and the rows that the text then followed.

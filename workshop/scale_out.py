@@ -1,6 +1,6 @@
 """Replicas on Ray: throughput against one, overhead against the plain server, cancellation, a killed replica.
 
-    python -m benchmarks.scale_out --out FILE [--clients 8] [--seconds 10] [--only overhead] -- ARGUMENTS
+    python -m workshop.scale_out --out FILE [--clients 8] [--seconds 10] [--only overhead] -- ARGUMENTS
 
 Starts `bough serve` with the arguments after `--`, plain and with replicas, each on its own port.
 throughput: clients that ask one short prompt after the other, on two replicas, on one, on two, on one.
@@ -31,7 +31,7 @@ import httpx2
 import ray
 import torch
 
-from benchmarks.server_load import Stream, ask
+from workshop.server_load import Stream, ask
 
 TOKENS = 96
 PROMPT = "Write a Python function that returns the {} of a list of numbers, number {}."
@@ -272,7 +272,7 @@ def main() -> None:
         "torch": torch.__version__,
         "ray": ray.__version__,
         "commit": commit,
-        "command": " ".join(["python -m benchmarks.scale_out", *sys.argv[1:]]),
+        "command": " ".join(["python -m workshop.scale_out", *sys.argv[1:]]),
         "note": options.note,
     }
     for line in measure(options):

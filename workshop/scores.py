@@ -1,6 +1,6 @@
 """Task scores of a target, greedy, one output each: pass@1 for code, the exact answer for mathematics.
 
-    python benchmarks/scores.py --data FOLDER --model FILE [--device cuda] [--prompts 50]
+    python workshop/scores.py --data FOLDER --model FILE [--device cuda] [--prompts 50]
 
 FOLDER holds humaneval, gsm8k, math500 (test.jsonl.gz each) and mbpp/sanitized.jsonl.gz. Outputs are generated
 in batches with plain decoding; prompts and scores are those of `bough bench`.

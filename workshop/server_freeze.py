@@ -1,6 +1,6 @@
 """Sends six bodies that take long to refuse and prints the worst latency of /health meanwhile.
 
-    python -m benchmarks.server_freeze
+    python -m workshop.server_freeze
 
 One server with the embedded pair, one request at a time, 127.0.0.1 only.
 """

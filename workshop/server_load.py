@@ -1,6 +1,6 @@
 """Several users at once before the real server: tokens a second in all, first tokens, gaps, ends of streams.
 
-    python -m benchmarks.server_load --data DIR --out FILE [--users 1 2 4 8 16] [--seconds 8] -- ARGUMENTS
+    python -m workshop.server_load --data DIR --out FILE [--users 1 2 4 8 16] [--seconds 8] -- ARGUMENTS
 
 Starts `bough serve` with the arguments after `--`, in the environment of this program. Every user asks
 one prompt after the other, code and maths in turns (or `--suites mtbench`), and reads the stream; what is

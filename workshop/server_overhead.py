@@ -1,6 +1,6 @@
 """Time per token through the server against the engine alone: same process, same model, alternating.
 
-python benchmarks/server_overhead.py [--repeats 7] [--tokens 64] [--device auto] [--out FILE]
+python workshop/server_overhead.py [--repeats 7] [--tokens 64] [--device auto] [--out FILE]
 
 The client is a separate process that reads the stream. Prints both medians and their ratio.
 """

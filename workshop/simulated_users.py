@@ -1,6 +1,6 @@
 """Several users, simulated: the engine and its texts on a CPU, with the step times of an H200.
 
-    PYTHONPATH=src:. python benchmarks/simulated_users.py --data DIR [--users 1 2 4 8 16] [--least 128]
+    PYTHONPATH=src:. python workshop/simulated_users.py --data DIR [--users 1 2 4 8 16] [--least 128]
 
 The engine decides and generates as on a GPU: padded steps, prompts of up to 512 tokens read by decode steps.
 A clock of its own adds up what each step, draft call and chunk took on an H200 with the grown 27B, whose text
@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.exact import GREEDY
-from benchmarks.server_load import prompts_of
 from bough.config import DraftConfig, EngineConfig
 from bough.engine import engine as engine_module
 from bough.engine.engine import Engine, Tokens
@@ -34,6 +32,8 @@ from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.spec.policy import StepCosts
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.exact import GREEDY
+from workshop.server_load import prompts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bough.bench.compress_texts import Context, Question
 from bough.compress.conversation import Message
 from bough.engine.sampler import SamplingParams
 from bough.session.requests import CompressOptions, Finished, Text, TextRequest
 from bough.session.session import Session
+from workshop.compression.texts import Context, Question
 
 MAX_TOKENS = 40
 SHORTLY = "Answer in one short sentence."

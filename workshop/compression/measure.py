@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bough.bench.compress_texts import Context, Question
 from bough.compress.compressor import Compressor
 from bough.compress.conversation import Wanted
 from bough.compress.scorer import Query, Scorer, never
 from bough.text.tokenizer import Tokenizer
+from workshop.compression.texts import Context, Question
 
 KEEP = (0.3, 0.2, 0.1, 0.05)
 DEPTHS = 10

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from bough.bench.compress import DEPTHS, KEEP, Outcome, RandomScorer, measure
-from bough.bench.compress_texts import aggregation, contexts
 from bough.compress.scorer import MixedScorer, Query, Scorer, never
 from bough.compress.words import WordScorer
 from bough.session.attention_scorer import AttentionScorer
+from workshop.compression.measure import DEPTHS, KEEP, Outcome, RandomScorer, measure
+from workshop.compression.texts import aggregation, contexts
 
 Row = dict[str, Any]
 OURS = "attention + words"

@@ -1,6 +1,6 @@
 """Ablates the kernels of a tree's forward pass, shows their timeline, and times plain decoding.
 
-    PYTHONPATH=src:. python benchmarks/gpu/ablate.py --out ablate.jsonl [--model DIR] [--draft] [--seconds 80]
+    PYTHONPATH=src:. python workshop/gpu/ablate.py --out ablate.jsonl [--model DIR] [--draft] [--seconds 80]
 
 A kernel is left out by returning its earlier output. The time saved is its share of the whole pass: less than
 it takes alone, because kernels overlap. DIR holds target.gguf and draft.gguf; without it they are grown.
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import Report
-from benchmarks.gpu.step import guarded, load
 from bough.bench.step import StepProbe
 from bough.config import SpecConfig
-from bough.convert.grow import grow
 from bough.engine.engine import Done, Engine, Request
 from bough.engine.runner import Mark, StepClock
 from bough.models import decoder, layers
 from bough.models.step import Step
 from bough.session.session import Session
 from bough.spec.tree import Tree
+from workshop.gpu.report import Report
+from workshop.gpu.step import guarded, load
+from workshop.grow.grow import grow
 
 # Functions by the names under which decoder.py and layers.py call them. A name that a commit does not have is
 # skipped, so that two commits can be compared.

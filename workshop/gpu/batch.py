@@ -1,6 +1,6 @@
 """Times steps of several sequences of a 27B with random weights; tests/gpu/test_batch.py checks their bits.
 
-    PYTHONPATH=src:. python benchmarks/gpu/batch.py --out batch.jsonl [--model FOLDER] [--repeats 10]
+    PYTHONPATH=src:. python workshop/gpu/batch.py --out batch.jsonl [--model FOLDER] [--repeats 10]
 
 A step has 64 rows in all, or one row a sequence. `verify_ms`: forward, sampling, acceptance and commit;
 `draft_ms`: the draft of all sequences as one call; `step_ms`: both, with the host's time and the read-back.
@@ -14,10 +14,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.report import Report
 from bough.bench.machine import head, of_session
 from bough.config import SpecConfig
-from bough.convert.grow import grow
 from bough.engine.runner import GraphRunner, StepTimes
 from bough.session.session import Session
 from bough.spec.dflash import Ask, DFlashModel
@@ -27,6 +25,8 @@ from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig
 from tests.engine import company
 from tests.gpu.texts import load_session
+from workshop.gpu.report import Report
+from workshop.grow.grow import grow
 
 SLOTS, CONTEXT, BUDGET = 64, 256, 63
 
@@ -143,9 +143,7 @@ def main() -> int:
         folder / "target.gguf", folder / "draft.gguf", graphs=False, max_ctx=1024,
         speculation=SpecConfig(budget=BUDGET, adaptive=False),
     )  # fmt: skip
-    report.write(
-        **head({"slots": SLOTS, "context": CONTEXT}, "benchmarks/gpu/batch.py"), **of_session(session)
-    )
+    report.write(**head({"slots": SLOTS, "context": CONTEXT}, "workshop/gpu/batch.py"), **of_session(session))
     report.log("loaded")
     with torch.inference_mode():
         machine = make_machine(session, SLOTS)

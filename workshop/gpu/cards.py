@@ -1,6 +1,6 @@
 """Runs the paths of other cards on this one (BOUGH_PRETEND_CARD): kernel checks, bits of texts, steps.
 
-    PYTHONPATH=src:. python benchmarks/gpu/cards.py --data DIR --out FILE [--cards sm_86,sm_89,sm_75]
+    PYTHONPATH=src:. python workshop/gpu/cards.py --data DIR --out FILE [--cards sm_86,sm_89,sm_75]
         [--model FOLDER] [--only texts,steps,checks] [--workers 4]
 
 checks: the tests of kernels in tests/gpu without the slow ones, in --workers processes a card; --all: all of
@@ -23,7 +23,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.gpu.report import Report
+from workshop.gpu.report import Report
 
 ROOT = Path(__file__).parents[2]
 TOO_LONG = 124  # exit code
@@ -87,7 +87,7 @@ def checks(report: Report, arch: str, options: argparse.Namespace) -> None:
 
 def texts(report: Report, arch: str, options: argparse.Namespace) -> None:
     lines = options.out.with_suffix(f".{arch}.jsonl")
-    command = ["benchmarks/gpu/exact.py", "--data", str(options.data), "--out", str(lines)]
+    command = ["workshop/gpu/exact.py", "--data", str(options.data), "--out", str(lines)]
     command += ["--kv", "f16:20,q8_0:20", "--long", "7000", "--n-gen", "128"]
     code, text = run(arch, command, report.left - TO_END_S)
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []

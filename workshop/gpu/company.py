@@ -1,6 +1,6 @@
 """Compares texts and logits, bit for bit, of requests alone and in company, plain and with trees.
 
-    PYTHONPATH=src:. python benchmarks/gpu/company.py --data DIR --target GGUF --draft GGUF --out FILE
+    PYTHONPATH=src:. python workshop/gpu/company.py --data DIR --target GGUF --draft GGUF --out FILE
 
 Every prompt is answered by one engine plain among others, which is the reference as it is the fastest to
 have; with trees among others; with trees and alone; and --alone of them, all unless told, plain and alone.
@@ -21,8 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.exact import GREEDY, SAMPLED, LogitHashes, suite_prompts
-from benchmarks.gpu.report import Report
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine, Tokens
 from bough.engine.sampler import SamplingParams
@@ -30,6 +28,8 @@ from bough.engine.sequence import Request
 from bough.engine.sequence import Sequence as Running
 from bough.session.loading import load_session
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.exact import GREEDY, SAMPLED, LogitHashes, suite_prompts
+from workshop.gpu.report import Report
 
 
 @dataclass(slots=True)

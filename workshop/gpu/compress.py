@@ -1,6 +1,6 @@
 """Measures prompt compression on a GPU: times to the first token, facts kept, answers.
 
-    PYTHONPATH=src:. python benchmarks/gpu/compress.py --model DIR --scorer GGUF --out compress-gpu.jsonl
+    PYTHONPATH=src:. python workshop/gpu/compress.py --model DIR --scorer GGUF --out compress-gpu.jsonl
 
 DIR holds a grown pair, target.gguf and draft.gguf (`bough grow DIR`); --shape 27b grows one. GGUF is a
 real small model, Qwen2.5-Coder-0.5B: without it only times with random weights of the Qwen3.5-0.8B's shapes
@@ -27,10 +27,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.report import Report
-from bough.bench import compress_run
-from bough.bench.compress_answers import answers, table
-from bough.bench.compress_texts import Context, aggregation, contexts
 from bough.compress.compressor import NOTE
 from bough.compress.scorer import MixedScorer
 from bough.compress.words import WordScorer
@@ -38,7 +34,6 @@ from bough.config import CompressConfig
 from bough.convert.checkpoint import HFConfig
 from bough.convert.convert import write_model
 from bough.convert.families import read_sizes
-from bough.convert.grow import grow
 from bough.convert.rules import Rule, tensor_rules
 from bough.engine.sampler import SamplingParams
 from bough.gguf.reader import GGUFFile
@@ -49,6 +44,11 @@ from bough.session.requests import CompressOptions, Finished, Text, TextRequest
 from bough.session.session import Session
 from tests.gpu.conversation import raise_context_length
 from tests.gpu.texts import embedded_pair, load_session
+from workshop.compression import run as compress_run
+from workshop.compression.answers import answers, table
+from workshop.compression.texts import Context, aggregation, contexts
+from workshop.gpu.report import Report
+from workshop.grow.grow import grow
 
 KEEP = (0.10, 0.05)
 SECONDS = {(32768, 0.10): 0.8, (65536, 0.10): 1.6, (131072, 0.10): 3.0, (131072, 0.05): 2.1}  # asked

@@ -1,6 +1,6 @@
 """The CPU path on two pinned cores of a GPU machine's host, against llama.cpp; takes one to two minutes.
 
-    python benchmarks/gpu/cpu_host.py [--llama FOLDER] [--model M.gguf] [--data DATA] [--cores 2,3]
+    python workshop/gpu/cpu_host.py [--llama FOLDER] [--model M.gguf] [--data DATA] [--cores 2,3]
         [--out FILE]
 
 Compiles the native library, pins itself to the cores and runs cpu_native.py with one thread and with two: the
@@ -42,7 +42,7 @@ def main() -> int:
     }
     codes = [
         subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks/cpu_native.py"), *common, *run], env=environment
+            [sys.executable, str(ROOT / "workshop/cpu_native.py"), *common, *run], env=environment
         ).returncode
         for run in runs
     ]

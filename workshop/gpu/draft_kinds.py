@@ -1,6 +1,6 @@
 """Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MTP.
 
-    PYTHONPATH=src:. python benchmarks/gpu/draft_kinds.py --target GGUF --draft GGUF --out FILE
+    PYTHONPATH=src:. python workshop/gpu/draft_kinds.py --target GGUF --draft GGUF --out FILE
 
 The DFlash draft is the file's; the others have its backbone, and random weights for what they add. The target
 should have random weights, too (`bough grow --random`): in a grown one all added tokens tie, and to rank
@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.report import Report
 from bough.bench.step import StepProbe
 from bough.bench.step_profile import by_kernel
 from bough.config import SpecConfig
@@ -41,6 +40,7 @@ from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.mtp_model import block_shapes
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.report import Report
 
 ROWS, CONTEXT = 24, 256
 RANK = 256

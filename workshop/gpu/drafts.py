@@ -1,15 +1,15 @@
 """Trains a DFlash2, a DFlash and an MTP draft of the embedded target with equal data, and compares them.
 
-    PYTHONPATH=src:. python benchmarks/gpu/drafts.py --prompts prompts.jsonl --data DATA --out FOLDER
-    PYTHONPATH=src:. python benchmarks/gpu/drafts.py --toy --data DATA --out FOLDER     a trial run on a CPU
+    PYTHONPATH=src:. python workshop/gpu/drafts.py --prompts prompts.jsonl --data DATA --out FOLDER
+    PYTHONPATH=src:. python workshop/gpu/drafts.py --toy --data DATA --out FOLDER     a trial run on a CPU
 
-prompts.jsonl is that of training/prepare.py; DATA holds humaneval/test.jsonl.gz and so on. Four parts, each
-in processes of its own: the target answers the prompts; three drafts are trained at once, the DFlash
-draft with a wider feed-forward, so that it has as many parameters as the DFlash2 one; acceptance at budgets
-8, 22 and 63 on three suites, greedy and at T 0.8; the time of a draft call of every kind beside a random 27B
-(draft_kinds.py), which is grown meanwhile. A part that fails or runs out of time leaves out those that need
-it; --no-times leaves out the last one. Results are lines in FOLDER/results.jsonl; logs and drafts lie beside
-it.
+prompts.jsonl is that of workshop/training/prepare.py; DATA holds humaneval/test.jsonl.gz and so on. Four
+parts, each in processes of its own: the target answers the prompts; three drafts are trained at once, the
+DFlash draft with a wider feed-forward, so that it has as many parameters as the DFlash2 one; acceptance at
+budgets 8, 22 and 63 on three suites, greedy and at T 0.8; the time of a draft call of every kind beside a
+random 27B (draft_kinds.py), which is grown meanwhile. A part that fails or runs out of time leaves out those
+that need it; --no-times leaves out the last one. Results are lines in FOLDER/results.jsonl; logs and drafts
+lie beside it.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.stages import Stages
-from benchmarks.gpu.step import scratch_folder
-from bough.convert.grow import grow
 from bough.gguf.reader import GGUFFile
 from bough.models.spec import ModelSpec
 from bough.train.draft_model import DraftModel, new_spec
 from bough.train.draft_settings import TrainConfig
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.stages import Stages
+from workshop.gpu.step import scratch_folder
+from workshop.grow.grow import grow
 
 KINDS = ("dflash2", "dflash", "mtp")
 RANK, WIDER = 58, 512  # of DFlash2's selector; feed-forward of the DFlash draft beyond the usual
@@ -85,7 +85,15 @@ def answers(run: Run) -> bool:
     else:
         lines = run.prompts.read_text().splitlines()
     some.write_text("\n".join(lines[: sizes.prompts]) + "\n")
-    command = ["training/draft.py", run.target, "--prompts", some, "-o", run.out / "answers", "--data-only"]
+    command = [
+        "workshop/training/draft.py",
+        run.target,
+        "--prompts",
+        some,
+        "-o",
+        run.out / "answers",
+        "--data-only",
+    ]
     command += ["--n-gen", sizes.n_gen, "--seq", sizes.length, "--device", run.device]
     command += ["--answer-minutes", ANSWER_MINUTES]
     return run.wait({"answers": run.start("answers", *command)})
@@ -96,7 +104,7 @@ def train(run: Run) -> bool:
     with GGUFFile.open(run.target) as file:
         usual = new_spec(ModelSpec.from_gguf(file), mask_id=0).feed_forward
     for kind in KINDS:
-        command = ["training/draft.py", run.target, "--tokens", run.out / "answers" / "tokens"]
+        command = ["workshop/training/draft.py", run.target, "--tokens", run.out / "answers" / "tokens"]
         command += ["-o", run.out / kind, "--kind", kind, "--steps", sizes.steps, "--seq", sizes.length]
         command += ["--batch", sizes.batch, "--anchors", sizes.anchors, "--device", run.device]
         command += ["--rank", RANK] if kind == "dflash2" else []
@@ -111,7 +119,7 @@ def measure(run: Run) -> bool:
         own = ["--model", run.target, "--draft", run.out / kind]
         if kind == "mtp":
             own = ["--model", run.out / kind / "target-mtp.gguf"]
-        command = ["benchmarks/acceptance.py", *own, "--data", run.data, "--label", kind, "--no-plain"]
+        command = ["workshop/acceptance.py", *own, "--data", run.data, "--label", kind, "--no-plain"]
         command += ["--no-lookup", "--prompts", sizes.measured, "--n-gen", sizes.measured_tokens]
         command += ["--budget", *sizes.budgets, "--temperature", 0.0, 0.8, "--device", run.device]
         command += ["--lines", run.out / f"lines-{kind}.jsonl", "--results", run.out / "acceptance.jsonl"]
@@ -144,7 +152,7 @@ def times(run: Run, growing: subprocess.Popen[bytes] | None, folder: Path) -> bo
         if not run.wait({"grow": growing}):
             return False
         models = ("--target", folder / "target.gguf", "--draft", folder / "draft.gguf")
-    command = ["benchmarks/gpu/draft_kinds.py", *models, "--repeats", run.sizes.repeats]
+    command = ["workshop/gpu/draft_kinds.py", *models, "--repeats", run.sizes.repeats]
     command += ["--device", run.device, "--out", run.out / "draft_kinds.jsonl"]
     good = run.wait({"draft_kinds": run.start("draft_kinds", *command)})
     file = run.out / "draft_kinds.jsonl"
@@ -167,7 +175,7 @@ def parameters(target: Path) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--prompts", type=Path, help="JSONL, as training/prepare.py writes it")
+    parser.add_argument("--prompts", type=Path, help="JSONL, as workshop/training/prepare.py writes it")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=470)
@@ -193,7 +201,7 @@ def main() -> int:
     try:
         if run.timed and not run.toy:
             shutil.rmtree(folder, ignore_errors=True)
-            script = ("benchmarks/gpu/drafts.py", "--grow", folder, "--data", run.data, "--out", run.out)
+            script = ("workshop/gpu/drafts.py", "--grow", folder, "--data", run.data, "--out", run.out)
             growing = run.start("grow", *script)
         if answers(run) and train(run):
             measure(run)

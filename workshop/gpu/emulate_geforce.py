@@ -1,6 +1,6 @@
 """Times the 27B's matmuls with each mma repeated, which makes the tensor cores as slow as a GeForce's.
 
-    BOUGH_PRETEND_CARD=8.6 PYTHONPATH=src:. python benchmarks/gpu/emulate_geforce.py 1,5
+    BOUGH_PRETEND_CARD=8.6 PYTHONPATH=src:. python workshop/gpu/emulate_geforce.py 1,5
 
 An H200 issues an m16n8k16 mma 5.1 times as fast, by SM and clock, as a GeForce: repeating each five times
 shows what bounds the kernel there. Without BOUGH_PRETEND_CARD the rate of this card's mma is measured first.

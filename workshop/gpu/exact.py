@@ -1,6 +1,6 @@
 """Compares the logits of tree decoding with those of plain decoding, bit for bit, and the texts.
 
-    PYTHONPATH=src:. python benchmarks/gpu/exact.py --data DIR --target GGUF --draft GGUF --out FILE
+    PYTHONPATH=src:. python workshop/gpu/exact.py --data DIR --target GGUF --draft GGUF --out FILE
 
 Plain decoding is an engine whose steps have one row. A 64-bit hash of the logits is taken on the device at
 every position; the rows that trees accept must have the same. Trees come from the draft, with budgets of 7 to
@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import Report
 from bough.bench.suites import SOURCES, load
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Engine, Request, Tokens
@@ -38,6 +37,7 @@ from bough.spec.drafter import Constraint, NoDrafter
 from bough.spec.tree import Tree
 from bough.state.sequences import CacheConfig
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.report import Report
 
 GREEDY = SamplingParams(seed=1)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)

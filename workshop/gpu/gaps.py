@@ -1,6 +1,6 @@
 """Where the device waits for the host while a prompt is read: idle times between kernels, and what ran then.
 
-    PYTHONPATH=src:. python benchmarks/gpu/gaps.py --target GGUF --draft GGUF --out FILE [--tokens 8192]
+    PYTHONPATH=src:. python workshop/gpu/gaps.py --target GGUF --draft GGUF --out FILE [--tokens 8192]
 
 For each chunk size: seconds of a whole prompt, milliseconds that the device was busy and idle, the idle times
 by the kernels around them, the kernels, and the calls on the host that took longest.
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.prefill import first_token_s
-from benchmarks.gpu.report import Report
 from bough.bench.step_profile import Span, exclusive_times
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.engine import Engine
 from bough.session.loading import load_session
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.prefill import first_token_s
+from workshop.gpu.report import Report
 
 LONGEST = 16
 

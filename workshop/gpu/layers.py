@@ -1,6 +1,6 @@
 """Times the layers' kernels on a GPU at the shapes of a 27B model.
 
-    PYTHONPATH=src:. python benchmarks/gpu/layers.py --out layers.jsonl
+    PYTHONPATH=src:. python workshop/gpu/layers.py --out layers.jsonl
 
 tests/gpu/test_delta_rule.py, test_norm_rope.py and test_attention.py check them.
 """
@@ -15,7 +15,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import Report, graph_ms
 from bough.kernels import norm_rope
 from bough.kernels.attention import triton_kernels as attention_triton
 from bough.kernels.causal_conv import cuda as conv_cuda
@@ -42,6 +41,7 @@ from tests.gpu.inputs import (
     PagedStep,
     random_trees,
 )
+from workshop.gpu.report import Report, graph_ms
 
 SECONDS = 50  # after which no further part begins
 

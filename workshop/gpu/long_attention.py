@@ -1,6 +1,6 @@
 """Times attention over long contexts in every KV cache format on a GPU, against the roofline.
 
-    PYTHONPATH=src:. python benchmarks/gpu/long_attention.py --out long_attention.jsonl
+    PYTHONPATH=src:. python workshop/gpu/long_attention.py --out long_attention.jsonl
 
 tests/gpu/test_attention.py and test_kv_cache.py check the kernels.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.report import Report, graph_ms
 from bough.kernels.attention import cuda, paged_attention
 from bough.kernels.attention.triton_kernels import paged_attention as triton_attention
 from bough.kernels.kv_cache import triton_kernels as cache_kernel
@@ -36,6 +35,7 @@ from tests.gpu.inputs import (
     noise_pool,
     random_trees,
 )
+from workshop.gpu.report import Report, graph_ms
 
 SECONDS = 80  # after which no further part begins
 ATTENTION_LAYERS = 16  # of the 27B

@@ -1,6 +1,6 @@
 """Times a long prompt on a GPU, 27B shapes within 24 GiB, and steps after contexts up to 262,144 tokens.
 
-    PYTHONPATH=src:. python benchmarks/gpu/long_context.py --out long_context.jsonl [--folder DIR]
+    PYTHONPATH=src:. python workshop/gpu/long_context.py --out long_context.jsonl [--folder DIR]
 
 --folder: where target.gguf and draft.gguf of 27B shapes are, or will be once they are grown. Each part has a
 process of its own, since a memory limit holds for a whole one. --device cpu --only unlimited is a trial run
@@ -21,10 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.report import Report, eager_ms
-from benchmarks.gpu.step import guarded, scratch_folder
 from bough.bench.step import StepProbe, read_bandwidth
-from bough.convert.grow import grow
 from bough.engine.engine import Engine
 from bough.kernels.kv_cache.format import FORMATS
 from bough.kernels.tree import MAX_ROWS
@@ -36,6 +33,9 @@ from bough.state.sequences import CacheConfig
 from tests.gpu.device_memory import PeakMemory
 from tests.gpu.long_text import compile_slices, long_text, read
 from tests.gpu.texts import embedded_pair, load_session
+from workshop.gpu.report import Report, eager_ms
+from workshop.gpu.step import guarded, scratch_folder
+from workshop.grow.grow import grow
 
 GIB = 1 << 30
 WHOLE = 262_144  # tokens of context asked for within the limit

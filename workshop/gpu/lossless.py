@@ -1,6 +1,6 @@
 """Compares a grown 27B's texts with the pair's on a CPU, and trees with plain decoding, token for token.
 
-    PYTHONPATH=src:. python benchmarks/gpu/lossless.py --data DIR --target GGUF --draft GGUF --out FILE
+    PYTHONPATH=src:. python workshop/gpu/lossless.py --data DIR --target GGUF --draft GGUF --out FILE
 
 HumanEval prompts, greedy. Where two texts diverge, the gap between the two likeliest tokens is recorded, and
 the comparison continues after the reference's token: every token of the reference is compared once. Another

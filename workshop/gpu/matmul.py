@@ -1,6 +1,6 @@
 """Times quantised matmuls on a CUDA device: single ones, those of a 27B step, prefill, Triton, tilings.
 
-    PYTHONPATH=src:. python benchmarks/gpu/matmul.py --out matmul.jsonl [--parts time,model]
+    PYTHONPATH=src:. python workshop/gpu/matmul.py --out matmul.jsonl [--parts time,model]
 
 tests/gpu/test_quant_matmul.py checks them.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.report import Report
 from bough.bench.tuning import (
     LAYERS_27B,
     Shapes,
@@ -43,6 +42,7 @@ from bough.kernels.quant_matmul import (
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS
 from bough.kernels.runtime.device import card_of
 from tests.gpu.inputs import DEVICE, TUNED_TYPES
+from workshop.gpu.report import Report
 
 Q = QuantType
 ROWS = (1, 8, 16, 24, 32, 48, 64)

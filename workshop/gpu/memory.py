@@ -1,6 +1,6 @@
 """Reports GPU memory in use and compares it with the plan, and times rows gathered from host memory.
 
-    PYTHONPATH=src:. python benchmarks/gpu/memory.py --out memory.jsonl [--folder DIR] [--limit 24]
+    PYTHONPATH=src:. python workshop/gpu/memory.py --out memory.jsonl [--folder DIR] [--limit 24]
 
 --folder: target.gguf and draft.gguf of 27B shapes; without it they are grown, with random weights.
 tests/gpu/test_memory.py checks that the plan holds.
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.report import Report, eager_ms
 from bough.config import SpecConfig
-from bough.convert.grow import grow
 from bough.engine.engine import Done, Progress, Request
 from bough.kernels.gather_rows import gather_rows
 from bough.memory.device import CUDA_CONTEXT
 from tests.gpu.device_memory import in_use
 from tests.gpu.inputs import DEVICE
 from tests.gpu.texts import GREEDY, embedded_pair, load_session
+from workshop.gpu.report import Report, eager_ms
+from workshop.grow.grow import grow
 
 GIB = 1 << 30
 

@@ -1,6 +1,6 @@
 """Times a model with random weights of the shapes of Qwen3.5-35B-A3B; tests/gpu/test_experts.py checks it.
 
-    PYTHONPATH=src:. python benchmarks/gpu/moe.py --out moe.jsonl [--folder MODEL] [--seconds 400]
+    PYTHONPATH=src:. python workshop/gpu/moe.py --out moe.jsonl [--folder MODEL] [--seconds 400]
 
 Steps of 1, 8, 24 and more rows beside the time that their bytes take at the card's read bandwidth, with the
 experts that the rows of the step really chose; what a step calls of CUDA on the host: a synchronisation
@@ -24,11 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import Report
 from bough.bench.step import StepProbe, kernel_times, lines, measure_steps, read_bandwidth
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.convert.grow import grow
-from bough.convert.grow_shape import preset
 from bough.engine.engine import Done, Request
 from bough.gguf.reader import GGUFFile
 from bough.models import layers
@@ -39,6 +36,9 @@ from bough.session.loading import load_session
 from bough.session.session import Session
 from bough.state.sequences import SequenceStates
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.report import Report
+from workshop.grow.grow import grow
+from workshop.grow.shape import preset
 
 SIZES = (1, 8, 24)
 ROWS = 24

@@ -1,7 +1,7 @@
 """A prompt and a few whole steps of a small model, to run under NVIDIA's compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src:. compute-sanitizer --tool memcheck \\
-        python benchmarks/gpu/one_step.py [--steps 2] [--temperature 0.8]
+        python workshop/gpu/one_step.py [--steps 2] [--temperature 0.8]
 
 Without the allocator's cache every tensor is its own allocation, so that an access one element out of bounds
 is found. Steps run without CUDA graphs: a graph would hide which kernel it was.

@@ -1,6 +1,6 @@
 """Times prefill on a GPU: its kernels, the cost of int8 in text, then whole prompts of a random 27B model.
 
-    PYTHONPATH=src:. python benchmarks/gpu/prefill.py --out prefill.jsonl [--seconds 375] [--only kernels]
+    PYTHONPATH=src:. python workshop/gpu/prefill.py --out prefill.jsonl [--seconds 375] [--only kernels]
         [--small qwen2.5-coder-0.5b.gguf]
 
 Parts: kernels (matmuls, attention and its tiles), delta (the delta rule; only if named), int8 (its kernels
@@ -29,9 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import prefill_int8
-from benchmarks.gpu.report import Report, eager_ms
-from benchmarks.gpu.step import GROWING_CORES, guarded, load, scratch_folder, wait_for_model, write_models
 from bough.config import SpecConfig
 from bough.engine.engine import Done, Engine, Request
 from bough.kernels.attention import prefill as attention
@@ -49,6 +46,9 @@ from tests.gpu.inputs import (
     AttentionChunk,
     DeltaChunk,
 )
+from workshop.gpu import prefill_int8
+from workshop.gpu.report import Report, eager_ms
+from workshop.gpu.step import GROWING_CORES, guarded, load, scratch_folder, wait_for_model, write_models
 
 DELTA_SHAPE = (KEY_HEADS, VALUE_HEADS, DELTA_DIM)
 # Columns, stages, warps of the scan over blocks; rows, keys, stages, warps of attention.

@@ -1,6 +1,6 @@
 """Times the second turn of a conversation with its prefix cached on the GPU, in host memory and on disk.
 
-    PYTHONPATH=src:. python benchmarks/gpu/prefix.py --out prefix.jsonl [--model DIR | --shape 27b]
+    PYTHONPATH=src:. python workshop/gpu/prefix.py --out prefix.jsonl [--model DIR | --shape 27b]
 
 DIR holds a grown pair, target.gguf and draft.gguf; --shape grows one. With neither, the embedded pair is
 used, as in a trial run with --device cpu --tokens 1500. Also times a restore and a masked sample.
@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.report import Report
-from bough.convert.grow import grow
 from bough.engine.sampler import Sampler
 from bough.models.step import Step
 from bough.session.requests import TextRequest
@@ -29,6 +27,8 @@ from bough.session.session import Session
 from tests.gpu.conversation import HELLO, raise_context_length, second_turns
 from tests.gpu.sampling_inputs import VOCABULARY
 from tests.gpu.texts import GREEDY, Messages, divergence, embedded_pair, generate, load_session
+from workshop.gpu.report import Report
+from workshop.grow.grow import grow
 
 FASTER = 10  # times, at least, that a hit in the pool beats a miss of 16,000 tokens or more
 

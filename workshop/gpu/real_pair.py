@@ -1,6 +1,6 @@
 """Trains a draft of a real model on a rented GPU and measures it, in stages that can go on elsewhere.
 
-    PYTHONPATH=src:. python benchmarks/gpu/real_pair.py split --model FILE --work FOLDER --out FOLDER
+    PYTHONPATH=src:. python workshop/gpu/real_pair.py split --model FILE --work FOLDER --out FOLDER
     ... join answers train measure --work FOLDER --out FOLDER --prompts prompts.jsonl.xz --data DATA
     ... join answers train measure --toy --work FOLDER --out FOLDER --data DATA      a trial run on a CPU
 
@@ -31,7 +31,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.gpu.stages import Stages
 from bough.bench.runner import PLAIN, Result
 from bough.config import EngineConfig, SpecConfig
 from bough.gguf.reader import GGUFFile
@@ -39,8 +38,9 @@ from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
 from bough.train.draft_model import DraftModel, new_spec
 from bough.train.shards import pack_shards, read_shard, shard_files
+from workshop.gpu.stages import Stages
 
-STOPPED = 3  # of training/draft.py
+STOPPED = 3  # of workshop/training/draft.py
 MOST_BYTES = 16 << 20  # of a file in --out
 MOST_PARAMETERS = 30_000_000
 STAGES = ("split", "join", "answers", "train", "measure")
@@ -203,7 +203,15 @@ def answers(pair: Pair) -> bool:
     if not pair.options.toy:
         compile_kernels(pair)
     begun = time.perf_counter()
-    command = ["training/draft.py", pair.target, "--prompts", prompts, "-o", pair.answers, "--data-only"]
+    command = [
+        "workshop/training/draft.py",
+        pair.target,
+        "--prompts",
+        prompts,
+        "-o",
+        pair.answers,
+        "--data-only",
+    ]
     command += ["--n-gen", sizes.n_gen, "--seq", sizes.length, "--temperature", 0.0, 0.8]
     command += ["--answer-minutes", pair.options.answer_seconds / 60, "--device", pair.device]
     command += ["--events", pair.work / "logs" / "events.jsonl"]
@@ -228,7 +236,7 @@ def answers(pair: Pair) -> bool:
 def compile_kernels(pair: Pair) -> None:
     """Compile all kernels at once, on all cores: each process would compile them one by one."""
     failed = pair.failed
-    script = ("benchmarks/gpu/real_pair.py", "answers", "--compile", pair.target)
+    script = ("workshop/gpu/real_pair.py", "answers", "--compile", pair.target)
     process = pair.start("compile", *script, "--work", pair.work, "--out", pair.out)
     pair.wait({"compile": process}, reserve=pair.left - 90)
     pair.failed = failed  # what is not compiled now is compiled when it is needed
@@ -259,7 +267,15 @@ def train(pair: Pair) -> bool:
     parameters = sum(each.numel() for each in DraftModel(spec).parameters())
     assert parameters <= MOST_PARAMETERS, parameters
     pair.log("draft", parameters=parameters, shape=repr(shape), **tokens_of(pair))
-    command = ["training/draft.py", pair.target, "--tokens", pair.tokens, "-o", pair.draft, "--resume"]
+    command = [
+        "workshop/training/draft.py",
+        pair.target,
+        "--tokens",
+        pair.tokens,
+        "-o",
+        pair.draft,
+        "--resume",
+    ]
     command += ["--layers", shape.layers, "--kv-heads", shape.kv_heads, "--block", shape.block]
     command += ["--feed-forward", shape.feed_forward, "--head-tokens", sizes.head_tokens]
     command += ["--batch", sizes.batch, "--anchors", sizes.anchors, "--seq", sizes.length]
@@ -298,7 +314,7 @@ def measure(pair: Pair) -> bool:
     ]
     good = True
     for name, suites, own, temperatures in runs:
-        command = ["benchmarks/acceptance.py", "--model", pair.target, "--data", pair.options.data, *own]
+        command = ["workshop/acceptance.py", "--model", pair.target, "--data", pair.options.data, *own]
         command += ["--suites", suites, "--temperature", *temperatures, "--n-gen", sizes.measured_tokens]
         command += ["--label", name, "--device", pair.device, "--max-ctx", 2048 if sizes is FULL else 512]
         command += ["--lines", lines / f"{name}.jsonl", "--results", pair.work / "logs" / "rows.jsonl"]
@@ -377,7 +393,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="on the machine, kept between commands")
     parser.add_argument("--out", type=Path, required=True, help="what comes back")
     parser.add_argument("--carried", type=Path, help="folder of files that came back from an earlier session")
-    parser.add_argument("--prompts", type=Path, help="JSONL, as training/prompts.py writes it")
+    parser.add_argument("--prompts", type=Path, help="JSONL, as workshop/training/prompts.py writes it")
     parser.add_argument("--data", type=Path, help="folder of the suites")
     parser.add_argument("--seconds", type=float, default=570, help="for all stages of this command")
     parser.add_argument("--answer-seconds", type=float, default=200)

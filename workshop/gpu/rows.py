@@ -1,6 +1,6 @@
 """Times the small kernels of a step on a GPU, alone and between the matmuls.
 
-    PYTHONPATH=src:. python benchmarks/gpu/rows.py --out rows.jsonl
+    PYTHONPATH=src:. python workshop/gpu/rows.py --out rows.jsonl
 
 tests/gpu/test_norm_rope.py and test_partial_sums.py check them.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.matmul import model_steps
-from benchmarks.gpu.report import Report, graph_ms
 from bough.kernels.norm_rope import cuda as norm_cuda
 from bough.kernels.norm_rope import triton_kernels as norm_triton
 from bough.kernels.quant_matmul import PackedRows, PartialSums, cuda, pack_rows
 from tests.gpu.inputs import DELTA_DIM, DEVICE, EPS, FEED_FORWARD, VALUE_HEADS, WIDTH
+from workshop.gpu.matmul import model_steps
+from workshop.gpu.report import Report, graph_ms
 
 SECONDS = 75  # after which no further part begins
 DELTA_WIDTH = VALUE_HEADS * DELTA_DIM  # of a delta layer's output

@@ -1,6 +1,6 @@
 """Times sampling, ranking, tree building and acceptance on a GPU.
 
-    PYTHONPATH=src:. python benchmarks/gpu/sampling.py --out sampling.jsonl
+    PYTHONPATH=src:. python workshop/gpu/sampling.py --out sampling.jsonl
 
 tests/gpu/test_sampling.py and test_tree.py check them.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks.gpu.report import Report, graph_ms
 from bough.kernels.sampling import (
     RowOwners,
     SamplingState,
@@ -26,6 +25,7 @@ from bough.kernels.sampling import (
 from bough.kernels.tree import Correction, accept_path, best_tree
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
+from workshop.gpu.report import Report, graph_ms
 
 
 def measure(run: Callable[[int], object], buffers: int) -> float:

@@ -1,6 +1,6 @@
 """Measures how long a start takes on a GPU, by phase, and whether the first answer is as fast as the tenth.
 
-    PYTHONPATH=src:. python benchmarks/gpu/start.py --out start.jsonl [--folder DIR] [--disk DIR]
+    PYTHONPATH=src:. python workshop/gpu/start.py --out start.jsonl [--folder DIR] [--disk DIR]
 
 Each start is a process of its own: the small pair with empty caches and again, a grown 27B from the page
 cache with its kernels not yet compiled and again. --folder: target.gguf and draft.gguf of 27B shapes, in the
@@ -199,13 +199,13 @@ def drop(path: Path) -> None:
 def measure(options: argparse.Namespace) -> int:
     import torch
 
-    from benchmarks.gpu.report import Report
     from bough.bench.machine import head
-    from bough.convert.grow import grow
+    from workshop.gpu.report import Report
+    from workshop.grow.grow import grow
 
     report = Report(options.out, options.seconds, options.device)
     settings = {"torch": torch.__version__, "tokens": TOKENS, "shape": options.shape}
-    report.write(**head(settings, "benchmarks/gpu/start.py"))
+    report.write(**head(settings, "workshop/gpu/start.py"))
     memory = Path("/dev/shm")
     scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None, prefix="bough-start-"))
     begin = Starts(report, scratch, options.device)

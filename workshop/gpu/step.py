@@ -1,6 +1,6 @@
 """Times whole steps on a GPU, and the parts of a 27B step; tests/gpu/test_text.py checks texts.
 
-    PYTHONPATH=src:. python benchmarks/gpu/step.py --out step.jsonl [--seconds 150]
+    PYTHONPATH=src:. python workshop/gpu/step.py --out step.jsonl [--seconds 150]
 
 The large models are grown meanwhile, by another process on other cores. --device cpu --only small is a trial
 run.
@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.report import Report
 from bough.bench.step import kernel_times, lines, measure_steps, read_bandwidth
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.convert.grow import grow
 from bough.engine.engine import Done, Request
 from bough.engine.sampler import SamplingParams
 from bough.session.loading import load_session
 from bough.session.session import Session
 from tests.gpu.texts import TREE, ExpectedText, divergence, embedded_pair, expected_texts, generate
+from workshop.gpu.report import Report
+from workshop.grow.grow import grow
 
 GROWING_CORES = 12
 

@@ -1,6 +1,6 @@
 """Where the time of several users goes: requests side by side in one engine, without a server.
 
-    PYTHONPATH=src:. python benchmarks/gpu/users.py --data DIR --target GGUF --draft GGUF --out FILE
+    PYTHONPATH=src:. python workshop/gpu/users.py --data DIR --target GGUF --draft GGUF --out FILE
         [--users 1 4 8 16] [--seconds 2.5] [--suites mbpp gsm8k math500]
 
 Every user asks one prompt after the other. For each number of users: tokens a second in all, tokens and
@@ -18,8 +18,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.exact import GREEDY
-from benchmarks.gpu.report import Report
 from bough.bench.suites import load
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.engine import Engine, Tokens
@@ -28,6 +26,8 @@ from bough.engine.sequence import Request
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.exact import GREEDY
+from workshop.gpu.report import Report
 
 
 class Watch:

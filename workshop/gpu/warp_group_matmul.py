@@ -1,6 +1,6 @@
 """Times matmuls of few rows by warp-group mma beside those by mma of single warps, on a Hopper card.
 
-    PYTHONPATH=src:. python benchmarks/gpu/warp_group_matmul.py --out FILE [--types Q4_K Q6_K]
+    PYTHONPATH=src:. python workshop/gpu/warp_group_matmul.py --out FILE [--types Q4_K Q6_K]
 
 Each of a block's eight warps reads all rows of x from shared memory for its 16 rows of weights, which bounds
 steps of 32 rows and more; a warp group's mma reads them once for 64 rows (kernels/quant_matmul/group.cu).
@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import Report
 from bough.bench.tuning import random_rows, timed
 from bough.gguf.types import QuantType
 from bough.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, cuda, pack, pack_rows
 from bough.kernels.quant_matmul.tiling import Tiling
 from bough.kernels.runtime.device import card_of
 from tests.gpu.inputs import DEVICE
+from workshop.gpu.report import Report
 
 SHAPES = ((34816, 5120), (5120, 17408), (12800, 5120), (5120, 6144))
 STAGES = range(1, 5)

@@ -6,11 +6,11 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from bough.convert.grow_plan import Constant, Span, TensorPlan
 from bough.errors import UnsupportedModel, UnsupportedQuant
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.models.weights import TensorSource
+from workshop.grow.plan import Constant, Span, TensorPlan
 
 # Offsets of a block's float16 scales; every weight is linear in them, and zero bytes are zero weights.
 _FACTORS = MappingProxyType(

@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from bough.convert.families import Entry
-from bough.convert.grow_bytes import check_fit
-from bough.convert.grow_plan import layer_indices, plan_draft, plan_target
-from bough.convert.grow_shape import PairShape, check, like, preset
-from bough.convert.grow_write import PlannedFile, Progress, write_files
 from bough.convert.hf_vocab import UNUSED
 from bough.convert.mixes import FILE_TYPES, QUANTISATION_VERSION
 from bough.errors import ResourceError, UnsupportedModel, UsageError
@@ -27,6 +23,10 @@ from bough.models.draft_spec import DraftSpec
 from bough.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from bough.models.spec import ModelSpec
 from bough.models.weights import TensorSource
+from workshop.grow.bytes import check_fit
+from workshop.grow.plan import layer_indices, plan_draft, plan_target
+from workshop.grow.shape import PairShape, check, like, preset
+from workshop.grow.write import PlannedFile, Progress, write_files
 
 TARGET, DRAFT = "target.gguf", "draft.gguf"
 # Metadata whose GGUF type does not follow from the Python value.

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bough.convert.grow_shape import DraftShape, PairShape, interval
 from bough.convert.mixes import fitting_type, wanted_type
 from bough.gguf.header import TensorInfo
 from bough.gguf.types import QuantType
 from bough.models.draft_spec import DraftSpec
 from bough.models.spec import ExpertSpec, ModelSpec
 from bough.models.weights import TensorSource
+from workshop.grow.shape import DraftShape, PairShape, interval
 
 # A padding token's logit is their product divided by the RMS of the last residual stream: below any real
 # logit, and the scales fit in float16.

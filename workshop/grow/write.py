@@ -16,10 +16,10 @@ from typing import NoReturn
 import numpy as np
 
 from bough.convert.families import Entry
-from bough.convert.grow_bytes import Noise, build
-from bough.convert.grow_plan import TensorPlan
 from bough.gguf.writer import GGUFWriter
 from bough.models.weights import TensorSource
+from workshop.grow.bytes import Noise, build
+from workshop.grow.plan import TensorPlan
 
 Progress = Callable[[int, int], None]  # bytes written, total bytes
 # Bytes per piece; small enough to stay in a CPU cache until it is written.

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from fractions import Fraction
 
-from stories import Problem
+from workshop.training.stories import Problem
 
 Exchange = tuple[str, str, str]
 

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from python_tasks import Task
+from workshop.training.python_tasks import Task
 
 
 @dataclass(frozen=True, slots=True)

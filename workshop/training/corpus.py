@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from documents import Dialogue, Document, dialogue, fenced
-from steps import as_steps, variants, with_other_numbers
+from workshop.training.documents import Dialogue, Document, dialogue, fenced
+from workshop.training.steps import as_steps, variants, with_other_numbers
 
 MAX_CHARACTERS = {"code_io": 4000, "topical": 20000}
 MAX_OTHERS = 6000

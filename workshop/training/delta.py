@@ -88,7 +88,7 @@ def recurrence(x: Tensor, erase: Tensor, decay: Tensor, fused: bool) -> Tensor:
 def _inverse(strict: Tensor, fused: bool) -> Tensor:
     if fused:
         # Triton is installed only on machines with a GPU.
-        from bough.train import delta_kernels
+        from workshop.training import delta_kernels
 
         return delta_kernels.unit_lower_inverse(strict.contiguous())
     # Block substitution with doubling block size. A Neumann series would not do: its terms reach 1e18 for
@@ -128,7 +128,7 @@ def _recurrence(x: Tensor, erase: Tensor, decay: Tensor, reverse: bool, fused: b
     """Run the recurrence; reverse: y[N-1] = x[N-1], y[i] = x[i] + decay[i] y[i+1] - erase[i]^T y[i+1]."""
     x, erase, decay = x.contiguous(), erase.contiguous(), decay.contiguous()
     if fused:
-        from bough.train import delta_kernels
+        from workshop.training import delta_kernels
 
         return delta_kernels.recurrence(x, erase, decay, reverse=reverse)
     y = torch.empty_like(x)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from wordlists import pick, pick_several, words
+from workshop.training.wordlists import pick, pick_several, words
 
 Draw = Callable[[random.Random], Any]
 

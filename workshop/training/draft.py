@@ -1,7 +1,7 @@
 """Stage 5: trains the draft of the pair. Like `bough train`, with plain log lines.
 
-    PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --data-only
-    PYTHONPATH=src python training/draft.py TARGET.gguf --prompts training/work/prompts.jsonl --minutes 8
+    python -m workshop.training.draft TARGET.gguf --prompts workshop/training/work/prompts.jsonl --data-only
+    python -m workshop.training.draft TARGET.gguf --prompts workshop/training/work/prompts.jsonl --minutes 8
     ... --minutes 24 --stop-after 9    then the same with --resume
 
 Writes tokens/, checkpoint.pt and at the end model.safetensors, config.json and training.json into --output.
@@ -29,7 +29,7 @@ STOPPED = 3  # exit code: ended before it was done, `--resume` goes on
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--output", "-o", type=Path, default=Path("training/work/draft"))
+    parser.add_argument("--output", "-o", type=Path, default=Path("workshop/training/work/draft"))
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--tokens", type=Path, help="outputs of an earlier run, instead of prompts")
     parser.add_argument("--data-only", action="store_true", help="generate the outputs, do not train")

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from fractions import Fraction
 
-from stories import Problem
+from workshop.training.stories import Problem
 
 UNITS = (
     ("hours", "minutes", 60), ("minutes", "seconds", 60), ("days", "hours", 24), ("weeks", "days", 7),

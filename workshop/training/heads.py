@@ -11,9 +11,15 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from documents import Dialogue, dialogue, fenced
-from python_tasks import Example, Solution, indented
-from task_documents import completion_request, draw_solution, function, solution_key, third_person
+from workshop.training.documents import Dialogue, dialogue, fenced
+from workshop.training.python_tasks import Example, Solution, indented
+from workshop.training.task_documents import (
+    completion_request,
+    draw_solution,
+    function,
+    solution_key,
+    third_person,
+)
 
 TEMPLATES = Path(__file__).parent / "templates"
 TYPING = ("Any", "Dict", "List", "Optional", "Tuple", "Union")

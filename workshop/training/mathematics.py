@@ -3,11 +3,11 @@
 import random
 from dataclasses import replace
 
-from algebra import algebra_problem
-from documents import Dialogue, dialogue
-from drills import drill
-from steps import as_steps
-from stories import Problem, story_problem
+from workshop.training.algebra import algebra_problem
+from workshop.training.documents import Dialogue, dialogue
+from workshop.training.drills import drill
+from workshop.training.steps import as_steps
+from workshop.training.stories import Problem, story_problem
 
 KINDS = (("story", story_problem, 0.62), ("drill", drill, 0.18), ("algebra", algebra_problem, 0.2))
 PREFIXES = ("Solve this problem step by step. ", "Solve the problem. ", "Please solve this: ")

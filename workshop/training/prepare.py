@@ -1,6 +1,6 @@
 """Builds the small target's training data from the corpus, installed sources and generators.
 
-    python training/prepare.py --corpus training/work/text.jsonl.xz
+    python -m workshop.training.prepare --corpus workshop/training/work/text.jsonl.xz
 
 Writes parts/*.bin, instruct.bin, instruct.mask, heldout.bin, prompts.jsonl and prepare.json into --work.
 Tokens are uint16, little-endian; every document ends with <|endoftext|>. The trainer samples parts by weight.
@@ -24,12 +24,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import corpus
 import numpy as np
-import python_code
-from documents import TURN_END, TURN_START
-from shards import HELD_OUT, Encoded, Job, Shard, is_held_out, make_shard, start_worker
 from tokenizers import Tokenizer
+
+from workshop.training import corpus, python_code
+from workshop.training.documents import TURN_END, TURN_START
+from workshop.training.shards import HELD_OUT, Encoded, Job, Shard, is_held_out, make_shard, start_worker
 
 WORK = Path(__file__).parent / "work"
 # Percent of the tokens seen: 36 short Python, 21 library functions, 22 mathematics, 14 chat, 7 English.

@@ -1,9 +1,9 @@
 """Stage 3: trains the target on the files of stages 1 and 2 in the work folder, within a time budget.
 
-    PYTHONPATH=src python training/pretrain.py --minutes 9
-    PYTHONPATH=src python training/pretrain.py --benchmark 20    throughput and a profile, writes nothing
-    PYTHONPATH=src python training/pretrain.py --minutes 18 --pause-after 9    then the same with --resume
-    PYTHONPATH=src python training/pretrain.py --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
+    python -m workshop.training.pretrain --minutes 9
+    python -m workshop.training.pretrain --benchmark 20    throughput and a profile, writes nothing
+    python -m workshop.training.pretrain --minutes 18 --pause-after 9    then the same with --resume
+    python -m workshop.training.pretrain --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
 
 Writes Bough-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
 into the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and
@@ -22,13 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from streams import Streams, document_end, held_out_windows, read_instructions, read_parts, token_ids
 from torch import Tensor
 
-from bough.train.delta import CHUNK, fused_error
 from bough.train.muon import Muon
-from bough.train.target import Target, TargetConfig, save_target
-from bough.train.target_file import read_target
+from workshop.training.delta import CHUNK, fused_error
+from workshop.training.streams import (
+    Streams,
+    document_end,
+    held_out_windows,
+    read_instructions,
+    read_parts,
+    token_ids,
+)
+from workshop.training.target import Target, TargetConfig, save_target
+from workshop.training.target_file import read_target
 
 NAME = "Bough-40M"  # of the folder and the model
 WARM_UP, DECAY = 0.02, 0.4  # shares of the time: at the start, at the end
@@ -43,7 +50,7 @@ MAX_KERNEL_ERROR = 0.05
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("training/work"))
+    parser.add_argument("--work", type=Path, default=Path("workshop/training/work"))
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="total budget, start-up and saving included"
     )
@@ -108,7 +115,7 @@ class Pretraining:
         work, seq, end = self.options.work, self.options.seq, document_end(self.options.work)
         for name in TOKENIZER_FILES:
             if not (work / name).exists():
-                raise SystemExit(f"{work / name} is missing: run training/tokenizer.py")
+                raise SystemExit(f"{work / name} is missing: run workshop/training/tokenizer.py")
         self.general = Streams(read_parts(work), seq=seq, document_end=end, device=self.device)
         self.instruct = Streams([read_instructions(work)], seq=seq, document_end=end, device=self.device)
         self.held_out = held_out_windows(work, seq=seq, limit=self.rows * MAX_EVALUATION_BATCHES)

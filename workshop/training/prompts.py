@@ -1,6 +1,6 @@
 """Prompts for a draft of any chat model: code, mathematics and conversation, none of a benchmark.
 
-    python training/prompts.py --corpus training/work/text.jsonl.xz --benchmarks FOLDER -o prompts.jsonl.xz
+    python -m workshop.training.prompts --benchmarks FOLDER -o prompts.jsonl.xz
 
 From the gathered corpus and this folder's generators alone, so that the result depends on the corpus, the
 count and the seed, not on the machine. Prompts that share 13 words with a benchmark item are dropped and
@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import corpus
-from documents import Dialogue, spells_special
-from heads import head_dialogue
-from instruct import request
-from mathematics import mathematics_dialogue
-from overlap import benchmark_runs, overlaps
-from talk import talk_dialogue
-from task_documents import task_dialogue
+from workshop.training import corpus
+from workshop.training.documents import Dialogue, spells_special
+from workshop.training.heads import head_dialogue
+from workshop.training.instruct import request
+from workshop.training.mathematics import mathematics_dialogue
+from workshop.training.overlap import benchmark_runs, overlaps
+from workshop.training.talk import talk_dialogue
+from workshop.training.task_documents import task_dialogue
 
 Messages = list[dict[str, str]]
 # Percent of the prompts: 47 code, 29 mathematics, 24 conversation.

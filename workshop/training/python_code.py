@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from documents import Dialogue, Document, dialogue, fenced
-from task_documents import third_person
+from workshop.training.documents import Dialogue, Document, dialogue, fenced
+from workshop.training.task_documents import third_person
 
 # BSD, MIT, Apache, PSF and ISC; the standard library is read as well.
 PACKAGES = Path(__file__).parent / "templates" / "packages.txt"

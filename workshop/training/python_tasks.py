@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from domains import Domain, domain
+from workshop.training.domains import Domain, domain
 
 TEMPLATES = Path(__file__).parent / "templates" / "tasks"
 MAX_EXAMPLE_CHARACTERS = 72

@@ -9,16 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import corpus
 import numpy as np
-import python_code
-from documents import END_OF_TEXT, TURN_START, Dialogue, Document, fingerprint, spells_special
-from heads import head_dialogue
-from mathematics import mathematics_dialogue
-from overlap import benchmark_runs, overlaps
-from talk import talk_dialogue
-from task_documents import task_dialogue, task_source
 from tokenizers import Tokenizer
+
+from workshop.training import corpus, python_code
+from workshop.training.documents import (
+    END_OF_TEXT,
+    TURN_START,
+    Dialogue,
+    Document,
+    fingerprint,
+    spells_special,
+)
+from workshop.training.heads import head_dialogue
+from workshop.training.mathematics import mathematics_dialogue
+from workshop.training.overlap import benchmark_runs, overlaps
+from workshop.training.talk import talk_dialogue
+from workshop.training.task_documents import task_dialogue, task_source
 
 Item = Document | Dialogue
 Prompt = tuple[str, int, list[dict[str, str]]]  # kind, hash of the key, messages

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from wordlists import pick, pick_several
+from workshop.training.wordlists import pick, pick_several
 
 TEMPLATES = Path(__file__).parent / "templates" / "stories"
 SPELLED = (

@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from documents import Dialogue
-from wordlists import pick, pick_several
+from workshop.training.documents import Dialogue
+from workshop.training.wordlists import pick, pick_several
 
 TEMPLATES = Path(__file__).parent / "templates"
 Turn = tuple[str, str]

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from bough.kernels.causal_conv.reference import L2_EPS
 from bough.kernels.norm_rope import l2_norm, rope_angles
-from bough.train.delta import CHUNK, delta_rule
+from bough.train.draft_model import rope
+from workshop.training.delta import CHUNK, delta_rule
 
 # Rows of a fused projection are padded to a multiple of this, so that every matmul is aligned.
 ALIGNED_ROWS = 16
@@ -112,16 +113,6 @@ def project(x: Tensor, *weights: Weight) -> list[Tensor]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + R/2) of the first R dims of x [B, T, H, D]; cos and sin [..., T, 1, R/2].
-
-    The gradient of one split is one concatenation; the kernels' reference slices, whose gradients are three
-    zero-filled tensors.
-    """
-    a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from bough.convert.rules import Rule, tensor_rules, tile_heads
 from bough.errors import UnsupportedModel
 from bough.gguf.quants import dequantise
 from bough.gguf.reader import GGUFFile
-from bough.train.target import TargetConfig
+from workshop.training.target import TargetConfig
 
 
 def read_target(path: Path, config: TargetConfig) -> dict[str, Tensor]:

@@ -4,9 +4,9 @@ import random
 import re
 from dataclasses import replace
 
-from compose import composed_task
-from documents import Dialogue, Document, dialogue, fenced
-from python_tasks import Solution, indented, solve, templates
+from workshop.training.compose import composed_task
+from workshop.training.documents import Dialogue, Document, dialogue, fenced
+from workshop.training.python_tasks import Solution, indented, solve, templates
 
 COMPOSED_SHARE = 0.25
 SHOWN = 3  # examples in assertions and answers

@@ -1,7 +1,7 @@
 """Trains the small target's vocabulary and writes it as Hugging Face files.
 
-    PYTHONPATH=src python training/tokenizer.py --corpus training/work/text.jsonl.xz
-    PYTHONPATH=src python training/tokenizer.py --model TARGET.gguf    extracts a target's vocabulary
+    python -m workshop.training.tokenizer --corpus workshop/training/work/text.jsonl.xz
+    python -m workshop.training.tokenizer --model TARGET.gguf    extracts a target's vocabulary
 
 Byte-level BPE, NFC, the word pattern of Qwen3.5, 16,384 entries; the special tokens have the last ids.
 """
@@ -17,9 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import corpus
-import python_code
-from documents import (
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from bough.gguf.reader import GGUFFile
+from workshop.training import corpus, python_code
+from workshop.training.documents import (
     CONTROL_TOKENS,
     END_OF_TEXT,
     MASK_TOKEN,
@@ -30,13 +34,8 @@ from documents import (
     Document,
     spells_special,
 )
-from mathematics import mathematics_dialogue
-from task_documents import task_dialogue, task_source
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-
-from bough.gguf.reader import GGUFFile
+from workshop.training.mathematics import mathematics_dialogue
+from workshop.training.task_documents import task_dialogue, task_source
 
 VOCABULARY = 16_384
 WORK = Path(__file__).parent / "work"

@@ -1,9 +1,7 @@
 """Pretraining at toy size: rows of the streams, a run from text to an answering engine, pause and resume."""
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,10 @@ from bough.config import EngineConfig
 from bough.convert.convert import convert
 from bough.session.loading import load_session
 from bough.session.session import Text, TextRequest
-from bough.train.target import TargetConfig
 from tests.convert.hf_models import save_tokenizer
+from workshop.training import pretrain
+from workshop.training.target import TargetConfig
 
-SCRIPTS = Path(__file__).parents[2] / "training"
 SHAPE = TargetConfig(
     width=64, layers=4, inner=128, heads=2, head_dim=32, value_heads=4, delta_dim=16, context=512
 )
@@ -37,20 +35,6 @@ FLAGS = [
 SENTENCE = "the quick brown fox jumps over the lazy dog and then the other dog, too"
 CODE = "def add(left, right):\n    return left + right\n"
 QUESTION, ANSWER = "isn't it?", "the lazy dog"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts() -> Any:
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
-
-
-@pytest.fixture(scope="module")
-def pretrain(scripts: None) -> ModuleType:
-    import pretrain
-
-    return pretrain
 
 
 @pytest.fixture
@@ -81,7 +65,7 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_lie_in_their_parts_by_weight_and_start_where_asked(pretrain: ModuleType, work: Path) -> None:
+def test_rows_lie_in_their_parts_by_weight_and_start_where_asked(work: Path) -> None:
     import streams
 
     end = streams.document_end(work)
@@ -100,7 +84,7 @@ def test_rows_lie_in_their_parts_by_weight_and_start_where_asked(pretrain: Modul
     assert {int(row[0]) for row in rows} == firsts
 
 
-def test_masks_belong_to_the_labels(pretrain: ModuleType, work: Path) -> None:
+def test_masks_belong_to_the_labels(work: Path) -> None:
     import streams
 
     part = streams.read_instructions(work)
@@ -112,7 +96,7 @@ def test_masks_belong_to_the_labels(pretrain: ModuleType, work: Path) -> None:
         assert learnt.startswith(f"{ANSWER}<|im_end|>") and QUESTION not in learnt
 
 
-def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -> None:
+def test_from_text_to_an_engine_that_answers(work: Path) -> None:
     pretrain.main(["--work", str(work), "--minutes", "0.7", "--instruct-share", "0.4", *FLAGS], SHAPE)
     record = json.loads((work / "pretrain.json").read_text())
     # The held-out text takes turns between two documents that follow themselves in training: the turns cost.
@@ -130,7 +114,7 @@ def test_from_text_to_an_engine_that_answers(pretrain: ModuleType, work: Path) -
     assert says(messages=[{"role": "user", "content": QUESTION}]) == ANSWER
 
 
-def test_a_run_continues_from_a_file(pretrain: ModuleType, work: Path) -> None:
+def test_a_run_continues_from_a_file(work: Path) -> None:
     pretrain.main(["--work", str(work), "--minutes", "0.15", "--instruct-share", "0.1", *FLAGS], SHAPE)
     first = json.loads((work / "pretrain.json").read_text())["held_out_loss"]["end"]
     convert(work / "Bough-40M", work / "target.gguf", mix="q8_0")
@@ -141,9 +125,7 @@ def test_a_run_continues_from_a_file(pretrain: ModuleType, work: Path) -> None:
     assert record["held_out_loss"]["general"] < first + 0.1 and record["steps"] > 0
 
 
-def test_a_resumed_run_goes_on_where_it_stopped(
-    pretrain: ModuleType, work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_goes_on_where_it_stopped(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--work", str(work), "--minutes", "0.1", *FLAGS]
     pretrain.main([*common, "--pause-after", "0.04"], SHAPE)
     assert "continue with --resume" in capsys.readouterr().out and not (work / "Bough-40M").exists()
@@ -159,7 +141,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
     assert (work / "Bough-40M" / "model.safetensors").exists()
 
 
-def test_the_learning_rate_rises_stays_and_falls(pretrain: ModuleType) -> None:
+def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert [pretrain.rate(share) for share in (0.02, 0.3, 0.6)] == [1.0, 1.0, 1.0]
     assert 0 < pretrain.rate(0.0) < pretrain.rate(0.01) < 1
     assert pretrain.rate(0.8) == pytest.approx(0.5) and pretrain.rate(1.0) == 0.0

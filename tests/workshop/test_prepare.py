@@ -7,7 +7,6 @@ import json
 import lzma
 import random
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,25 +18,17 @@ from bough.convert.hf_vocab import read_vocabulary
 from bough.gguf.reader import GGUFFile
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
-
-import algebra
-import corpus
-import drills
-import prepare
-import python_code
-import stories
-from compose import composed_task
-from documents import SPECIAL_TOKENS, Dialogue, chat_text
-from heads import head_dialogue
-from mathematics import mathematics_dialogue
-from overlap import BENCHMARKS, benchmark_runs
-from python_tasks import compile_function, solve, templates
-from shards import Job, loops, make_shard, start_worker
-from talk import talk_dialogue
-from task_documents import DOCSTRINGS, function, task_dialogue, task_source
-from tokenizer import from_model, pieces, save, train
+from workshop.training import algebra, corpus, drills, prepare, python_code, stories
+from workshop.training.compose import composed_task
+from workshop.training.documents import SPECIAL_TOKENS, Dialogue, chat_text
+from workshop.training.heads import head_dialogue
+from workshop.training.mathematics import mathematics_dialogue
+from workshop.training.overlap import BENCHMARKS, benchmark_runs
+from workshop.training.python_tasks import compile_function, solve, templates
+from workshop.training.shards import Job, loops, make_shard, start_worker
+from workshop.training.talk import talk_dialogue
+from workshop.training.task_documents import DOCSTRINGS, function, task_dialogue, task_source
+from workshop.training.tokenizer import from_model, pieces, save, train
 
 ENTRIES = 600
 PAIR = Path(__file__).parents[2] / "src" / "bough" / "pair" / "target.gguf"

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from bough.bench import compress_answers, compress_run, compress_texts
-from bough.bench.compress import RandomScorer, measure
-from bough.bench.compress_texts import CHOSEN_ON, TESTED, aggregation, contexts
 from bough.compress.words import WordScorer, terms
 from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import named
 from bough.session.loading import load_session
 from bough.text.tokenizer import Tokenizer
+from workshop.compression import answers as compress_answers
+from workshop.compression import run as compress_run
+from workshop.compression import texts as compress_texts
+from workshop.compression.measure import RandomScorer, measure
+from workshop.compression.texts import CHOSEN_ON, TESTED, aggregation, contexts
 
 
 @pytest.fixture(scope="module")

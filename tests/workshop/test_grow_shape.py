@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from bough.convert.grow import TARGET, grow
-from bough.convert.grow_plan import TensorPlan, plan_draft, plan_target
-from bough.convert.grow_shape import like, preset
 from bough.errors import ModelNotFound, ResourceError, UnsupportedModel, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.hub.catalog import Pair, named
 from bough.models.draft_spec import DraftSpec
 from bough.models.spec import ModelSpec
-from tests.convert.test_grow import WIDER, specification, tiny_draft
+from tests.workshop.test_grow import WIDER, specification, tiny_draft
+from workshop.grow.grow import TARGET, grow
+from workshop.grow.plan import TensorPlan, plan_draft, plan_target
+from workshop.grow.shape import like, preset
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import real_pair
+from workshop.gpu import real_pair
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def suites(folder: Path) -> Path:
 
 def run(*arguments: object) -> list[dict]:
     process = subprocess.run(
-        [sys.executable, "benchmarks/gpu/real_pair.py", *map(str, arguments)],
+        [sys.executable, "workshop/gpu/real_pair.py", *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"},
         capture_output=True,

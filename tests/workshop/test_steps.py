@@ -2,15 +2,11 @@
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
-
-import stories
-from steps import as_steps, variants, with_other_numbers
+from workshop.training import stories
+from workshop.training.steps import as_steps, variants, with_other_numbers
 
 QUESTION = "A box of 48 inches by 100 inches costs $1,200. Tom buys 15. He pays half now. How much is that?"
 SOLUTION = "15 boxes cost 15 x $1,200 = $18,000.\nHalf of it is $18000/2=$9,000 dollars.\n#### 9,000"

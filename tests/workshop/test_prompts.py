@@ -4,14 +4,11 @@ import gzip
 import json
 import lzma
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
-
-import prompts
-from overlap import BENCHMARKS
+from workshop.training import prompts
+from workshop.training.overlap import BENCHMARKS
 
 QUESTION = "Ann has 3 red apples and 4 green pears in one basket. How many pieces of fruit are in it?"
 TAKEN = "A farmer sells nine brown eggs each day for two dollars and buys feed for seven. What is left?"

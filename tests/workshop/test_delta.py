@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from bough.train.delta import delta_rule, unit_lower_inverse
+from workshop.training.delta import delta_rule, unit_lower_inverse
 
 KERNELS = """
 import torch
-from bough.train import delta_kernels
-from bough.train.delta import recurrence, unit_lower_inverse
+from workshop.training import delta_kernels
+from workshop.training.delta import recurrence, unit_lower_inverse
 torch.manual_seed(0)
 strict = torch.randn(3, 16, 16).tril(-1)
 x, erase, decay = torch.randn(4, 3, 32, 32), 0.1 * torch.randn(3, 3, 32, 32), torch.rand(3, 3)

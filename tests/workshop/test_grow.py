@@ -12,10 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.convert.grow import DRAFT, TARGET, Growth, grow
-from bough.convert.grow_bytes import Noise, single
-from bough.convert.grow_plan import Stream
-from bough.convert.grow_shape import DraftShape, PairShape, TargetShape
 from bough.engine.sampler import SamplingParams
 from bough.errors import UnsupportedQuant
 from bough.gguf.quants import dequantise
@@ -32,6 +28,10 @@ from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import SequenceStates
 from tests.convert.gguf_package import read_keys, read_types
 from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, save_draft, save_gguf
+from workshop.grow.bytes import Noise, single
+from workshop.grow.grow import DRAFT, TARGET, Growth, grow
+from workshop.grow.plan import Stream
+from workshop.grow.shape import DraftShape, PairShape, TargetShape
 
 # The largest difference of logits, relative to the largest logit: float32 sums in another order. In float64
 # the same files agree to 2e-6.
@@ -252,7 +252,7 @@ def test_writing_is_deterministic(tmp_path, tiny_model, monkeypatch):
     """For any number of threads and any previous file content."""
     target = tiny_model()
     first = grow(tmp_path / "a", WIDER, target=target)
-    monkeypatch.setattr("bough.convert.grow_write._PIECE_BYTES", 1000)
+    monkeypatch.setattr("workshop.grow.write._PIECE_BYTES", 1000)
     seen: list[tuple[int, int]] = []
     again = grow(tmp_path / "b", WIDER, target=target, progress=lambda *done: seen.append(done))
     assert first.target.read_bytes() == again.target.read_bytes()

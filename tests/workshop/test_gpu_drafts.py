@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from benchmarks.gpu.drafts import FULL, Run, parameters
 from tests.gpu.texts import embedded_pair
+from workshop.gpu.drafts import FULL, Run, parameters
 
 
 def test_both_block_drafts_have_as_many_parameters() -> None:

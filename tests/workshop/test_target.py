@@ -15,9 +15,9 @@ from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
 from bough.models.step import Step
 from bough.state.sequences import SequenceStates
-from bough.train.target import Target, TargetConfig, save_target
-from bough.train.target_file import read_target
 from tests.convert.hf_models import randomise, save_tokenizer
+from workshop.training.target import Target, TargetConfig, save_target
+from workshop.training.target_file import read_target
 
 SHAPE = TargetConfig(vocabulary=320, width=64, layers=4, inner=96, head_dim=32, delta_dim=16, context=512)
 TOLERANCE = 1e-4
