@@ -54,8 +54,8 @@ from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
 
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
+_KERNELS = 2  # raised when kernels give prompts other bits than those that wrote saved states
 # Our name of a sampling parameter, and the file's below general.sampling.
-_KERNELS = 2  # raised when a GPU's kernels give prompts other bits than those that wrote saved states
 _FILE_SAMPLING = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -302,11 +302,15 @@ def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
 
 
-def _computing(plan: MemoryPlan, device: torch.device) -> str:
+def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
-        return f"{device_name(device)}, kernels {_KERNELS}"
-    return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
+        where = device_name(device)
+    elif plan.estimate.native:
+        where = f"CPU native {config.cpu_activations}"
+    else:
+        where = f"CPU {compute_dtype(device.type)}, weights {'expanded' if plan.expanded else 'packed'}"
+    return f"{where}, prefill {config.prefill}, kernels {_KERNELS}"
 
 
 def _prefix_cache(
@@ -325,7 +329,7 @@ def _prefix_cache(
         facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
-        computing=_computing(plan, device) + (", prefill in int8" if config.prefill == "int8" else ""),
+        computing=_computing(config, plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,
         chunk=plan.prefill_chunk,

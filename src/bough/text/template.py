@@ -101,6 +101,18 @@ class ChatTemplate:
         """Return whether the template has a thinking switch."""
         return "enable_thinking" in self.source
 
+    @cached_property
+    def _opens_reasoning(self) -> bool:
+        """Return whether the prompt of an answer ends with the tag that begins its reasoning."""
+        if THINK not in self.source:
+            return False
+        turns = [{"role": "user", "content": "a"}]
+        try:
+            prompt = self._run({**self._tokens, "messages": turns, "add_generation_prompt": True})
+        except TemplateFailed:
+            return False
+        return prompt.rstrip().endswith(THINK)
+
     def is_control_at(self, text: str, offset: int) -> bool:
         """Return whether a control token's string begins at `offset`."""
         return self._controls.match(text, offset) is not None
@@ -123,7 +135,7 @@ class ChatTemplate:
         """
         if own := {"messages", BUDGET, *self._tokens} & extra.keys():
             raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
-        conversation: list[Message] = self._guard(normalise(messages))
+        conversation: list[Message] = self._guard(normalise(messages, opens_reasoning=self._opens_reasoning))
         reasoning, answer = _final_text(conversation.pop()) if continue_final else ("", "")
         if answer and not reasoning:
             thinking = False
