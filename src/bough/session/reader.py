@@ -1,5 +1,6 @@
 """What a session does to a request before the engine has it: this needs the model's file, not its weights."""
 
+import threading
 from dataclasses import asdict, replace
 
 from bough.engine.sampler import SamplingParams
@@ -84,7 +85,7 @@ class RequestReader:
         """Compile grammars in processes that end with their limits, as a server's clients send any."""
         processes = GrammarProcesses(self.tokenizer)
         self._prompts.grammars.resolve = processes.resolve
-        processes.start()
+        threading.Thread(target=processes.start, name="grammars", daemon=True).start()
 
     def scores(self, request: TextRequest) -> bool:
         """Return whether `check` lets a model score the prompt, which takes long."""

@@ -138,4 +138,6 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
 
 def _check(count: int, limit: int, what: str, field: str | None) -> None:
     if count > limit:
-        raise UsageError(f"{field or 'the grammar'} has {count} {what}; at most {limit} can be used", param=field)
+        raise UsageError(
+            f"{field or 'the grammar'} has {count} {what}; at most {limit} can be used", param=field
+        )

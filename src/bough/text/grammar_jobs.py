@@ -4,9 +4,9 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bough.errors import Cancelled, ResourceError, UsageError
 from bough.text.grammar import Grammar, GrammarCompiler, Matcher
@@ -18,7 +18,7 @@ MAX_ENTRIES = 256
 # As much memory as a chain of references within the bounds needs several times; 8 MB, or 0.5, is usual.
 STACK = 64 << 20
 _MIN_STACK = 8 << 20
-_PER_CHARACTER = 64  # bytes of a compiled grammar per character of its source, at most
+_PER_CHARACTER = 64  # bytes of a compiled grammar per character of its source, where nothing else is known
 _stack_size = threading.Lock()
 
 
@@ -91,6 +91,13 @@ def _checked(tool: Tool, syntax: Syntax, compiler: GrammarCompiler) -> Tool:
     return prepared
 
 
+class Resolved(NamedTuple):
+    """The library's form of a grammar, and the bytes that it took to compile it, as far as is known."""
+
+    source: str
+    bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """The library's matcher at the start of a grammar; of use in this process only."""
@@ -120,7 +127,7 @@ class Grammars:
     """
 
     compiler: GrammarCompiler
-    resolve: Callable[[str, Callable[[], bool]], str] | None = None
+    resolve: Callable[[str, Callable[[], bool]], Resolved] | None = None
     _kept: OrderedDict[bytes, CompiledGrammar | UsageError] = field(default_factory=OrderedDict)
     _bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -150,18 +157,19 @@ class Grammars:
     def _compile(self, job: GrammarJob, text: str, cancelled: Callable[[], bool]) -> CompiledGrammar:
         kind = job.answer or Grammar("lark", field=job.field)
 
-        def here() -> CompiledGrammar:
-            source = written if self.resolve else source_of(GrammarJob.read(text), self.compiler)
-            state = self.compiler.state_of(source, kind)
-            return CompiledGrammar(
-                state, self.compiler, kind.field, 1024 + _PER_CHARACTER * len(source), job.opened
-            )
-
-        if self.resolve:  # both processes build their tables at the same time
+        resolved = None
+        if self.resolve is not None:
             threading.Thread(target=self.compiler.warm, name="tables", daemon=True).start()
-        written = self.resolve(text, cancelled) if self.resolve else ""
+            resolved = self.resolve(text, cancelled)
         if cancelled():
             raise Cancelled("the client left before its grammar was compiled")
+
+        def here() -> CompiledGrammar:
+            source, size = resolved or Resolved(source_of(GrammarJob.read(text), self.compiler))
+            state = self.compiler.state_of(source, kind)
+            size = max(size, 1024 + _PER_CHARACTER * len(source))
+            return CompiledGrammar(state, self.compiler, kind.field, size, job.opened)
+
         return with_stack(here)
 
     def _keep(self, key: bytes, entry: CompiledGrammar | UsageError) -> None:
@@ -211,8 +219,3 @@ def _started(run: Callable[[], None]) -> threading.Thread:
             finally:
                 threading.stack_size(before)
     raise ResourceError("there is no memory for a thread that compiles a grammar", "try again later")
-
-
-def unwritten(fields: Mapping[str, Any]) -> UsageError:
-    """Return an error that another process has written as a mapping."""
-    return UsageError(fields["message"], fields["hint"], param=fields["param"])

@@ -1,11 +1,12 @@
 """Compiles grammars in processes with a limit of time and memory, which can be ended: the library cannot.
 
-`python -m bough.text.grammar_process` is such a process: it reads the vocabulary and then jobs, and writes for
-each the grammar in the library's form, or why it cannot be used.
+`python -m bough.text.grammar_process` is such a process: it reads the vocabulary and then jobs, and writes
+for each the grammar in the library's form, or why it cannot be used.
 """
 
 import contextlib
 import json
+import mmap
 import os
 import pickle
 import queue
@@ -18,17 +19,19 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import IO, Any
 
 from bough.errors import Cancelled, QueueFull, Unavailable, UsageError
 from bough.text.grammar import Grammar, GrammarCompiler, Vocabulary
-from bough.text.grammar_jobs import STACK, GrammarJob, source_of, unwritten, with_stack
+from bough.text.grammar_jobs import STACK, GrammarJob, Resolved, source_of, with_stack
 
 LIMIT_S = 3.0  # of the processor, to compile a grammar; 200 tools of five parameters take 0.15
 WALL_S = 10.0  # the same beside other work
 QUICK_S = 0.25  # then it goes on with a low priority, beside those of others
 START_S = 60.0
 MEMORY = 512 << 20  # beside the vocabulary's tables; the stack included
+MAX_COMPILED = 128 << 20  # of a grammar in the memory of the server
 MAX_SLOW = 8  # grammars that wait until a slow one is compiled
 _POLL_S = 0.02
 _LENGTH = struct.Struct("<Q")
@@ -44,11 +47,12 @@ class GrammarProcesses:
         self._spare: _Process | None = None
 
     def start(self) -> None:
-        """Start the first process, so that the first grammar need not wait for it; its tables come with that."""
-        self._spare = _Process()
+        """Start the first process, so that the first grammar need not wait for it."""
+        with self._quick:
+            self._renew()
 
-    def resolve(self, job: str, cancelled: Callable[[], bool]) -> str:
-        """Return the library's form of a grammar, whose compilation ends here in time and memory.
+    def resolve(self, job: str, cancelled: Callable[[], bool]) -> Resolved:
+        """Return the library's form of a grammar, which has been compiled within the limits.
 
         Raise UsageError where it cannot be used, Cancelled once its client has left.
         """
@@ -60,20 +64,20 @@ class GrammarProcesses:
                 reply = process.ask(job, QUICK_S, cancelled)
                 if reply is not None:
                     self._spare = process
-                    return _source(reply)
+                    return _resolved(reply)
                 goes_on = self._slow.acquire(blocking=False)
             finally:
                 if self._spare is None:
                     self._renew()
         if goes_on:
             try:
-                return _source(process.finish(cancelled))
+                return _resolved(process.finish(cancelled))
             finally:
                 self._slow.release()
         process.end()
         return self._slowly(job, cancelled)
 
-    def _slowly(self, job: str, cancelled: Callable[[], bool]) -> str:
+    def _slowly(self, job: str, cancelled: Callable[[], bool]) -> Resolved:
         """Compile a grammar that takes long after those that came before it."""
         if self._waiting >= MAX_SLOW:
             raise QueueFull(
@@ -87,8 +91,8 @@ class GrammarProcesses:
                 reply = process.ask(job, QUICK_S, cancelled)
                 if reply is not None:
                     process.end()
-                    return _source(reply)
-                return _source(process.finish(cancelled))
+                    return _resolved(reply)
+                return _resolved(process.finish(cancelled))
         finally:
             self._waiting -= 1
 
@@ -225,10 +229,10 @@ def _held(lock: threading.Lock, cancelled: Callable[[], bool]) -> Generator[None
         lock.release()
 
 
-def _source(reply: Mapping[str, Any]) -> str:
+def _resolved(reply: Mapping[str, Any]) -> Resolved:
     if "source" not in reply:
-        raise unwritten(reply)
-    return reply["source"]
+        raise UsageError(reply["message"], reply["hint"], param=reply["param"])
+    return Resolved(reply["source"], reply["bytes"])
 
 
 def _too_long() -> UsageError:
@@ -268,15 +272,22 @@ class _Tokens:
         return [self._bytes[piece] for piece in pieces if piece in self._bytes]
 
 
+def _memory() -> tuple[int, int]:
+    """Return the bytes of address space and of memory that this process uses; zeros where nothing says."""
+    try:
+        text = Path("/proc/self/statm").read_text()
+    except OSError:
+        return 0, 0
+    size, resident = (int(pages) * mmap.PAGESIZE for pages in text.split()[:2])
+    return size, resident
+
+
 def _limit_memory() -> None:
     try:
         import resource
-        from pathlib import Path
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (ImportError, OSError):
-        return  # the time is limited on every system
-    limit = pages * resource.getpagesize() + MEMORY
+    except ImportError:  # Windows: the time is limited
+        return
+    limit = _memory()[0] + MEMORY
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
@@ -297,9 +308,16 @@ def _limit_time() -> None:
 def _answer(text: str, compiler: GrammarCompiler) -> Mapping[str, Any]:
     try:
         job = GrammarJob.read(text)
+        before = _memory()[1]
         source = source_of(job, compiler)
-        compiler.state_of(source, job.answer or Grammar("lark"))
-        return {"source": source}
+        state = compiler.state_of(source, job.answer or Grammar("lark"))
+        used = max(0, _memory()[1] - before)
+        del state
+        if used > MAX_COMPILED:
+            raise UsageError(
+                f"the grammar takes {used >> 20} MB compiled; at most {MAX_COMPILED >> 20} can be used"
+            )
+        return {"source": source, "bytes": used}
     except UsageError as error:
         return {"message": error.message, "hint": error.hint, "param": error.param}
     except (RecursionError, MemoryError) as error:
