@@ -1,5 +1,6 @@
 """OpenAI chat completions: request bodies in, one object or a stream of chunks out."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from bough.session.requests import (
 )
 from bough.session.worker import Job
 
+MAX_TEMPLATE_VALUES = 10_000  # some 25 us each
 # Template variables that other fields of the request set.
 _RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries", "continue_final")
 
@@ -77,6 +79,17 @@ def continues(body: ChatBody | TemplateBody) -> bool:
 
 
 def check_template_options(given: Mapping[str, Any]) -> None:
+    pending: list[Any] = [given]
+    for count in itertools.count():
+        if not pending:
+            break
+        if count > MAX_TEMPLATE_VALUES:
+            raise UsageError(
+                f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values",
+                param="chat_template_kwargs",
+            )
+        value = pending.pop()
+        pending += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for name in _RESERVED:
         if name in given:
             raise UsageError(

@@ -1,5 +1,6 @@
 """What a session does to a request before the engine has it: this needs the model's file, not its weights."""
 
+import threading
 from dataclasses import asdict, replace
 
 from bough.engine.sampler import SamplingParams
@@ -10,6 +11,7 @@ from bough.session.compression import Compression, PromptCompression
 from bough.session.output import OutputStream
 from bough.session.prompts import Prompts
 from bough.session.requests import Prompt, TextRequest
+from bough.text.grammar_process import GrammarProcesses
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import EncodeLimit, Tokenizer
 
@@ -71,10 +73,19 @@ class RequestReader:
         if request.prefill_for_s is None and self._compression.deferred(request):
             return request
         request = self.prepare(request)
-        assert request.encoded is not None
-        output = self._prompts.output(request, request.encoded)
-        self.limits.check(self._engine_request(request, request.encoded, output))
-        return request
+        prompt = request.encoded
+        assert prompt is not None
+        if request.prefill_for_s is None:
+            prompt = replace(prompt, grammar=self._prompts.grammar(request, prompt))
+        output = self._prompts.output(request, prompt)
+        self.limits.check(self._engine_request(request, prompt, output))
+        return replace(request, encoded=prompt)
+
+    def isolate_grammars(self) -> None:
+        """Compile grammars in processes that end with their limits, as a server's clients send any."""
+        processes = GrammarProcesses(self.tokenizer)
+        self._prompts.grammars.resolve = processes.resolve
+        threading.Thread(target=processes.start, name="grammars", daemon=True).start()
 
     def scores(self, request: TextRequest) -> bool:
         """Return whether `check` lets a model score the prompt, which takes long."""

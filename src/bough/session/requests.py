@@ -10,6 +10,7 @@ from bough.engine.sampler import SamplingParams, TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.text.grammar import Grammar
+from bough.text.grammar_jobs import CompiledGrammar
 from bough.text.tools import Tool
 
 __all__ = [
@@ -37,6 +38,7 @@ class Prompt:
     reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
     tools: list[Tool]  # the answer may call these
     compressed: Compressed | None = None  # what compression did; None: it was not asked for
+    grammar: CompiledGrammar | None = None  # of the answer or of calls, from `RequestReader.check`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,15 @@ class TextRequest:
     affinity: str = ""  # replicas of a model keep requests of one affinity together, for their prefix cache
     streamed: bool = True  # its events are used as they come, not only all at the end
     encoded: Prompt | None = None  # from `Session.check`
+
+    @property
+    def constrained(self) -> bool:
+        """Return whether a grammar may have to be compiled for it."""
+        if self.grammar is not None or self.allowed_tools is not None:
+            return True
+        functions = [tool.get("function", tool) for tool in self.tools or () if isinstance(tool, Mapping)]
+        strict = any(isinstance(each, Mapping) and each.get("strict") for each in functions)
+        return strict or self.tool_choice not in ("auto", "none")
 
 
 @dataclass(frozen=True, slots=True)
