@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 import bough
 from bough.config import ServerConfig
 from bough.errors import BoughError, UsageError
-from bough.server import anthropic, chat, completions, ollama, prefill, responses
+from bough.server import anthropic, chat, completions, llama, ollama, prefill, responses
 from bough.server.bodies import BodyRoute
 from bough.server.failures import Failure, failure_of, invalid, unreadable
 from bough.server.guard import Guard
@@ -29,6 +29,8 @@ from bough.server.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    InfillBody,
+    LlamaCompletionBody,
     MessagesBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -73,6 +75,7 @@ def create_app(models: Models, config: ServerConfig, *, metrics: Metrics) -> Fas
     app.add_middleware(RefusalLog)
     app.router.route_class = BodyRoute
     _generation(app, models)
+    _llama(app, models)
     _prefill(app, models)
     _ollama(app, models)
     _text(app, models)
@@ -156,6 +159,29 @@ def _generation(app: FastAPI, models: Models) -> None:
             return {"input_tokens": len(ids)}
 
 
+def _llama(app: FastAPI, models: Models) -> None:
+    @_post(app, "/infill", "llama.cpp")
+    async def infill(body: InfillBody, request: Request) -> Response:
+        """Fill the gap between two texts."""
+        async with models.use(request, body.model) as service:
+            gap = llama.infill_request(body, service)
+            writer = llama.LlamaWriter(service, body)
+            if body.n_predict == 0:
+                ids = await service.encode(request, gap)
+                if service.session.caches_prefixes:
+                    await service.prefill(request, gap, llama.WARM_S)
+                return JSONResponse(writer.read(len(ids)))
+            return await service.respond(request, [gap], writer, stream=body.stream)
+
+    @_post(app, "/completion", "llama.cpp")
+    async def native_completion(body: LlamaCompletionBody, request: Request) -> Response:
+        async with models.use(request, body.model) as service:
+            requests = [llama.completion_request(body, service)]
+            return await service.respond(
+                request, requests, llama.LlamaWriter(service, body), stream=body.stream
+            )
+
+
 def _prefill(app: FastAPI, models: Models) -> None:
     @_post(app, "/v1/prefill", "OpenAI", "Anthropic")
     async def prefill_ahead(body: PrefillBody, request: Request) -> dict[str, Any]:
@@ -184,7 +210,7 @@ def _ollama(app: FastAPI, models: Models) -> None:
     async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
         async with models.use(request, body.model) as service:
             model = body.model or service.model_name
-            if not body.prompt:
+            if not body.prompt and not body.suffix:
                 return JSONResponse(ollama.loaded(model))
             writer = ollama.OllamaWriter(service, model, chat=False)
             requests = [ollama.generate_request(body, service)]

@@ -16,7 +16,7 @@ from bough.server.options import Thinking
 from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service
-from bough.session.requests import Finished, Grammar, Reasoning, SessionEvent, Text, TextRequest
+from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
 from bough.session.worker import Job, State
 
 LINES = "application/x-ndjson"
@@ -31,9 +31,11 @@ def chat_request(body: OllamaChatBody, service: Service) -> TextRequest:
 
 
 def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
-    for name in ("suffix", "template", "context", "images"):
+    for name in ("template", "context", "images"):
         if getattr(body, name):
             raise UsageError(f"{name} is set; this server does not support it", param=name)
+    if body.suffix:
+        return _request(body, service, prompt=body.prompt, infill=Infill(body.suffix))
     if body.raw:
         return _request(body, service, prompt=body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
