@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 import bough
 from bough.config import ServerConfig
 from bough.errors import BoughError, UsageError
-from bough.server import anthropic, chat, completions, llama, ollama, prefill, responses
+from bough.server import anthropic, chat, completions, llama, ollama, prefill, responses, vectors
 from bough.server.bodies import BodyRoute
 from bough.server.failures import Failure, failure_of, invalid, unreadable
 from bough.server.guard import Guard
@@ -29,13 +29,17 @@ from bough.server.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     InfillBody,
     LlamaCompletionBody,
     MessagesBody,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     OllamaShowBody,
     PrefillBody,
+    RerankBody,
     ResponsesBody,
     TemplateBody,
     TokenizeBody,
@@ -76,6 +80,7 @@ def create_app(models: Models, config: ServerConfig, *, metrics: Metrics) -> Fas
     app.router.route_class = BodyRoute
     _generation(app, models)
     _llama(app, models)
+    _vectors(app, models)
     _prefill(app, models)
     _ollama(app, models)
     _text(app, models)
@@ -180,6 +185,43 @@ def _llama(app: FastAPI, models: Models) -> None:
             return await service.respond(
                 request, requests, llama.LlamaWriter(service, body), stream=body.stream
             )
+
+
+def _vectors(app: FastAPI, models: Models) -> None:
+    async def run(
+        request: Request, body: EmbeddingBody | OllamaEmbedBody | RerankBody, requests: list[TextRequest]
+    ) -> Response:
+        async with models.use(request, body.model) as service:
+            return await service.respond(request, requests, vectors.VectorWriter(service, body), stream=False)
+
+    @_post(app, "/v1/embeddings", "OpenAI")
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """Return a vector for each input."""
+        return await run(request, body, vectors.embedding_requests(body.input, dimensions=body.dimensions))
+
+    @_post(app, "/v1/rerank", "Rerank")
+    async def rerank(body: RerankBody, request: Request) -> Response:
+        """Sort documents by how well they answer a query."""
+        return await run(request, body, vectors.rerank_requests(body))
+
+    for alias in ("/v2/rerank", "/v1/reranking", "/reranking"):
+        app.add_api_route(alias, rerank, methods=["POST"], include_in_schema=False)
+
+    @_post(app, "/api/embed", "Ollama")
+    async def ollama_embed(body: OllamaEmbedBody, request: Request) -> Response:
+        if not body.input:
+            return JSONResponse({"model": body.model or "", "embeddings": []})
+        options = {"dimensions": body.dimensions, "truncate": body.truncate}
+        return await run(request, body, vectors.embedding_requests(body.input, **options))
+
+    @_post(app, "/api/embeddings", "Ollama")
+    async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+        """Return one vector, which is not normalised: Ollama's old route."""
+        async with models.use(request, body.model) as service:
+            writer = vectors.VectorWriter(service, OllamaEmbedBody(model=body.model))
+            requests = vectors.embedding_requests(body.prompt)
+            await service.respond(request, requests, writer, stream=False)
+            return JSONResponse({"embedding": writer.vectors[0]})
 
 
 def _prefill(app: FastAPI, models: Models) -> None:

@@ -60,6 +60,7 @@ class VectorOptions:
 
     query: str | None = None  # None: the vector is wanted
     truncate: bool = False  # leave out the end of a prompt that is too long
+    dimensions: int | None = None  # of the vector, which is cut and normalised again; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,9 @@
 """Prompts whose vector or relevance is computed: the tokens of a text, or of a query and a document."""
 
 import re
+from collections.abc import Sequence
+
+import numpy as np
 
 from bough.errors import PromptTooLong, UsageError
 from bough.models.pooling import Pooling, VectorSpec
@@ -27,6 +30,11 @@ def check_role(request: TextRequest, spec: VectorSpec | None) -> None:
     if (wanted.query is not None) != (spec.pooling is Pooling.rank):
         needed = "an embedding model" if wanted.query is None else "a reranker"
         raise UsageError(f"the model is {spec.kind}, needed {needed}", param="model")
+    if wanted.dimensions is not None and not 1 <= wanted.dimensions <= spec.width:
+        raise UsageError(
+            f"dimensions is {wanted.dimensions}, needed 1 to {spec.width}, the size of the model's vectors",
+            param="dimensions",
+        )
 
 
 def vector_prompt(request: TextRequest, spec: VectorSpec, tokenizer: Tokenizer, limit: EncodeLimit) -> Prompt:
@@ -64,3 +72,9 @@ def _of_pair(template: str, query: str, document: str, tokenizer: Tokenizer, lim
         length, position = literals[-1][1], match.end()
     pieces.append(template[position:])
     return tokenizer.encode("".join(pieces), literals=literals, limit=limit)
+
+
+def shortened(values: Sequence[float], dimensions: int | None = None) -> np.ndarray:
+    """Return the first `dimensions` values of a vector, all if None, as float32 of length 1."""
+    row = np.array(values[:dimensions], np.float64)
+    return (row / max(float(np.linalg.norm(row)), 1e-12)).astype(np.float32)

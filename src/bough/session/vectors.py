@@ -4,6 +4,7 @@ A prompt's chunks depend on its length alone, so its vector is the same to the b
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,10 +37,9 @@ class VectorGeneration:
         self.stats = RequestStats(len(ids))
         self.pooled: Tensor | None = None  # [width] float64, so far
 
-    def finished(self) -> Finished:
-        self.ended = True
+    def finished(self, reason: Literal["stop", "cancelled"]) -> Finished:
         self.stats.token_arrived()  # its time is what the prompt took
-        return Finished(reason="cancelled" if self.pooled is None else "stop", tokens=[], stats=self.stats)
+        return Finished(reason=reason, tokens=[], stats=self.stats)
 
 
 class Vectors:
@@ -78,11 +78,11 @@ class Vectors:
         generation = self._queue[0]
         try:
             if generation.request.cancelled():
-                events: list[SessionEvent | Failed] = [generation.finished()]
+                events: list[SessionEvent | Failed] = [generation.finished("cancelled")]
             elif self._read(generation) < len(generation.ids):
                 return []
             else:
-                events = [Vector(self._values(generation)), generation.finished()]
+                events = [Vector(self._values(generation)), generation.finished("stop")]
         except Exception as error:  # of any kind: it is this request's alone
             events = [Failed(error)]
         self.end(generation)
