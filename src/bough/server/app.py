@@ -137,6 +137,15 @@ def _generation(app: FastAPI, models: Models) -> None:
                 return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
             return await service.respond(request, requests, writer, stream=body.stream)
 
+    @_post(app, "/v1/fim/completions", "Mistral")
+    async def fim_completions(body: CompletionBody, request: Request) -> Response:
+        """Fill the gap before `suffix`; the response is that of a chat."""
+        async with models.use(request, body.model) as service:
+            shown = ChatBody(model=body.model, messages=[{"role": "user", "content": ""}])
+            writer = chat.ChatWriter(service, shown, _new_id("fim"))
+            requests = completions.to_requests(body, service)
+            return await service.respond(request, requests, writer, stream=body.stream)
+
     @_post(app, "/v1/responses", "OpenAI")
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         async with models.use(request, body.model) as service:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError, QueueFull, ResourceError, Unavailable
+from bough.models.pooling import VectorSpec
 from bough.session.requests import Failed, Finished, Progress, SessionEvent, TextRequest
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class TextReader(Protocol):
     def template(self) -> Any: ...
     @property
     def max_ctx(self) -> int: ...
+    @property
+    def vector_spec(self) -> VectorSpec | None: ...
     @property
     def caches_prefixes(self) -> bool: ...
     def sampling_for(self, thinking: bool | None) -> SamplingParams: ...
