@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
+import numpy as np
+
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.engine import sampler
 from bough.engine.stats import RequestStats
@@ -35,7 +37,10 @@ from bough.session.requests import (
     TextRequest,
     ToolArguments,
     ToolCall,
+    Vector,
+    VectorOptions,
 )
+from bough.session.vector_prompts import shortened
 from bough.session.worker import EngineWorker, TextSession
 from bough.text.tokenizer import Tokenizer
 
@@ -261,6 +266,37 @@ class LLM:
         run = self._run(self._chat_request(messages, sampling, options), messages, whole=not stream)
         return run if stream else run.answer()
 
+    def embed(self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> np.ndarray:
+        """Return the vectors [n, width] of texts, or [width] of one text, as float32 of length 1.
+
+        The model is an embedding model. dimensions: keep this many values, normalised again.
+        """
+        options = VectorOptions(dimensions=dimensions)
+        one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        found = self._vectors([_vector_request(each, options) for each in _prompts(texts)])
+        rows = [shortened(values, dimensions) for values in found]
+        return rows[0] if one else np.array(rows, np.float32)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Return for each document how probable it is that it answers the query; the model is a reranker."""
+        options = VectorOptions(query=query)
+        return [values[0] for values in self._vectors([_vector_request(each, options) for each in documents])]
+
+    def _vectors(self, requests: Sequence[TextRequest]) -> list[Sequence[float]]:
+        async def collected() -> dict[int, Sequence[float]]:
+            job = self._worker.submit(*requests)
+            try:
+                batches = [batch async for batch in job.batches(whole=True)]
+            finally:
+                job.cancel()
+            events = [pair for batch in batches for pair in batch]
+            return {index: event.values for index, event in events if isinstance(event, Vector)}
+
+        if not requests:
+            return []
+        found = asyncio.run_coroutine_threadsafe(collected(), self._loop).result()
+        return [found[index] for index in range(len(requests))]
+
     async def achat(
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Answer:
@@ -459,6 +495,10 @@ class _Collected:
 
     def _text(self, id: int) -> str:
         return self._tokenizer.token_bytes(id).decode(errors="replace")
+
+
+def _vector_request(text: Prompt, options: VectorOptions) -> TextRequest:
+    return TextRequest(prompt=text if isinstance(text, str) else list(text), vector=options)
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

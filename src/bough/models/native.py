@@ -26,6 +26,7 @@ from bough.models.decoder import (
     check_tensors,
     rope_frequencies,
 )
+from bough.models.pooling import CLASSIFIER
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, Buffers, Step
 from bough.models.weights import Progress, TensorSource, WeightLoader
@@ -57,7 +58,7 @@ def native_gap(
     for name, size in sizes.items():
         if size % 8:
             return f"a {name} size of {size}, needed a multiple of 8"
-    return weights_gap(file)
+    return weights_gap(file, without=(CLASSIFIER,))
 
 
 def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:

@@ -16,8 +16,8 @@ from bough.server.options import Thinking
 from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service
-from bough.session.requests import Finished, Grammar, Reasoning, SessionEvent, Text, TextRequest
-from bough.session.worker import Job, State
+from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
+from bough.session.worker import Job, State, TextReader
 
 LINES = "application/x-ndjson"
 NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place
@@ -31,9 +31,11 @@ def chat_request(body: OllamaChatBody, service: Service) -> TextRequest:
 
 
 def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
-    for name in ("suffix", "template", "context", "images"):
+    for name in ("template", "context", "images"):
         if getattr(body, name):
             raise UsageError(f"{name} is set; this server does not support it", param=name)
+    if body.suffix:
+        return _request(body, service, prompt=body.prompt, infill=Infill(body.suffix))
     if body.raw:
         return _request(body, service, prompt=body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -195,14 +197,18 @@ class About:
         model = self.models.named(name)
         resident = self.models.resident(model.name)
         found = _facts(resident)
-        family, info, abilities = found.get("architecture", ""), {}, ["completion", "tools"]
+        family, info = found.get("architecture", ""), {}
+        abilities = ["completion", "tools"]
         if resident is not None:
             service = resident.service
             session, sampling = service.session, service.sampling_facts()
             abilities += ["thinking"] if session.template.supports_thinking else []
+            abilities += ["insert"] if session.tokenizer.infill is not None else []
+            if session.vector_spec is not None:
+                abilities = ["embedding"]
             info = {
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-                "template": session.template.source,
+                "template": _template(session),
                 "model_info": {"general.architecture": family, f"{family}.context_length": session.max_ctx},
             }
         return {
@@ -240,6 +246,12 @@ class About:
             **state,
             "device": found.get("device", ""),
         }
+
+
+def _template(session: TextReader) -> str:
+    """Return the chat template; editors look for .Suffix in it before they ask for the text of a gap."""
+    gap = "{#- .Suffix: the text after a gap -#}" if session.tokenizer.infill is not None else ""
+    return session.template.source + gap
 
 
 def _facts(resident: Resident | None) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.mtp import MTPBlock
 from bough.models.native import NativeDecoder, NativeLoader
 from bough.models.native_draft import NativeDraft, draft_gap
+from bough.models.pooling import VectorSpec
 from bough.models.spec import ModelSpec
 from bough.models.weights import Progress as LoadProgress
 from bough.prefix_cache.cache import PrefixCacheConfig
@@ -43,6 +44,7 @@ from bough.session.phases import Phases
 from bough.session.reader import RequestReader
 from bough.session.session import Session
 from bough.session.threads import checked_threads, torch_threads
+from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
 from bough.spec.dflash import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
@@ -84,6 +86,8 @@ def load_session(
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
+        vector_spec = VectorSpec.from_gguf(file, spec.width)
+        config = config if vector_spec is None else vector_config(config)
         tokenizer, template = _text_of(file, spec)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
@@ -103,10 +107,11 @@ def load_session(
             drafter = _drafter(config, target, plan, costs, mtp)
             _empty_cache(device)
             engine = build_engine(config, plan, target, drafter, prefix_cache)
+            vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
             phases.end("reading")
             ahead.wait(compiling)
             phases.end("compiling")
-    if device.type == "cuda" and graphs:
+    if device.type == "cuda" and graphs and vectors is None:
         engine.capture(warming)
         _empty_cache(device)
         times = engine.measure_steps()
@@ -122,6 +127,8 @@ def load_session(
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
+    if vectors is not None:
+        session.compute_vectors(vectors)
     session.load_seconds = phases.seconds
     return session
 
@@ -174,6 +181,7 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
             card=_card_of(file, spec),
             file_sampling=sampling_of(file.metadata),
             compression=Compression(config.compress, scorer),
+            vector_spec=VectorSpec.from_gguf(file, spec.width),
         )
 
 

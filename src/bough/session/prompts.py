@@ -12,7 +12,9 @@ from bough.session.output import OutputStream
 from bough.session.requests import Prompt, TextRequest
 from bough.text.grammar import GrammarCompiler, Matcher
 from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
+from bough.text.infill import infill_prompt
 from bough.text.output import END_THINK, THINK, OutputParser
+from bough.text.stops import LineStop
 from bough.text.stream import TextStream
 from bough.text.template import ChatTemplate, Rendered
 from bough.text.tokenizer import EncodeLimit, Tokenizer
@@ -77,6 +79,11 @@ class Prompts:
         if tools:
             raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
         prompt = request.prompt
+        if request.infill is not None:
+            gap, most = request.infill, request.max_tokens
+            ids, others = infill_prompt(self._tokenizer, prompt or "", gap, limit, most)
+            # Other files stay as they are while one writes.
+            return Prompt(ids, {others: "head"} if others else {}, "none", [])
         if isinstance(prompt, str):
             return Prompt(self._with_bos(self._tokenizer.encode(prompt, limit=limit)), {}, "none", [])
         return Prompt(list(prompt or ()), {}, "none", [])
@@ -117,7 +124,9 @@ class Prompts:
     def output(self, request: TextRequest, prompt: Prompt) -> OutputStream:
         """Return the stream that decodes the request's output tokens."""
         if request.messages is None:
-            return OutputStream(self._tokenizer.stream(), OutputParser(), request.stop)
+            gap = request.infill
+            lines = None if gap is None or not gap.ends_with_lines else LineStop(gap.line_s, gap.indent)
+            return OutputStream(self._tokenizer.stream(), OutputParser(), request.stop, lines=lines)
         # Tags are parsed even where the file marks them as control tokens, whose text is otherwise dropped.
         tags = {self._tokenizer.id_of(tag) for tag in (THINK, END_THINK, OPEN, CLOSE)}
         visible = self._tokenizer

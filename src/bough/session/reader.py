@@ -7,10 +7,12 @@ from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
 from bough.hub.catalog import Card
+from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
 from bough.session.output import OutputStream
 from bough.session.prompts import Prompts
 from bough.session.requests import Prompt, TextRequest
+from bough.session.vector_prompts import check_role, vector_prompt
 from bough.text.grammar_process import GrammarProcesses
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import EncodeLimit, Tokenizer
@@ -28,11 +30,14 @@ class RequestReader:
         card: Card | None = None,
         file_sampling: SamplingParams | None = None,
         compression: Compression | None = None,
+        vector_spec: VectorSpec | None = None,
     ):
+        """`vector_spec`: of a model that generates no text; None: it generates."""
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
         self.card = card
+        self.vector_spec = vector_spec
         self._file_sampling = file_sampling or SamplingParams()
         self._prompts = Prompts(tokenizer, template)
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
@@ -75,6 +80,9 @@ class RequestReader:
         request = self.prepare(request)
         prompt = request.encoded
         assert prompt is not None
+        if request.vector is not None:
+            self.limits.check(Request(prompt.ids, max_tokens=1))
+            return request
         if request.prefill_for_s is None:
             prompt = replace(prompt, grammar=self._prompts.grammar(request, prompt))
         output = self._prompts.output(request, prompt)
@@ -93,6 +101,10 @@ class RequestReader:
 
     def prepare(self, request: TextRequest) -> TextRequest:
         """Return the request with its encoded prompt, compressed if that is wanted."""
+        check_role(request, self.vector_spec)
+        if self.vector_spec is not None:
+            prompt = vector_prompt(request, self.vector_spec, self.tokenizer, self._limit(request))
+            return replace(request, encoded=prompt)
         if request.prefill_for_s is not None:
             return replace(request, encoded=self._beginning(request))
         return replace(request, encoded=self._compression.encode(request, self._limit(request)))

@@ -11,6 +11,7 @@ from bough.engine.stats import RequestStats
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.text.grammar import Grammar
 from bough.text.grammar_jobs import CompiledGrammar
+from bough.text.infill import Infill
 from bough.text.tools import Tool
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Grammar",
+    "Infill",
     "Progress",
     "Prompt",
     "Reasoning",
@@ -28,6 +30,8 @@ __all__ = [
     "ToolArguments",
     "ToolCall",
     "TreeStep",
+    "Vector",
+    "VectorOptions",
 ]
 
 
@@ -52,12 +56,23 @@ class CompressOptions:
     keep: tuple[str | int, ...] = ()  # texts, and numbers of messages, that are not left out
 
 
+@dataclass(frozen=True, slots=True)
+class VectorOptions:
+    """What is computed of a prompt alone: its vector, or how well it answers a query."""
+
+    query: str | None = None  # None: the vector is wanted
+    truncate: bool = False  # leave out the end of a prompt that is too long
+    dimensions: int | None = None  # of the vector, which is cut and normalised again; None: all
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
     """A request with exactly one of `messages` (rendered by the chat template) and `prompt` (raw)."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | list[int] | None = None
+    infill: Infill | None = None  # a gap after the prompt, which the answer fills
+    vector: VectorOptions | None = None  # nothing is generated
     tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the tool to call
     allowed_tools: frozenset[str] | None = None  # names that may be called; None: of all tools
@@ -136,6 +151,13 @@ class TreeStep:
     step_ms: float  # the whole step, the draft included
 
 
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """What was computed of a prompt: its pooled hidden state, or a relevance alone."""
+
+    values: Sequence[float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     reason: Literal["stop", "length", "tool_calls", "cancelled"]
@@ -145,4 +167,4 @@ class Finished:
     logprobs: list[TokenLogprob] | None = None  # one for each token, if requested
 
 
-SessionEvent = Progress | Reasoning | Text | ToolCall | ToolArguments | TreeStep | Finished
+SessionEvent = Progress | Reasoning | Text | ToolCall | ToolArguments | TreeStep | Vector | Finished
