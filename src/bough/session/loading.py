@@ -1,6 +1,5 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.runner import StepTimes
-from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import Card, recognise
+from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
@@ -54,15 +53,7 @@ from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
 
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
-# Our name of a sampling parameter, and the file's below general.sampling.
 _KERNELS = 2  # raised when a GPU's kernels give prompts other bits than those that wrote saved states
-_FILE_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 
 
 def load_session(
@@ -90,8 +81,7 @@ def load_session(
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
-        card = _card_of(file, spec)
-        file_sampling = sampling_of(file.metadata)
+        advice = recommended(_card_of(file, spec), file.metadata)
         phases.end("planning")
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
@@ -117,8 +107,7 @@ def load_session(
         tokenizer,
         template,
         plan,
-        card=card,
-        file_sampling=file_sampling,
+        recommended=advice,
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
@@ -171,8 +160,7 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
             tokenizer,
             template,
             limits,
-            card=_card_of(file, spec),
-            file_sampling=sampling_of(file.metadata),
+            recommended=recommended(_card_of(file, spec), file.metadata),
             compression=Compression(config.compress, scorer),
         )
 
@@ -333,16 +321,3 @@ def _prefix_cache(
     )
     files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
     return PrefixCacheConfig(budget, files, config.prefix_cache_exact)
-
-
-def sampling_of(metadata: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling that a file's metadata recommends, without values that make no sense."""
-    found: dict[str, Any] = {}
-    for field, key in _FILE_SAMPLING.items():
-        value = metadata.get(f"general.sampling.{key}")
-        with contextlib.suppress(UsageError, TypeError, ValueError):
-            if value is not None:
-                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
-                SamplingParams(**wanted)
-                found |= wanted
-    return SamplingParams(**found)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
-from bough.hub.catalog import Card
+from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.session.compression import Compression, PromptCompression
 from bough.session.output import OutputStream
 from bough.session.prompts import Prompts
@@ -23,15 +23,13 @@ class RequestReader:
         template: ChatTemplate,
         limits: Limits,
         *,
-        card: Card | None = None,
-        file_sampling: SamplingParams | None = None,
+        recommended: Recommended = NOTHING_KNOWN,
         compression: Compression | None = None,
     ):
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
-        self.card = card
-        self._file_sampling = file_sampling or SamplingParams()
+        self.recommended = recommended
         self._prompts = Prompts(tokenizer, template)
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
 
@@ -45,14 +43,8 @@ class RequestReader:
         return self.limits.max_ctx
 
     def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """Return the recommended sampling: the model card's, else the file's; greedy if neither has any.
-
-        thinking: whether the request thinks; None: as the model does by default.
-        """
-        if self.card is None or not self.card.sampling:
-            return self._file_sampling
-        thinks = self.card.thinking if thinking is None else thinking
-        return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
+        """Return the sampling recommended for a request that thinks; None: as the model does by default."""
+        return SamplingParams(**asdict(self.recommended.sampling(thinking)))
 
     @property
     def compresses(self) -> bool:

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from bough.engine.engine import Engine
 from bough.engine.events import Done, Event, Progress, Tokens, VerifiedTree
-from bough.engine.sampler import SamplingParams, TokenLogprob
+from bough.engine.sampler import TokenLogprob
 from bough.engine.sequence import Sequence
 from bough.engine.stats import RequestStats
 from bough.errors import Cancelled
-from bough.hub.catalog import Card
+from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.memory.planner import MemoryPlan
 from bough.session.compression import Compression
 from bough.session.output import OutputStream
@@ -42,8 +42,7 @@ class Session(RequestReader):
         template: ChatTemplate,
         plan: MemoryPlan,
         *,
-        card: Card | None = None,
-        file_sampling: SamplingParams | None = None,
+        recommended: Recommended = NOTHING_KNOWN,
         save_costs: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
     ):
@@ -51,8 +50,7 @@ class Session(RequestReader):
             tokenizer,
             template,
             engine.limits,
-            card=card,
-            file_sampling=file_sampling,
+            recommended=recommended,
             compression=compression,
         )
         self.engine = engine
