@@ -17,6 +17,7 @@ from bough.cli.loading import choose, engine_config, load, with_scorer
 from bough.cli.options import (
     COMPRESS,
     HARDWARE,
+    REASONING,
     AsJson,
     EngineOptions,
     KVCacheOptions,
@@ -133,7 +134,7 @@ class OutputOptions:
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE, *COMPRESS)),
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *REASONING, *HARDWARE, *COMPRESS)),
 ]
 
 

@@ -75,13 +75,13 @@ def load_session(
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
-        advice = recommended(_card_of(file, spec), file.metadata)
         phases.end("planning")
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
@@ -108,6 +108,7 @@ def load_session(
         template,
         plan,
         recommended=advice,
+        break_loops=config.break_loops,
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
@@ -154,13 +155,15 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
         return RequestReader(
             tokenizer,
             template,
             limits,
-            recommended=recommended(_card_of(file, spec), file.metadata),
+            recommended=advice,
+            break_loops=config.break_loops,
             compression=Compression(config.compress, scorer),
         )
 
@@ -207,7 +210,7 @@ def _target(
     )
 
 
-def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
+def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, ChatTemplate]:
     source = str(file.path)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
     if tokenizer.vocab_size != spec.vocab_size:
@@ -215,7 +218,7 @@ def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
             f"{file.path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
             f"needed {spec.vocab_size}, the rows of token_embd.weight"
         )
-    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source)
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
 
 
 def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:

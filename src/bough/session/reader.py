@@ -24,13 +24,14 @@ class RequestReader:
         limits: Limits,
         *,
         recommended: Recommended = NOTHING_KNOWN,
+        break_loops: bool = True,
         compression: Compression | None = None,
     ):
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
         self.recommended = recommended
-        self._prompts = Prompts(tokenizer, template)
+        self._prompts = Prompts(tokenizer, template, break_loops=break_loops)
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
 
     @property

@@ -16,6 +16,7 @@ from bough.errors import Cancelled
 from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.memory.planner import MemoryPlan
 from bough.session.compression import Compression
+from bough.session.constraint import TokenConstraint
 from bough.session.output import OutputStream
 from bough.session.reader import RequestReader
 from bough.session.requests import (
@@ -34,6 +35,9 @@ from bough.text.tokenizer import Tokenizer
 __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
 
 
+LOOPED = "The reasoning repeated itself and was ended there."
+
+
 class Session(RequestReader):
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Session(RequestReader):
         plan: MemoryPlan,
         *,
         recommended: Recommended = NOTHING_KNOWN,
+        break_loops: bool = True,
         save_costs: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
     ):
@@ -51,6 +56,7 @@ class Session(RequestReader):
             template,
             engine.limits,
             recommended=recommended,
+            break_loops=break_loops,
             compression=compression,
         )
         self.engine = engine
@@ -267,6 +273,10 @@ class TextGeneration(Generation):
         if stats.compression is not None and stats.compression.reason:
             stats.notes = [*stats.notes, f"The prompt was not compressed: {stats.compression.reason}."]
         stats.reasoning_tokens = min(self._output.reasoning_tokens, len(self._tokens))
+        constraint = self.sequence.request.constraint
+        if isinstance(constraint, TokenConstraint) and constraint.loops_ended:
+            stats.reasoning_loops = constraint.loops_ended
+            stats.notes = [*stats.notes, LOOPED]
         called = done.reason == "stop" and self._output.called
         return Finished(
             reason="tool_calls" if called else done.reason,
