@@ -199,7 +199,7 @@ class StartOptions:
 
 
 # For requests that do not say.
-ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES))]
+ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", "greedy", *FILTERS_AND_PENALTIES))]
 
 
 @dataclass(frozen=True, slots=True)

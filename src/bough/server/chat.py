@@ -29,7 +29,15 @@ from bough.session.worker import Job
 
 MAX_TEMPLATE_VALUES = 10_000  # some 25 us each
 # Template variables that other fields of the request set.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries", "continue_final")
+_RESERVED = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "thinking",
+    "effort",
+    "boundaries",
+    "continue_final",
+)
 
 
 def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
@@ -59,8 +67,7 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
         stop=options.stops(body.stop),
         stop_token_ids=ends.stop_token_ids,
         ignore_eos=ends.ignore_eos,
-        thinking=thinking.on,
-        thinking_budget=thinking.budget,
+        **thinking.fields(body.bough),
         grammar=grammar,
         continue_final=continues(body),
         template_options=template_options,
@@ -312,6 +319,7 @@ def usage_of(found: list[GeneratedOutput], copies: int) -> Object:
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
         "speculation": outputs.speculation(*stats),
+        **outputs.loops(*stats),
         **outputs.approximate(*stats),
         **outputs.reused(*stats),
         **outputs.compression(*prompts),

@@ -8,18 +8,9 @@ from typing import Any
 
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
-from bough.server.schemas import Object
-from bough.session.requests import CompressOptions, Grammar
+from bough.server.schemas import Extension, Object
+from bough.session.requests import EFFORTS, CompressOptions, Grammar
 
-# Reasoning budget in tokens; None: no limit.
-EFFORTS: Mapping[str, int | None] = {
-    "minimal": 512,
-    "low": 2048,
-    "medium": 8192,
-    "high": None,
-    "xhigh": None,
-    "max": None,
-}
 MAX_COUNT = 2**31 - 1  # of tokens; a larger number is no limit either
 MAX_BIAS = 100  # as OpenAI limits it
 MAX_STOP_IDS = 32
@@ -41,11 +32,25 @@ class Thinking:
 
     on: bool | None = None
     budget: int | None = None
+    effort: str | None = None
 
     def otherwise(self, other: "Thinking") -> "Thinking":
+        # An effort that is a number of tokens stands for a budget.
+        says = self.budget is not None or (self.effort is not None and EFFORTS[self.effort] is not None)
         return Thinking(
-            other.on if self.on is None else self.on, other.budget if self.budget is None else self.budget
+            other.on if self.on is None else self.on,
+            self.budget if says else other.budget,
+            self.effort or other.effort,
         )
+
+    def fields(self, extension: Extension | None = None) -> dict[str, Any]:
+        """Return the fields of a TextRequest."""
+        return {
+            "thinking": self.on,
+            "thinking_budget": self.budget,
+            "effort": self.effort,
+            "break_loops": extension is None or extension.break_loops,
+        }
 
 
 def sampling(
@@ -122,7 +127,7 @@ def effort(value: Any, field: str) -> Thinking:
         return Thinking(on=False)
     if not isinstance(value, str) or value not in EFFORTS:
         raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}", param=field)
-    return Thinking(True, EFFORTS[value])
+    return Thinking(True, effort=value)
 
 
 def thinking_switch(fields: Mapping[str, Any]) -> Thinking:

@@ -1,6 +1,5 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.runner import StepTimes
-from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import Card, recognise
+from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
@@ -57,14 +56,6 @@ from bough.text.tokenizer import Tokenizer
 
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
 _KERNELS = 2  # raised when kernels give prompts other bits than those that wrote saved states
-# Our name of a sampling parameter, and the file's below general.sampling.
-_FILE_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 
 
 def load_session(
@@ -88,14 +79,13 @@ def load_session(
         spec = ModelSpec.from_gguf(file)
         vector_spec = VectorSpec.from_gguf(file, spec.width)
         config = config if vector_spec is None else vector_config(config)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
-        card = _card_of(file, spec)
-        file_sampling = sampling_of(file.metadata)
         phases.end("planning")
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
@@ -122,8 +112,8 @@ def load_session(
         tokenizer,
         template,
         plan,
-        card=card,
-        file_sampling=file_sampling,
+        recommended=advice,
+        break_loops=config.break_loops,
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
@@ -172,14 +162,15 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
         return RequestReader(
             tokenizer,
             template,
             limits,
-            card=_card_of(file, spec),
-            file_sampling=sampling_of(file.metadata),
+            recommended=advice,
+            break_loops=config.break_loops,
             compression=Compression(config.compress, scorer),
             vector_spec=VectorSpec.from_gguf(file, spec.width),
         )
@@ -227,7 +218,7 @@ def _target(
     )
 
 
-def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
+def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, ChatTemplate]:
     source = str(file.path)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
     if tokenizer.vocab_size != spec.vocab_size:
@@ -235,7 +226,7 @@ def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
             f"{file.path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
             f"needed {spec.vocab_size}, the rows of token_embd.weight"
         )
-    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source)
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
 
 
 def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
@@ -345,16 +336,3 @@ def _prefix_cache(
     )
     files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
     return PrefixCacheConfig(budget, files, config.prefix_cache_exact)
-
-
-def sampling_of(metadata: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling that a file's metadata recommends, without values that make no sense."""
-    found: dict[str, Any] = {}
-    for field, key in _FILE_SAMPLING.items():
-        value = metadata.get(f"general.sampling.{key}")
-        with contextlib.suppress(UsageError, TypeError, ValueError):
-            if value is not None:
-                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
-                SamplingParams(**wanted)
-                found |= wanted
-    return SamplingParams(**found)

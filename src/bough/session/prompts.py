@@ -9,7 +9,7 @@ from bough.errors import UsageError
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.output import OutputStream
-from bough.session.requests import Prompt, TextRequest
+from bough.session.requests import EFFORTS, Prompt, TextRequest
 from bough.text.grammar import GrammarCompiler, Matcher
 from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
 from bough.text.infill import infill_prompt
@@ -26,8 +26,8 @@ GAP = "\n\n"  # as templates write it between reasoning and answer
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, break_loops: bool = True):
+        self._tokenizer, self._template, self._break_loops = tokenizer, template, break_loops
         self.grammars = Grammars(GrammarCompiler(tokenizer))
 
     def encode(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
@@ -43,6 +43,7 @@ class Prompts:
             thinking=request.thinking,
             boundaries=True,
             continue_final=request.continue_final,
+            effort=request.effort,
             **request.template_options,
         )
         if limit is not None:
@@ -64,6 +65,15 @@ class Prompts:
         length = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
         inside = {at: kind for at, kind in first.boundaries.items() if at < length}
         return replace(first, ids=first.ids[:length], boundaries=inside)
+
+    def _budget(self, request: TextRequest) -> int | None:
+        """Return the most tokens of reasoning; an effort is a number if the template has no word for it."""
+        budget, effort = request.thinking_budget, request.effort or self._template.default_effort
+        if budget is None and effort is not None and self._template.effort(effort) is None:
+            budget = EFFORTS[effort]
+        if budget is not None and budget < 0:
+            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
+        return budget
 
     def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
         if rendered.continued:
@@ -146,12 +156,11 @@ class Prompts:
         reasoning = prompt.reasoning
         if reasoning == "possible" and answer is not None and not request.thinking:
             reasoning = "none"  # the request asks for a grammar and not for reasoning
-        budget = request.thinking_budget if reasoning != "none" else None
-        if budget is not None and budget < 0:
-            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
-        if answer is None and call is None and budget is None:
-            return None
+        budget = self._budget(request) if reasoning != "none" else None
         end = token(END_THINK)
+        loops = self._break_loops and request.break_loops and reasoning != "none" and end is not None
+        if answer is None and call is None and budget is None and not loops:
+            return None
         if reasoning != "none" and end is None:
             raise UsageError(f"the model has no token {END_THINK}, so its reasoning cannot be limited")
         return TokenConstraint(
@@ -162,6 +171,7 @@ class Prompts:
                 begin_reasoning=token(THINK),
                 end_reasoning=end,
                 budget=budget,
+                break_loops=loops,
                 closing=[*self._tokenizer.encode(CLOSING), end] if end is not None else (),
                 gap=self._tokenizer.encode(GAP),
                 answer=answer,

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
-from bough.hub.catalog import Card
+from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
 from bough.session.output import OutputStream
@@ -27,8 +27,8 @@ class RequestReader:
         template: ChatTemplate,
         limits: Limits,
         *,
-        card: Card | None = None,
-        file_sampling: SamplingParams | None = None,
+        recommended: Recommended = NOTHING_KNOWN,
+        break_loops: bool = True,
         compression: Compression | None = None,
         vector_spec: VectorSpec | None = None,
     ):
@@ -36,10 +36,9 @@ class RequestReader:
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
-        self.card = card
         self.vector_spec = vector_spec
-        self._file_sampling = file_sampling or SamplingParams()
-        self._prompts = Prompts(tokenizer, template)
+        self.recommended = recommended
+        self._prompts = Prompts(tokenizer, template, break_loops=break_loops)
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
 
     @property
@@ -52,14 +51,8 @@ class RequestReader:
         return self.limits.max_ctx
 
     def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """Return the recommended sampling: the model card's, else the file's; greedy if neither has any.
-
-        thinking: whether the request thinks; None: as the model does by default.
-        """
-        if self.card is None or not self.card.sampling:
-            return self._file_sampling
-        thinks = self.card.thinking if thinking is None else thinking
-        return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
+        """Return the sampling recommended for a request that thinks; None: as the model does by default."""
+        return SamplingParams(**asdict(self.recommended.sampling(thinking)))
 
     @property
     def compresses(self) -> bool:

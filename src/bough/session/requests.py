@@ -35,6 +35,17 @@ __all__ = [
 ]
 
 
+# How much to reason, and the tokens of it where the chat template does not know the word; None: no limit.
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
@@ -84,6 +95,8 @@ class TextRequest:
     ignore_eos: bool = False  # the model's end tokens do not end the text
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
+    effort: str | None = None  # of reasoning, one of EFFORTS; None: as recommended for the model
+    break_loops: bool = True  # reasoning that repeats itself is ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained
     continue_final: bool = False  # the last message is the beginning of the answer
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables
