@@ -17,6 +17,7 @@ from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import Card, recognise
 from bough.kernels.native import INT8, INT16, Library
+from bough.kernels.runtime import backends
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
@@ -96,16 +97,19 @@ def load_session(
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
             mtp = _mtp(config, file, target, plan)
-            prefix_cache = _prefix_cache(config, file, plan, device)
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
             _empty_cache(device)
             drafter = _drafter(config, target, plan, costs, mtp)
             _empty_cache(device)
-            engine = build_engine(config, plan, target, drafter, prefix_cache)
             phases.end("reading")
             ahead.wait(compiling)
             phases.end("compiling")
+            ahead.check()
+            phases.end("checking")
+            # The bits of saved states depend on what computes.
+            prefix_cache = _prefix_cache(config, file, plan, device)
+            engine = build_engine(config, plan, target, drafter, prefix_cache)
     if device.type == "cuda" and graphs:
         engine.capture(warming)
         _empty_cache(device)
@@ -305,7 +309,7 @@ def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
 def _computing(plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
-        return f"{device_name(device)}, kernels {_KERNELS}"
+        return f"{device_name(device)}, kernels {_KERNELS}{backends.identity()}"
     return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
 
 

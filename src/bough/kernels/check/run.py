@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from bough.kernels.check.cases import Case, Outputs, Work
+from bough.kernels.runtime.backends import reason_of
 from bough.kernels.runtime.launches import Launched, Launches
 
 _REPEATS = 7
-_FLUSHED = (
-    1 << 30
-)  # bytes written between two runs: the kernel finds the L2 cache cold, and its launch queued
+_FLUSHED = 1 << 30  # bytes written between two runs: the L2 cache is cold, and the launch is queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,6 @@ def error_of(outputs: Outputs, expected: Outputs) -> float:
         size = numbers.norm().clamp(min=1e-30)
         errors.append(float((close - numbers).norm() / size) if same else math.inf)
     return max(errors)
-
-
-def reason_of(problem: BaseException) -> str:
-    """Return the line that says what went wrong."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    # A compiler's message begins with its options.
-    telling = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")[:200]
-    kind = type(problem).__name__
-    return telling if telling and kind in ("RuntimeError", "AcceleratorError") else f"{kind}: {telling}"
 
 
 def context_lost() -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from bough.config import kernel_choice
-from bough.errors import UsageError
+from bough.errors import ResourceError, UsageError
 from bough.kernels.runtime import device as cards
 
 Backend = Literal["cuda", "triton", "torch"]
@@ -44,6 +44,7 @@ OPERATIONS: Mapping[str, tuple[Backend, ...]] = {
 }
 
 _replaced: dict[str, Backend] = {}  # operations that a self-check moved from their first implementation
+_settled = False  # a model runs
 
 
 @cache
@@ -73,6 +74,11 @@ def runs(operation: str, backend: Backend, device: torch.device) -> bool:
 def replace(operation: str, backend: Backend) -> None:
     """Have another implementation compute an operation, before any model uses it."""
     assert backend in OPERATIONS[operation], (operation, backend)
+    if _settled:
+        raise ResourceError(
+            f"this model needs {operation} in {NAMES[backend]}, another model of this process does not",
+            "load it in a process of its own",
+        )
     _replaced[operation] = backend
 
 
@@ -82,10 +88,27 @@ def replaced() -> dict[str, Backend]:
     return {name: first for name, first in firsts.items() if first != OPERATIONS[name][0]}
 
 
+def settle() -> None:
+    """Note that a model runs: from now on nothing is replaced."""
+    global _settled
+    _settled = True
+
+
 def reset() -> None:
     """Forget all replacements, between tests."""
+    global _settled
+    _settled = False
     _replaced.clear()
     _usual.cache_clear()
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return the line that says why an implementation failed."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    # A compiler's message begins with its options.
+    telling = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")[:200]
+    kind = type(problem).__name__
+    return telling if telling and kind in ("RuntimeError", "AcceleratorError") else f"{kind}: {telling}"
 
 
 def identity() -> str:

@@ -68,6 +68,11 @@ class Module:
         self._most_shared[name] = max(shared, self._most_shared.get(name, 0))
         return Kernel(self, name, threads, shared, overlap)
 
+    @property
+    def names(self) -> str:
+        """The functions that have been asked for."""
+        return ", ".join(self._most_shared)
+
     def load(self) -> ctypes.c_void_p:
         """Build and load the code, unless that is done, and return its handle. Thread-safe."""
         with self._lock:
