@@ -148,6 +148,11 @@ def pretended_card() -> str | None:
     return os.environ.get("BOUGH_PRETEND_CARD") or None
 
 
+def kernel_choice() -> str:
+    """Return the first implementation of kernels that may run on a GPU: cuda, triton or torch."""
+    return os.environ.get("BOUGH_KERNELS", "").strip().lower() or "cuda"
+
+
 def environment() -> Environment:
     def switch(name: str) -> bool:
         return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")

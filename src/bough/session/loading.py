@@ -16,6 +16,7 @@ from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import Card, recognise
 from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
+from bough.kernels.runtime import backends
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
@@ -90,17 +91,20 @@ def load_session(
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
             mtp = _mtp(config, file, target, plan)
-            prefix_cache = _prefix_cache(config, file, plan, device)
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
             _empty_cache(device)
             drafter = _drafter(config, target, plan, costs, mtp)
             _empty_cache(device)
-            engine = build_engine(config, plan, target, drafter, prefix_cache)
-            vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
             phases.end("reading")
             ahead.wait(compiling)
             phases.end("compiling")
+            ahead.check()
+            phases.end("checking")
+            # The bits of saved states depend on what computes.
+            prefix_cache = _prefix_cache(config, file, plan, device)
+            engine = build_engine(config, plan, target, drafter, prefix_cache)
+            vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
         engine.capture(warming)
         _empty_cache(device)
@@ -304,7 +308,7 @@ def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
-        where = device_name(device)
+        where = f"{device_name(device)}{backends.identity()}"
     elif plan.estimate.native:
         where = f"CPU native {config.cpu_activations}"
     else:

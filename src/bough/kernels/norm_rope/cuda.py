@@ -11,7 +11,8 @@ from bough.kernels.quant_matmul import cuda as matmuls
 from bough.kernels.quant_matmul.partial_sums import PartialSums
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 from bough.kernels.runtime import sources
-from bough.kernels.runtime.device import card_of, usable
+from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.dry_run import cache_tensor
 from bough.kernels.runtime.nvrtc import compile_cubin
@@ -63,7 +64,8 @@ def takes(*operands: Tensor | PartialSums | None, head: int = 4) -> bool:
     few = given[0].numel() // width <= BUCKETS[-1]
     if not few or width % 4 or head > 128 or head & (head - 1) or width > 4 * _ITEMS[-1][1]:
         return False
-    return all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given) and usable(given[0].device)
+    plain = all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given)
+    return plain and runs("norms", "cuda", given[0].device)
 
 
 def _rows(x: Tensor) -> Tensor:
