@@ -116,27 +116,28 @@ static void enter() {
   resume(next_fiber());
 }
 
-// Runs a kernel of `threads` threads; shared memory holds NaN before each block.
+constexpr int GUARDED = 4096;  // bytes after a block's shared memory, which it must not write
+// Runs the blocks of a grid one after the other. Shared memory, `shared` bytes, holds NaN before each.
 template <class Kernel>
-void launch(int blocks, int threads, Kernel kernel) {
+void launch_grid(int columns, int rows, int threads, int shared, Kernel kernel) {
   static Kernel* current_kernel;
   current_kernel = &kernel;
   body = [] { (*current_kernel)(); };
-  gridDim.x = blocks, blockDim.x = threads;
+  gridDim.x = columns, gridDim.y = rows, blockDim.x = threads;
   while ((int)stacks.size() < threads) {
     void* stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) abort();
     stacks.push_back((char*)stack);
   }
-  for (int block = 0; block < blocks; block++) {
-    blockIdx.x = block;
-    memset(shared_memory, 0x7f, sizeof shared_memory);
-    fibers.clear();
-    fibers.resize(threads);
+  fibers.resize(threads);
+  const size_t used = shared + GUARDED < sizeof shared_memory ? shared + GUARDED : sizeof shared_memory;
+  for (int block = 0; block < columns * rows; block++) {
+    blockIdx.x = block % columns, blockIdx.y = block / columns;
+    memset(shared_memory, 0x7f, used);
     for (int thread = 0; thread < threads; thread++) {
       Fiber& fiber = fibers[thread];
       fiber.started = fiber.ended = false;
-      fiber.copies.resize(1);
+      fiber.copies.assign(1, {});
       getcontext(&fiber.start);
       fiber.start.uc_stack.ss_sp = stacks[thread];
       fiber.start.uc_stack.ss_size = STACK;
@@ -145,7 +146,13 @@ void launch(int blocks, int threads, Kernel kernel) {
     of_block = {threads}, alive = threads, idle = 0;
     for (int warp = 0; warp < 32; warp++) of_warps[warp] = {32}, named[warp % 16] = {};
     if (!_setjmp(launcher)) resume(step > 0 ? 0 : threads - 1);
+    for (size_t at = shared; at < used; at++)
+      if (shared_memory[at] != 0x7f) fprintf(stderr, "block %d wrote beyond shared memory, at %zu\n", block, at), abort();
   }
+}
+template <class Kernel>
+void launch(int blocks, int threads, Kernel kernel) {
+  launch_grid(blocks, 1, threads, sizeof shared_memory, kernel);
 }
 // Whether threads go on from the first to the last, or from the last to the first: a missing barrier shows in one of them.
 extern "C" void run_backwards(int backwards) { step = backwards ? -1 : 1; }

@@ -77,12 +77,9 @@ _WEIGHTS_BODIES = BODIES | {
 _WEIGHTS_RUN = """
 extern "C" void run(int grid, const u8* w, const float* row_scale, u8* codes, float* scales, int first_tile,
                     int tiles, int all_tiles, int depth, int padded, int tiled) {
-  for (int step = 0; step < depth; step++) {
-    blockIdx.y = step;
-    launch(grid, 256, [=] {
-      requantise(w, row_scale, codes, scales, first_tile, tiles, all_tiles, depth, padded, tiled);
-    });
-  }
+  launch_grid(grid, depth, 256, sizeof shared_memory, [=] {
+    requantise(w, row_scale, codes, scales, first_tile, tiles, all_tiles, depth, padded, tiled);
+  });
 }
 """
 

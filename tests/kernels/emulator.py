@@ -4,11 +4,17 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+
+from bough.kernels.runtime.device import Card
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++ or clang++")
@@ -94,6 +100,79 @@ def _compiled(text: str, folder: Path, name: str, macros: Mapping[str, int], opt
     done = subprocess.run([COMPILER, *options, str(path), "-o", str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:5000]
     return ctypes.CDLL(str(library))
+
+
+# Copies and launches, wherever they stand.
+_STATEMENTS = {
+    r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];": r"\1* \2 = (\1*)shared_memory;",
+    r'asm volatile\("cp.async.commit_group;"[^;]*\);': "commit_copies();",
+    r'asm volatile\("cp.async.wait_group (\d+);"[^;]*\);': r"wait_for_copies(\1);",
+    r'asm volatile\("griddepcontrol[^"]*"[^;]*\);': ";",
+}
+_SIGNATURE = re.compile(
+    r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)|OF_CLUSTER|\s)*(\w+)\(([^)]*)\) *\{'
+)
+_RUN = """
+extern "C" void run_%s(int columns, int rows, int threads, int shared, void** values) {
+  launch_grid(columns, rows, threads, shared, [=] { %s(%s); });
+}
+"""
+
+
+class EmulatedModule:
+    """Stands for `driver.Module`: its source is compiled for the CPU."""
+
+    def __init__(self, text: str, macros: Mapping[str, int], bodies: Mapping[str, str], folder: Path):
+        text = with_bodies(text, bodies)
+        for pattern, statement in _STATEMENTS.items():
+            text = re.sub(pattern, statement, text)
+        for name, parameters in _SIGNATURE.findall(text):
+            types = [parameter.strip().rpartition(" ")[0] for parameter in parameters.split(",")]
+            values = (f"*({type}*)values[{place}]" for place, type in enumerate(types))
+            text += _RUN % (name, name, ", ".join(values))
+        self.library = compiled(text, folder, f"module{len(_LIBRARIES)}", macros)
+
+    def kernel(
+        self, name: str, *, threads: int, shared: int = 0, overlap: bool = False
+    ) -> Callable[[tuple[int, int], Sequence[Any]], None]:
+        def launch(grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+            values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
+            addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+            getattr(self.library, f"run_{name}")(*grid, threads, shared, addresses)
+
+        return launch
+
+
+class Emulation:
+    """Has the CUDA kernels of a module of ours run on a CPU, as on a card, by their own launch code."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
+        self._patch, self._folder = patch, folder
+
+    def __call__(
+        self, module: ModuleType, card: Card, bodies: Mapping[str, str], *caches: Any, backwards: bool = False
+    ) -> None:
+        """`caches`: the cached functions of the module that hold kernels."""
+
+        def made(build: Callable[[], tuple[str, Mapping[str, int]]], _: torch.device) -> EmulatedModule:
+            emulated = EmulatedModule(*build(), bodies, self._folder)
+            emulated.library.run_backwards(int(backwards))
+            return emulated
+
+        def source_of(text: str, *, defines: Mapping[str, int], **_: Any) -> tuple[str, Mapping[str, int]]:
+            return text, defines
+
+        self._patch.setattr(module, "Module", made)
+        self._patch.setattr(module, "compile_cubin", source_of)
+        self._patch.setattr(module, "card_of", lambda _: card)
+        self._patch.setattr(module, "usable", lambda _: True)
+        for cached in caches:
+            self._patch.setattr(module, cached.__name__, cache(cached.__wrapped__))
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Emulation:
+    return Emulation(monkeypatch, tmp_path)
 
 
 def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
