@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
-from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
+from bough.config import EFFORTS, DraftConfig, EngineConfig, SpecConfig, environment
 from bough.engine import sampler
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
@@ -62,6 +62,8 @@ class ChatOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     system: str | None  # instructions before the messages
     thinking: bool | None  # reason first; None: as the model's template decides
+    effort: str | None  # of reasoning: minimal, low, medium, high, xhigh or max; None: as recommended
+    break_loops: bool  # end reasoning that repeats itself, which is the default
     tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
     tool_choice: str  # auto, none, required or the name of a tool
     schema: Schema | None  # the answer is JSON of this schema
@@ -311,6 +313,8 @@ class LLM:
         return replace(
             request,
             messages=[*before, *turns],
+            effort=_effort(options.get("effort")),
+            break_loops=options.get("break_loops", True),
             tools=options.get("tools"),
             tool_choice=options.get("tool_choice", "auto"),
             grammar=_grammar(options.get("schema"), options.get("regex")),
@@ -337,6 +341,12 @@ class LLM:
             max_tokens=max_tokens,
             stop=ends,
         )
+
+
+def _effort(word: str | None) -> str | None:
+    if word is not None and word not in EFFORTS:
+        raise UsageError(f"effort is {word!r}, needed one of {', '.join(EFFORTS)}", param="effort")
+    return word
 
 
 class Stream(Iterator[str]):

@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
+from bough.config import EFFORTS
 from bough.errors import UsageError
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.output import OutputStream
-from bough.session.requests import EFFORTS, Prompt, TextRequest
+from bough.session.requests import Prompt, TextRequest
 from bough.text.grammar import Grammar, GrammarCompiler, Matcher
 from bough.text.output import END_THINK, THINK, OutputParser
 from bough.text.stream import TextStream

@@ -167,7 +167,8 @@ class Chat:
         try:
             self.backend.check(self.settings)
         except UsageError as error:
-            self.settings = replace(self.settings, thinking=None, thinking_budget=None, draft_budget=None)
+            plain = {"thinking": None, "thinking_budget": None, "effort": None, "draft_budget": None}
+            self.settings = replace(self.settings, **plain)
             self.screen.notice(f"{error.message[0].upper()}{error.message[1:]}: set back to default.")
 
     def load(self, path: Path) -> None:

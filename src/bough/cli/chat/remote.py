@@ -153,6 +153,8 @@ class RemoteBackend:
             body["chat_template_kwargs"] = {"enable_thinking": settings.thinking}
         if settings.thinking_budget is not None:
             body["thinking_budget"] = settings.thinking_budget
+        if settings.effort is not None:
+            body["reasoning_effort"] = settings.effort
         return body
 
 
