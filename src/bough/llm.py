@@ -155,7 +155,7 @@ class LLM:
         )
         self.path, self.draft = target, found.path if found else None
         self.name = card.name if card else target.stem
-        self._show = progress
+        self._show, self._closed = progress, False
         counter = _Counter(f"Loading {target.name}", shown=progress)
         self._worker = EngineWorker(
             lambda read: load_session(target, config, progress=counter.update), max_queue=_MANY
@@ -174,8 +174,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        draft = f", draft={self.draft.name!r}" if self.draft is not None else ""
+        return f"<LLM {self.name}{draft}{', closed' if self._closed else ''}>"
+
     def close(self) -> None:
         """End running requests and free the model's memory."""
+        self._closed = True
         self._worker.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -283,6 +288,7 @@ class LLM:
     async def _events(
         self, request: TextRequest, collected: "_Collected", *, whole: bool = False
     ) -> AsyncIterator[str]:
+        self._check_open()
         job = self._worker.submit(request)
         try:
             async for batch in job.batches(whole=whole):
@@ -292,7 +298,12 @@ class LLM:
         finally:
             job.cancel()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the LLM {self.name} is closed", "make another one")
+
     def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
+        self._check_open()
         return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
 
     def _chat_request(
@@ -301,7 +312,7 @@ class LLM:
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             known = ", ".join(ChatOptions.__annotations__)
             raise UsageError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        turns = _turns(messages)
         system = options.get("system")
         before = [] if system is None else [{"role": "system", "content": system}]
         request = self._request(
@@ -341,6 +352,20 @@ class LLM:
             max_tokens=max_tokens,
             stop=ends,
         )
+
+
+def _turns(messages: Messages) -> list[Mapping[str, Any]]:
+    """Return messages in OpenAI's form."""
+    if isinstance(messages, str):
+        if not messages.strip():
+            raise UsageError("the message is empty", param="messages")
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) for each in messages):
+        raise UsageError(
+            f"messages is {messages!r}, needed a text, or a list of objects with role and content",
+            param="messages",
+        )
+    return list(messages)
 
 
 def _effort(word: str | None) -> str | None:

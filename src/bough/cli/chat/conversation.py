@@ -135,6 +135,7 @@ class Message:
 class Conversation:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    model: str = field(default="", compare=False)  # that wrote the replies, where a file says so
 
     def request(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's format."""
@@ -213,7 +214,9 @@ def load(path: Path) -> tuple[Conversation, Settings]:
             raise UsageError(f"system is {system!r}; needs a text")
         found = [_message(each, index) for index, each in enumerate(messages)]
         settings = given.get("settings", {})
-        return Conversation(system, found), Settings.from_dict(settings if isinstance(settings, dict) else {})
+        model = given["model"] if isinstance(given.get("model"), str) else ""
+        values = Settings.from_dict(settings if isinstance(settings, dict) else {})
+        return Conversation(system, found, model), values
     except UsageError as error:
         raise UsageError(f"{path} is damaged: {error.message}") from None
 

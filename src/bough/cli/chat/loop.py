@@ -284,6 +284,9 @@ class Chat:
         """Show the last exchange of a loaded conversation."""
         count = len(self.conversation.messages)
         self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
+        model = self.conversation.model
+        if model and model != self.backend.name:
+            self.screen.notice(f"They were written with {model}; {self.backend.name} goes on with them.")
         for message in self.conversation.messages[-2:] if self._terminal else ():
             with TerminalReply() as reply:
                 if message.role == "user":
