@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -50,9 +51,17 @@ def doctor(
         view.print_json({"ok": not broken, "checks": [asdict(check) for check in found]})
     else:
         view.checks([(check.status, check.name, check.detail, check.hint) for check in found])
-        view.plain(f"\n{len(broken)} broken: {', '.join(broken)}" if broken else "\nEverything works.")
+        view.plain(f"\n{_verdict(broken, [check.name for check in found if check.status == 'warn'])}")
     if broken:
         raise typer.Exit(BROKEN)
+
+
+def _verdict(broken: list[str], warned: list[str]) -> str:
+    if broken:
+        return f"{len(broken)} broken: {', '.join(broken)}"
+    if warned:
+        return f"Everything works, with {len(warned)} warning{'s' * (len(warned) > 1)}: {', '.join(warned)}."
+    return "Everything works."
 
 
 def system() -> Iterator[Check]:
@@ -181,7 +190,14 @@ def models() -> Iterator[Check]:
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     hint = "set HF_HOME to a folder on a larger disk" if free < LOW_DISK else ""
-    yield Check("disk", "warn" if hint else "ok", f"{view.amount(free)} free for the model cache", hint)
+    detail = f"{view.amount(free)} free for the model cache"
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        detail = f"{existing} cannot be written ({error.strerror}): no model can be fetched"
+        hint = hint or "set HF_HOME to a folder that may be written"
+    yield Check("disk", "warn" if hint else "ok", detail, hint)
     token = get_token()
     yield Check(
         "hub token",
