@@ -1,3 +1,4 @@
+import itertools
 import json
 from itertools import pairwise
 
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import BadGGUF, TemplateFailed, UsageError
-from bough.text.template import ChatTemplate
+from bough.text.template import FALLBACK, ChatTemplate
 from bough.text.tokenizer import Tokenizer
 from tests.text.templates import QWEN35, TURNS
 from tests.text.vocabulary import CONTROL, KEY, trained
@@ -141,6 +142,17 @@ def test_the_last_message_is_continued():
     for last in (asked, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}):
         with pytest.raises(UsageError, match="the last message has"):
             template.render([asked, last], continue_final=True)
+
+
+def test_a_past_answer_about_tags_is_whole():
+    for content, source in itertools.product(
+        ("The tag </think> ends it.", "thought\n</think>\n\nYes."), (TURNS, FALLBACK, QWEN35)
+    ):
+        turns = [ASK, {"role": "assistant", "content": content}, ASK]
+        text = ChatTemplate(source).render(turns).text
+        cut = source is QWEN35 and content.startswith("thought")  # its prompt begins the thought
+        assert (content in text) != cut
+        assert "thought" not in text or not cut
 
 
 def test_template_variables():
@@ -299,6 +311,7 @@ def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_conversation_is_rendered_at_most_twice(monkeypatch: pytest.MonkeyPatch):
     template = ChatTemplate.from_metadata(METADATA)
+    template.render([ASK])
     rendered: list[int] = []
     run = ChatTemplate._run
     monkeypatch.setattr(

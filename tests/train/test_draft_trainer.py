@@ -397,7 +397,7 @@ def test_a_training_script_that_was_stopped_says_so_by_its_exit_code(tiny_target
     prompts.write_text("".join(json.dumps({"prompt": f"the {i}"}) + "\n" for i in range(8)))
     job = ["--prompts", prompts, "-o", tmp_path / "draft", "--stop-after", 1e-9, "--steps", 2]
     flags = ["--layers", 1, "--seq", 32, "--n-gen", 12, "--batch", 4, "--anchors", 4, "--device", "cpu"]
-    command = [sys.executable, ROOT / "training/draft.py", tiny_target.path, *job, *flags]
+    command = [sys.executable, ROOT / "workshop/training/draft.py", tiny_target.path, *job, *flags]
     environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([str(each) for each in command], capture_output=True, text=True, env=environment)
     assert result.returncode == 3 and "continue with --resume" in result.stdout, result.stderr[-2000:]
@@ -410,7 +410,7 @@ def test_data_parallel_training_under_torchrun(tiny_target, tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     job = ["--prompts", prompts, "-o", tmp_path / "draft", "--steps", 2, "--batch", 4, "--anchors", 4]
     flags = ["--layers", 1, "--seq", 32, "--n-gen", 12, "--temperature", 0, "--device", "cpu"]
-    command = [sys.executable, *launch, ROOT / "training/draft.py", tiny_target.path, *job, *flags]
+    command = [sys.executable, *launch, ROOT / "workshop/training/draft.py", tiny_target.path, *job, *flags]
     result = subprocess.run(
         [str(each) for each in command],
         capture_output=True,

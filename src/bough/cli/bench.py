@@ -12,8 +12,6 @@ import typer
 
 from bough.cli import speculation, view
 from bough.cli.bench_run import (
-    COMPRESS,
-    COMPRESS_TEXTS,
     SHARE,
     STEP,
     BenchRun,
@@ -23,7 +21,7 @@ from bough.cli.bench_run import (
 )
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import held
-from bough.cli.loading import LoadingBar, choose, find
+from bough.cli.loading import LoadingBar, choose
 from bough.cli.options import (
     HARDWARE,
     EngineOptions,
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
-SUITES += (STEP, SHARE, COMPRESS)
+SUITES += (STEP, SHARE)
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
 Suites = Annotated[
@@ -56,8 +54,8 @@ Suites = Annotated[
     typer.Argument(
         metavar="SUITES",
         help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
-        "or step: where the time of a single step goes; or share: a page about this machine, ready for an "
-        "issue; or compress: what MODEL keeps as a scorer.",
+        "or step: where the time of a single step goes; or share: a page about this machine, "
+        "ready for an issue.",
     ),
 ]
 
@@ -94,7 +92,7 @@ class MeasureOptions:
         _measured(
             "--context",
             metavar="N[,N]",
-            help="In sweep: tokens before the prompt, 0,1k,4k; in compress: of a text, 4k.",
+            help="In sweep: tokens before the prompt, 0,1k,4k.",
         ),
     ] = None
     fixed: Annotated[
@@ -229,8 +227,6 @@ def bench(
         from bough.bench import plots
     if output.plot is not None:
         plots.require()
-    if chosen == [COMPRESS]:
-        return _compress(model, measured, grid, engine, output, screen)
     _check_predict(chosen, measured.predict)
     if chosen in ([STEP], [SHARE]):
         target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
@@ -383,44 +379,6 @@ def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: Out
     if parts := bench_step.part_lines(result):
         view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
     _written(result, output)
-
-
-def _compress(
-    model: str | None,
-    options: MeasureOptions,
-    grid: Grid,
-    engine: EngineOptions,
-    output: OutputOptions,
-    screen: view.Screen,
-) -> None:
-    """Measure and show which facts compression keeps with the attention of a model, and with other rules."""
-    from bough.bench import compress_run, machine
-    from bough.memory.device import pick_device
-
-    path = find(model, think=None, offline=engine.offline or environment().offline, screen=screen).path
-    device = pick_device(engine.device)
-    texts = options.prompts or COMPRESS_TEXTS
-    facts = {
-        "suites": COMPRESS,
-        "model": path.name,
-        "texts": texts,
-        "seed": options.seed,
-        "device": str(device),
-    }
-    head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
-    found: list[dict[str, Any]] = []
-    for length, rows in compress_run.run(path, grid.contexts, texts, device=device, seed=options.seed):
-        found += rows
-        columns, cells = compress_run.table(rows)
-        view.table(f"Facts kept of {length:,} tokens, {path.stem}", columns, cells, texts=("task",))
-        with output.path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(head | row)}\n" for row in rows)
-        if output.plot is not None:
-            output.plot.mkdir(parents=True, exist_ok=True)
-            compress_run.plot(rows, output.plot / f"compress-{length}.svg", f"{path.stem}, {length:,} tokens")
-    if output.json_file is not None:
-        output.json_file.write_text(json.dumps(head | {"rows": found}, indent=1), encoding="utf-8")
-    view.print_json(head | {"rows": found})
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def _as_ours(error: Exception) -> BoughError:
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or "can't allocate" in message
+        or "failed to map segment" in message  # of a library, under a limit of the address space
     ):
         first = message.splitlines()[0] if message else "an allocation failed"
         return ResourceError(

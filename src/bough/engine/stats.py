@@ -26,6 +26,7 @@ class RequestStats:
     cached_after_answer: bool = False
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
+    reasoning_loops: int = 0  # reasoning that was ended because it repeated itself
     steps: int = 0
     step_tokens: int = 0  # committed by steps; the first token comes from prefill and is not among them
     plain_steps: int = 0  # with a tree that was only its root
@@ -144,6 +145,7 @@ class RequestStats:
             "cached_after_answer": self.cached_after_answer,
             "generated_tokens": self.generated_tokens,
             "reasoning_tokens": self.reasoning_tokens,
+            "reasoning_loops": self.reasoning_loops,
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "acceptance_length": self.acceptance_length,

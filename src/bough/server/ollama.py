@@ -55,8 +55,7 @@ def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
         max_tokens=limit,
         sampling=options.sampling(service.defaults(thinking.on), given.__dict__),
         stop=options.stops(given.stop),
-        thinking=thinking.on,
-        thinking_budget=thinking.budget,
+        **thinking.fields(),
         grammar=_grammar(body.format),
         compress=options.compression({"compress": body.compress}),
     )
@@ -166,6 +165,7 @@ class OllamaWriter:
             "prompt_eval_duration": prompt,
             "eval_count": stats.generated_tokens,
             "eval_duration": decode,
+            **outputs.loops(stats),
             **outputs.approximate(stats),
             **outputs.compression(stats),
         }

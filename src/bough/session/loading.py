@@ -1,6 +1,5 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.runner import StepTimes
-from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import Card, recognise
+from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
+from bough.kernels.runtime import backends
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
@@ -56,15 +56,7 @@ from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
 
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
-# Our name of a sampling parameter, and the file's below general.sampling.
-_KERNELS = 2  # raised when a GPU's kernels give prompts other bits than those that wrote saved states
-_FILE_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
+_KERNELS = 2  # raised when kernels give prompts other bits than those that wrote saved states
 
 
 def load_session(
@@ -88,29 +80,31 @@ def load_session(
         spec = ModelSpec.from_gguf(file)
         vector_spec = VectorSpec.from_gguf(file, spec.width)
         config = config if vector_spec is None else vector_config(config)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
-        card = _card_of(file, spec)
-        file_sampling = sampling_of(file.metadata)
         phases.end("planning")
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
             mtp = _mtp(config, file, target, plan)
-            prefix_cache = _prefix_cache(config, file, plan, device)
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
             _empty_cache(device)
             drafter = _drafter(config, target, plan, costs, mtp)
             _empty_cache(device)
-            engine = build_engine(config, plan, target, drafter, prefix_cache)
-            vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
             phases.end("reading")
             ahead.wait(compiling)
             phases.end("compiling")
+            ahead.check()
+            phases.end("checking")
+            # The bits of saved states depend on what computes.
+            prefix_cache = _prefix_cache(config, file, plan, device)
+            engine = build_engine(config, plan, target, drafter, prefix_cache)
+            vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
         engine.capture(warming)
         _empty_cache(device)
@@ -122,8 +116,8 @@ def load_session(
         tokenizer,
         template,
         plan,
-        card=card,
-        file_sampling=file_sampling,
+        recommended=advice,
+        break_loops=config.break_loops,
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
@@ -172,14 +166,15 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
         return RequestReader(
             tokenizer,
             template,
             limits,
-            card=_card_of(file, spec),
-            file_sampling=sampling_of(file.metadata),
+            recommended=advice,
+            break_loops=config.break_loops,
             compression=Compression(config.compress, scorer),
             vector_spec=VectorSpec.from_gguf(file, spec.width),
         )
@@ -227,7 +222,7 @@ def _target(
     )
 
 
-def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
+def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, ChatTemplate]:
     source = str(file.path)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
     if tokenizer.vocab_size != spec.vocab_size:
@@ -235,7 +230,7 @@ def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
             f"{file.path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
             f"needed {spec.vocab_size}, the rows of token_embd.weight"
         )
-    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source)
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
 
 
 def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
@@ -310,11 +305,15 @@ def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
 
 
-def _computing(plan: MemoryPlan, device: torch.device) -> str:
+def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
-        return f"{device_name(device)}, kernels {_KERNELS}"
-    return "CPU native int16" if plan.estimate.native else f"CPU {compute_dtype(device.type)}"
+        where = f"{device_name(device)}{backends.identity()}"
+    elif plan.estimate.native:
+        where = f"CPU native {config.cpu_activations}"
+    else:
+        where = f"CPU {compute_dtype(device.type)}, weights {'expanded' if plan.expanded else 'packed'}"
+    return f"{where}, prefill {config.prefill}, kernels {_KERNELS}"
 
 
 def _prefix_cache(
@@ -333,7 +332,7 @@ def _prefix_cache(
         facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
         [*file.paths, *([draft.path] if draft else ())],
-        computing=_computing(plan, device) + (", prefill in int8" if config.prefill == "int8" else ""),
+        computing=_computing(config, plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,
         chunk=plan.prefill_chunk,
@@ -341,16 +340,3 @@ def _prefix_cache(
     )
     files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
     return PrefixCacheConfig(budget, files, config.prefix_cache_exact)
-
-
-def sampling_of(metadata: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling that a file's metadata recommends, without values that make no sense."""
-    found: dict[str, Any] = {}
-    for field, key in _FILE_SAMPLING.items():
-        value = metadata.get(f"general.sampling.{key}")
-        with contextlib.suppress(UsageError, TypeError, ValueError):
-            if value is not None:
-                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
-                SamplingParams(**wanted)
-                found |= wanted
-    return SamplingParams(**found)

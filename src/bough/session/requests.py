@@ -10,6 +10,7 @@ from bough.engine.sampler import SamplingParams, TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.text.grammar import Grammar
+from bough.text.grammar_jobs import CompiledGrammar
 from bough.text.infill import Infill
 from bough.text.tools import Tool
 
@@ -34,6 +35,17 @@ __all__ = [
 ]
 
 
+# How much to reason, and the tokens of it where the chat template does not know the word; None: no limit.
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
@@ -41,6 +53,7 @@ class Prompt:
     reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
     tools: list[Tool]  # the answer may call these
     compressed: Compressed | None = None  # what compression did; None: it was not asked for
+    grammar: CompiledGrammar | None = None  # of the answer or of calls, from `RequestReader.check`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,8 @@ class TextRequest:
     ignore_eos: bool = False  # the model's end tokens do not end the text
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
+    effort: str | None = None  # of reasoning, one of EFFORTS; None: as recommended for the model
+    break_loops: bool = True  # reasoning that repeats itself is ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained
     continue_final: bool = False  # the last message is the beginning of the answer
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables
@@ -94,6 +109,15 @@ class TextRequest:
     affinity: str = ""  # replicas of a model keep requests of one affinity together, for their prefix cache
     streamed: bool = True  # its events are used as they come, not only all at the end
     encoded: Prompt | None = None  # from `Session.check`
+
+    @property
+    def constrained(self) -> bool:
+        """Return whether a grammar may have to be compiled for it."""
+        if self.grammar is not None or self.allowed_tools is not None:
+            return True
+        functions = [tool.get("function", tool) for tool in self.tools or () if isinstance(tool, Mapping)]
+        strict = any(isinstance(each, Mapping) and each.get("strict") for each in functions)
+        return strict or self.tool_choice not in ("auto", "none")
 
 
 @dataclass(frozen=True, slots=True)

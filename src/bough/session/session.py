@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from bough.engine.engine import Engine
 from bough.engine.events import Done, Event, Progress, Tokens, VerifiedTree
-from bough.engine.sampler import SamplingParams, TokenLogprob
+from bough.engine.sampler import TokenLogprob
 from bough.engine.sequence import Sequence
 from bough.engine.stats import RequestStats
 from bough.errors import Cancelled
-from bough.hub.catalog import Card
+from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.memory.planner import MemoryPlan
 from bough.session.compression import Compression
+from bough.session.constraint import TokenConstraint
 from bough.session.output import OutputStream
 from bough.session.reader import RequestReader
 from bough.session.requests import (
@@ -35,6 +36,9 @@ from bough.text.tokenizer import Tokenizer
 __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
 
 
+LOOPED = "The reasoning repeated itself and was ended there."
+
+
 class Session(RequestReader):
     def __init__(
         self,
@@ -43,8 +47,8 @@ class Session(RequestReader):
         template: ChatTemplate,
         plan: MemoryPlan,
         *,
-        card: Card | None = None,
-        file_sampling: SamplingParams | None = None,
+        recommended: Recommended = NOTHING_KNOWN,
+        break_loops: bool = True,
         save_costs: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
     ):
@@ -52,8 +56,8 @@ class Session(RequestReader):
             tokenizer,
             template,
             engine.limits,
-            card=card,
-            file_sampling=file_sampling,
+            recommended=recommended,
+            break_loops=break_loops,
             compression=compression,
         )
         self.engine = engine
@@ -282,6 +286,10 @@ class TextGeneration(UnreadGeneration):
         if stats.compression is not None and stats.compression.reason:
             stats.notes = [*stats.notes, f"The prompt was not compressed: {stats.compression.reason}."]
         stats.reasoning_tokens = min(self._output.reasoning_tokens, len(self._tokens))
+        constraint = self.sequence.request.constraint
+        if isinstance(constraint, TokenConstraint) and constraint.loops_ended:
+            stats.reasoning_loops = constraint.loops_ended
+            stats.notes = [*stats.notes, LOOPED]
         called = done.reason == "stop" and self._output.called
         return Finished(
             reason="tool_calls" if called else done.reason,

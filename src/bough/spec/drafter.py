@@ -39,6 +39,10 @@ class Constraint(Protocol):
         """Return what may follow each row of a tree, a bit a token; None: any token."""
         ...
 
+    def idle(self, rows: int) -> bool:
+        """Return whether any token may follow each row of any tree with `rows` rows."""
+        ...
+
     def accept(self, tokens: Sequence[int]) -> int | None:
         """Advance over sampled tokens; a number: that many of them complete the output."""
         ...

@@ -13,7 +13,7 @@ from torch import Tensor
 from bough.kernels.quant_matmul.int8 import Int8Matrix
 from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
 from bough.kernels.quant_matmul.partial_sums import PartialSums
-from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, bucket_of, empty_rows
 from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from bough.kernels.quant_matmul.tuned import TunedFile
 from bough.kernels.runtime.device import Card, card_of, kind_of
@@ -34,9 +34,10 @@ _MIN_HALFWAY_STAGES = 3
 _MAX_GROUP = 4  # launches with the same x that may overlap
 # Position of a launch in a group of launches with the same x.
 _ALONE, _FIRST, _FOLLOWING = range(3)
-# Whether Hopper multiplies by warp-group mma, for any number of rows: their bits may be other ones. Off until
-# benchmarks/gpu/warp_group_matmul.py has measured it. To be changed here: other processes read it, too.
-GROUPED = False
+# From this bucket on Hopper multiplies by warp-group mma, with the same bits. Q4_K 34816 x 5120, H200, at 8,
+# 16, 24, 32, 48, 64 rows: single warps 29.3, 32.0, 36.1, 42.1, 53.0, 61.7 us, groups 30.0, 31.2, 33.5, 36.4,
+# 41.5, 47.6.
+GROUPED_FROM = 16
 EIGHT_ROWS = 128 >> 4  # from eight rows of x to the next in shared memory, for warp-group mma, in 16 bytes
 
 
@@ -56,9 +57,9 @@ def row_tiles(card: Card, tiling: Tiling) -> int:
     return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
 
 
-def grouped(card: Card) -> bool:
-    """Return whether warp-group mma multiply rows that are packed for them there."""
-    return GROUPED and card.arch == "sm_90"
+def grouped(card: Card, rows: int) -> bool:
+    """Return whether so many rows are packed for warp-group mma there."""
+    return card.arch == "sm_90" and (bucket_of(rows) or 0) >= GROUPED_FROM
 
 
 def stage_bytes(layout: Layout, bucket: int) -> int:
@@ -146,9 +147,7 @@ class Variant:
 
 
 @cache
-def variant(
-    layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool = False
-) -> Variant:
+def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool) -> Variant:
     card = card_of(device)
     macros = defines(card, layout, bucket, tiling, grouped=grouped)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
@@ -189,7 +188,10 @@ def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: to
         if stages(card, layout, bucket, tiling)
     ]
 
-    modules = [variant(*item, device, grouped=grouped(card)).matmul.module for item in wanted]
+    modules = [
+        variant(layout, bucket, tiling, device, grouped=grouped(card, bucket)).matmul.module
+        for layout, bucket, tiling in wanted
+    ]
     modules.append(_pack_rows_kernel(device).module)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(Module.load, modules))
@@ -217,7 +219,7 @@ def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
 
 def pack_rows(x: Tensor) -> PackedRows:
     rows, columns = x.shape
-    packed = empty_rows(rows, columns, x.device, grouped=grouped(card_of(x.device)))
+    packed = empty_rows(rows, columns, x.device, grouped=grouped(card_of(x.device), rows))
     group_stride, row_stride = packed.strides
     arguments = [
         x,
@@ -294,8 +296,8 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    tiling, own = tilings_of(out.device)[8], grouped(card_of(out.device))
-    variant(weight.layout, 8, tiling, out.device, grouped=own).expand(
+    tiling = tilings_of(out.device)[8]
+    variant(weight.layout, 8, tiling, out.device, grouped=False).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )

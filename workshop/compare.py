@@ -1,0 +1,153 @@
+"""Compares two versions of the source on one machine: step times, throughput, and whether text is the same.
+
+    python workshop/compare.py --before FOLDER --after src --data DATA --out compare.jsonl [--device cuda]
+        [--target T.gguf --draft D.gguf] [--prompts 10] [--n-gen 256] [--rounds 2] [--label NAME]
+        [--budget 23] [--sizes 1 8 24]
+
+FOLDER holds the package `bough` of the other version (`git worktree add ../before REF`: ../before/src).
+Every round runs before, after, after, before in processes of their own. DATA holds humaneval/test.jsonl.gz.
+Without --target the embedded pair is measured. Greedy and sampled text, plain and with trees, is compared
+token for token.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--after", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--n-gen", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--budget", type=int, default=23, help="nodes of a tree")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 24], help="rows of the timed steps")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--label", default="")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure(options)), flush=True)
+        return 0
+    return compare(options)
+
+
+def compare(options: argparse.Namespace) -> int:
+    arguments = [argument for argument in sys.argv[1:] if argument]
+    runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    for _ in range(options.rounds):
+        for version in ("before", "after", "after", "before"):
+            source = str(getattr(options, version).resolve())
+            begin = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, __file__, *arguments, "--worker"],
+                env={**os.environ, "PYTHONPATH": source},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            runs[version].append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{version}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    line = {"what": "compare", "label": options.label, "command": " ".join(sys.argv), **summary(runs)}
+    print(json.dumps(line, indent=1))
+    if options.out is not None:
+        with options.out.open("a") as file:
+            print(json.dumps(line), file=file)
+    return 0 if line["texts_differ"] == 0 else 1
+
+
+def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    texts = [run["texts"] for version in runs.values() for run in version]
+    differing = sum(any(other[index] != text for other in texts) for index, text in enumerate(texts[0]))
+    times = {}
+    for name in runs["before"][0]["times"]:
+        found = {version: [run["times"][name] for run in each] for version, each in runs.items()}
+        middle = {version: statistics.median(values) for version, values in found.items()}
+        times[name] = {**found, "after_over_before": round(middle["after"] / middle["before"], 4)}
+    facts = {key: runs["after"][0][key] for key in ("device", "torch", "graphs")}
+    count = sum(len(text) for text in texts[0])
+    return {**facts, "texts": len(texts[0]), "tokens": count, "texts_differ": differing, "times": times}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    import bough
+    from bough.config import DraftConfig, EngineConfig, SpecConfig
+    from bough.engine.sampler import SamplingParams
+
+    # Also runs on commits before the package was reshaped.
+    try:
+        from bough.bench.step import measure_steps
+        from bough.session.loading import load_session
+        from bough.session.requests import TextRequest
+    except ImportError:
+        from bough.bench_step import measure_steps  # ty: ignore
+        from bough.engine.session import Session, TextRequest  # ty: ignore
+
+        load_session = Session.load
+
+    pair = Path(str(bough.__file__)).parent / "pair"
+    draft = DraftConfig(options.draft or pair / "draft.gguf")
+    speculation = SpecConfig(budget=options.budget, adaptive=False)
+    config = EngineConfig(options.device, 4096, speculation=speculation, draft=draft, prefix_cache=0)
+    session = load_session(options.target or pair / "target.gguf", config)
+    times: dict[str, float] = {}
+    texts: list[list[int]] = []
+    prompts = read_prompts(options.data, options.prompts)
+    samplings = {"greedy": SamplingParams(seed=1), "sampled": SamplingParams(**SAMPLED, seed=2)}
+    for kind, sampling in samplings.items():
+        for name, budget in (("plain", 0), ("tree", None)):
+            seconds = tokens = steps = 0
+            for prompt in prompts * (3 if name == "tree" else 1):
+                request = TextRequest(
+                    messages=[{"role": "user", "content": prompt}],
+                    max_tokens=options.n_gen,
+                    sampling=sampling,
+                    draft_budget=budget,
+                )
+                finished: Any = list(session.generate(request))[-1]
+                texts.append(finished.tokens)
+                stats = finished.stats
+                if stats.generated_tokens > 1:
+                    seconds += (stats.generated_tokens - 1) / stats.decode_tok_s
+                    tokens, steps = tokens + stats.generated_tokens - 1, steps + stats.steps
+            times[f"{kind} {name}, ms per step"] = 1000 * seconds / steps
+            times[f"{kind} {name}, ms per token"] = 1000 * seconds / tokens
+    steps = measure_steps(session, context=256, repeats=options.repeats, sizes=options.sizes)
+    for row in steps["sizes"]:
+        for part in ("draft_ms", "verify_ms", "walk_ms", "step_ms"):
+            times[f"{row['rows']} rows, {part}"] = row[part]
+    return {
+        "times": times,
+        "texts": texts,
+        "device": steps["device"],
+        "graphs": steps["graphs"],
+        "torch": torch.__version__,
+    }
+
+
+def read_prompts(data: Path, count: int) -> list[str]:
+    with gzip.open(data / "humaneval" / "test.jsonl.gz", "rt") as file:
+        prompts = [json.loads(line)["prompt"] for line in file]
+    return prompts[:: max(1, len(prompts) // count)][:count]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

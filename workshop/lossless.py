@@ -1,0 +1,108 @@
+"""Compares the text of every proposer, alone and together, with plain decoding: token for token, on a CPU.
+
+    PYTHONPATH=src:. python workshop/lossless.py [--tokens 512] [--pair TARGET-MTP.gguf DRAFT]
+
+A tiny random target with an MTP block, and random drafts of every kind; five ways to sample. With --pair also
+a trained target with an MTP block and its draft, of whose trees much is accepted. Prints a JSON line for each
+proposer and appends it to benchmarks/results/lossless.jsonl; fails if one token differs.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bough.bench import machine
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.convert.tiny import make_tiny
+from bough.engine.engine import Engine, Request
+from bough.session.loading import load_session
+from tests.engine.driving import run
+from tests.engine.test_lossless import SAMPLINGS
+from tests.every_draft import PROPOSERS, EveryDraft
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/lossless.jsonl"
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
+Texts = dict[str, list[int]]
+
+
+def texts_of(engine: Engine, tokens: int) -> tuple[Texts, float]:
+    """Return the text of every sampling, and tokens a step."""
+    found, steps, committed = {}, 0, 0
+    for name, sampling in SAMPLINGS.items():
+        found[name], done = run(engine, Request(PROMPT, tokens, sampling))
+        steps, committed = steps + done.stats.steps, committed + done.stats.step_tokens
+    return found, committed / steps
+
+
+def compared(plain: Texts, texts: Texts) -> dict[str, Any]:
+    differing = [name for name in plain if plain[name] != texts[name]]
+    return {"tokens": sum(map(len, texts.values())), "texts": len(texts), "differing": differing}
+
+
+def tiny(tokens: int, budget: int, only: Sequence[str]) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="bough-lossless-") as folder:
+        target = make_tiny(Path(folder) / "target.gguf", layers=8, mtp=True, context=4096)
+        drafts = EveryDraft(target, Path(folder))
+        plain, _ = texts_of(drafts.plain().engine, tokens)
+        for proposers in only:
+            texts, acceptance = texts_of(drafts.session(proposers, budget=budget).engine, tokens)
+            facts = {"proposers": proposers, "acceptance": round(acceptance, 3)}
+            yield {"target": "tiny random qwen35", **facts, **compared(plain, texts)}
+
+
+def pair(target: Path, draft: Path, tokens: int, budget: int) -> Iterator[dict[str, Any]]:
+    def engine(speculation: SpecConfig | None, own: DraftConfig | None = None) -> Engine:
+        config = EngineConfig("cpu", 2048, speculation=speculation, draft=own, prefix_cache=0)
+        return load_session(target, config).engine
+
+    plain, _ = texts_of(engine(None), tokens)
+    for name, speculation, own in (
+        ("mtp", SpecConfig(budget, adaptive=False, lookup=False), None),
+        ("dflash", SpecConfig(budget, adaptive=False, lookup=False), DraftConfig(draft)),
+        ("dflash, mtp, lookup", SpecConfig(budget, adaptive=False, mtp="on"), DraftConfig(draft)),
+        ("dflash, mtp, lookup, adaptive", SpecConfig(budget, mtp="on"), DraftConfig(draft)),
+    ):
+        texts, acceptance = texts_of(engine(speculation, own), tokens)
+        facts = {"proposers": name, "acceptance": round(acceptance, 3)}
+        yield {"target": target.name, **facts, **compared(plain, texts)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--budget", type=int, default=22)
+    parser.add_argument(
+        "--only", nargs="*", choices=PROPOSERS, default=PROPOSERS, help="proposers of the tiny target"
+    )
+    parser.add_argument("--pair", type=Path, nargs=2, metavar=("TARGET", "DRAFT"))
+    options = parser.parse_args()
+    made = machine.head({}, shlex.join(["python", *sys.argv]))
+    head = {
+        "what": "lossless",
+        "device": "cpu",
+        **{name: made[name] for name in ("date", "commit", "command")},
+    }
+    lines, begin, failed = tiny(options.tokens, options.budget, list(options.only)), time.perf_counter(), 0
+    total = 0
+    with RESULTS.open("a") as log:
+        for source in (
+            lines,
+            *([pair(*options.pair, options.tokens, options.budget)] if options.pair else []),
+        ):
+            for line in source:
+                failed, total = failed + len(line["differing"]), total + line["tokens"]
+                text = json.dumps(head | line | {"seconds": round(time.perf_counter() - begin, 1)})
+                print(text, flush=True)
+                print(text, file=log, flush=True)
+    print("FAIL" if failed else "PASS", f"{total} tokens, {failed} texts differ", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

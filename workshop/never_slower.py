@@ -1,0 +1,137 @@
+"""Short answers in fresh processes, with the draft and without: is speculation ever slower?
+
+    python workshop/never_slower.py [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--out FILE]
+
+Each prompt is answered by `bough run --greedy` in a process of its own, with speculation and with --no-draft
+in turns; the best of the rounds counts, as other programs only make a run slower. Costs of steps are those
+that earlier processes left, as for a user: one answer that is not counted comes first. Texts must be equal.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bough.bench.machine import head
+
+# Code, sums, prose and small talk; the limits give answers of 10 to 200 tokens.
+PROMPTS = (
+    ("def fibonacci(n):", 200),
+    ("Write a Python function that returns the sum of squares of a list.", 200),
+    ("Write a Python function that counts the vowels in a string.", 200),
+    ("Write a Python function that says whether a number is prime.", 200),
+    ("Write a Python function that reverses a list.", 120),
+    ("Write a bubble sort in Python.", 200),
+    ("Write a Python function that merges two sorted lists.", 200),
+    ("Write a Python class for a stack with push and pop.", 200),
+    ("Write a Python function that removes duplicates from a list.", 60),
+    ("Write a Python function that returns the factorial of n.", 40),
+    ("Write a Python function that flattens a nested list.", 30),
+    ("Write a Python function that returns the larger of two numbers.", 20),
+    ("Write a Python function that converts Celsius to Fahrenheit.", 10),
+    ("Write a binary search in Python.", 200),
+    ("Write a Python function that checks whether a word is a palindrome.", 80),
+    ("Tom has 12 apples and gives away 5. How many are left?", 200),
+    ("A book costs 8 dollars and a pen 3. What do 2 books and 4 pens cost?", 200),
+    ("A train travels 60 miles an hour for 3 hours. How far does it go?", 120),
+    ("What is 17 + 26?", 60),
+    ("What is 9 times 8?", 30),
+    ("Anna reads 20 pages a day. How many days does she need for 300 pages?", 200),
+    ("There are 5 boxes with 12 eggs each. 7 eggs break. How many are left?", 100),
+    ("What is half of 90 plus 15?", 40),
+    ("A shirt of 40 dollars is 25% off. What does it cost?", 200),
+    ("Explain what a river is.", 200),
+    ("Explain why the sky is blue.", 120),
+    ("Tell me a story about a dog.", 200),
+    ("Tell me a story about a small boat.", 150),
+    ("Describe a garden in spring.", 80),
+    ("What is a computer?", 60),
+    ("Write a letter to a friend.", 200),
+    ("Name three animals.", 20),
+    ("Hello, how are you?", 30),
+    ("What is your name?", 10),
+    ("Good morning!", 20),
+    ("Give me advice for an exam.", 100),
+    ("What do you like to eat?", 40),
+    ("Why do people sleep?", 150),
+    ("Tell me a joke.", 60),
+    ("List the days of the week.", 50),
+)
+
+
+def answer(prompt: str, limit: int, flags: list[str]) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "bough",
+        "run",
+        "-p",
+        prompt,
+        "-n",
+        str(limit),
+        "--greedy",
+        "--json",
+        *flags,
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    return json.loads(run.stdout)
+
+
+def measure(prompt: str, limit: int, model: list[str], draft: list[str], rounds: int) -> dict[str, Any]:
+    """Return the best speeds of a prompt with speculation and plain."""
+    ways = {"trees": model + draft, "plain": [*model, "--no-draft"]}
+    answers = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, options in ways.items():
+            answers[way].append(answer(prompt, limit, options))
+    texts = {tuple(reply["tokens"]) for replies in answers.values() for reply in replies}
+    best = {
+        way: max(replies, key=lambda reply: reply["stats"]["decode_tok_s"])["stats"]
+        for way, replies in answers.items()
+    }
+    trees, plain = best["trees"]["decode_tok_s"], best["plain"]["decode_tok_s"]
+    return {
+        "prompt": prompt,
+        "tokens": best["trees"]["generated_tokens"],
+        "tokens_a_step": round(best["trees"]["acceptance_length"], 2),
+        "trees_tok_s": round(trees, 1),
+        "plain_tok_s": round(plain, 1),
+        "ratio": round(trees / plain, 3),
+        "same_text": len(texts) == 1,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", help="the embedded pair unless told")
+    parser.add_argument("--draft")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    model = [options.model] if options.model else []
+    draft = ["--draft", options.draft] if options.draft else []
+    answer(PROMPTS[0][0], 64, model + draft)
+    rows = []
+    for prompt, limit in PROMPTS[:: max(1, len(PROMPTS) // options.prompts)]:
+        row = measure(prompt, limit, model, draft, options.rounds)
+        rows.append(row)
+        print(*(f"{value}" for value in row.values()), sep="\t", flush=True)
+    slow = [row for row in rows if row["ratio"] < 0.97]
+    same = all(row["same_text"] for row in rows)
+    print(f"{len(rows)} prompts, {len(slow)} below 0.97 of plain, texts {'equal' if same else 'DIFFER'}")
+    if options.out:
+        settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str)}
+        with options.out.open("a") as file:
+            for row in rows:
+                print(
+                    json.dumps({**head(settings, " ".join(sys.argv)), "what": "never_slower", **row}),
+                    file=file,
+                )
+    return int(bool(slow) or not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
