@@ -226,11 +226,13 @@ def _vectors(app: FastAPI, models: Models) -> None:
     @_post(app, "/api/embeddings", "Ollama")
     async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """Return one vector, which is not normalised: Ollama's old route."""
+        if not body.prompt:
+            return JSONResponse({"embedding": []})
         async with models.use(request, body.model) as service:
             writer = vectors.VectorWriter(service, OllamaEmbedBody(model=body.model))
             requests = vectors.embedding_requests(body.prompt)
             await service.respond(request, requests, writer, stream=False)
-            return JSONResponse({"embedding": writer.vectors[0]})
+            return JSONResponse({"embedding": writer.vectors.get(0, ())})
 
 
 def _prefill(app: FastAPI, models: Models) -> None:
