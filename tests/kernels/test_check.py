@@ -73,7 +73,7 @@ def launched(
 
 
 def test_no_kernel_is_missing_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a launch in bough.kernels names runs in some case: in CUDA C++, or where Triton replaces it."""
+    """All that a launch in this package names runs in some case: in CUDA C++, or where Triton replaces it."""
     ours, usual = launched(monkeypatch, "cuda")
     none, replacing = launched(monkeypatch, "triton")
     assert len(cuda_entries()) == 10 and cuda_entries() == ours
@@ -184,9 +184,7 @@ def test_the_last_implementation_is_pytorch(tmp_path: Path) -> None:
     decide(Verdict.load(path), [Fault("wrong numbers", "tree attention", ("cuda", "triton")).case])
     assert backends.replaced() == {"tree attention": "torch"}
     broken = Fault("wrong numbers", "matmul", ("cuda", "triton"))
-    with pytest.raises(
-        ResourceError, match="matmul does not work on this GPU in Triton, the last implementa"
-    ):
+    with pytest.raises(ResourceError, match="matmul does not work on this GPU in Triton, the last impl"):
         decide(Verdict.load(tmp_path / "y.checked"), [broken.case])
 
 
