@@ -64,7 +64,7 @@ def main(fault: str, folder: str) -> None:
     answer = generate(session, "def fibonacci(n):", max_tokens=64)
     report = {
         "fault": fault,
-        "text": answer.text,
+        "text": session.tokenizer.decode(answer.tokens),
         "captured": session.engine.runner.captured,
         "load_s": round(loaded, 2),
         "phases": {name: round(value, 2) for name, value in session.load_seconds.items()},
