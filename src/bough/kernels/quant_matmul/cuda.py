@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -48,21 +48,8 @@ def tilings_of(device: torch.device) -> dict[int, Tiling]:
 
 
 def resident_blocks(card: Card) -> int:
-    """Return how many blocks an SM holds at a time, where their rings fit."""
-    return 1 if _small(card) and card.bulk_copies else 2
-
-
-def _small(card: Card) -> bool:
-    return card.shared_per_processor < 160 * 1024
-
-
-def stage_layout(card: Card, layout: Layout) -> Layout:
-    """Return the layout with the columns of a stage: half of a tile's where two blocks would not fit an SM.
-
-    Bulk copies are of whole tiles.
-    """
-    halved = layout.unit == COLUMN_BLOCK and _small(card) and not card.bulk_copies
-    return replace(layout, unit=COLUMN_BLOCK // 2) if halved else layout
+    """Return how many blocks an SM holds at a time, for any number of rows."""
+    return 2 if card.shared_per_processor >= 160 * 1024 else 1
 
 
 def row_tiles(card: Card, tiling: Tiling) -> int:
@@ -75,9 +62,8 @@ def grouped(card: Card, rows: int) -> bool:
     return card.arch == "sm_90" and (bucket_of(rows) or 0) >= GROUPED_FROM
 
 
-def stage_bytes(card: Card, layout: Layout, bucket: int) -> int:
-    stage = stage_layout(card, layout)
-    return _BLOCK_TILES * stage.tile_bytes + 2 * stage.unit * bucket
+def stage_bytes(layout: Layout, bucket: int) -> int:
+    return _BLOCK_TILES * layout.tile_bytes + 2 * layout.unit * bucket
 
 
 def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
@@ -85,12 +71,12 @@ def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
 
     Whether it is 0 does not depend on the tiling.
     """
-    size = stage_bytes(card, layout, bucket)
+    size = stage_bytes(layout, bucket)
     share = card.shared_per_processor // resident_blocks(card) - _RESERVED
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
         count = (card.shared_per_block - _STATIC) // size
-    most = tiling.stages + (stage_layout(card, layout).unit < COLUMN_BLOCK)
+    most = tiling.stages + (layout.unit < COLUMN_BLOCK)
     return min(count, most) if count >= 2 else 0
 
 
@@ -121,9 +107,7 @@ def defines(
 ) -> dict[str, int]:
     """Return the macros of tiles.cu for one variant."""
     depth = stages(card, layout, bucket, tiling)
-    stage = stage_layout(card, layout)
-    macros = layout_defines(stage) | {
-        "HALVES": layout.unit // stage.unit,
+    macros = layout_defines(layout) | {
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
@@ -159,7 +143,7 @@ def rows_source() -> str:
 @dataclass(frozen=True, slots=True)
 class Variant:
     matmul: Kernel
-    expand: Kernel | None  # None: a variant that reads half tiles
+    expand: Kernel
 
 
 @cache
@@ -174,23 +158,11 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *
         module.kernel(
             "matmul",
             threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
-            shared=macros["STAGES"] * stage_bytes(card, layout, bucket),
+            shared=macros["STAGES"] * stage_bytes(layout, bucket),
             overlap=card.pdl,
         ),
-        None if macros["HALVES"] > 1 else module.kernel("expand", threads=256),
+        module.kernel("expand", threads=256),
     )
-
-
-@cache
-def _expand_kernel(layout: Layout, device: torch.device) -> Kernel:
-    """Return the kernel of a variant that is there anyway, else one of its own."""
-    card, tiling = card_of(device), tilings_of(device)[8]
-    expand = variant(layout, 8, tiling, device, grouped=False).expand
-    if expand is not None:
-        return expand
-    macros = defines(card, layout, 8, tiling) | layout_defines(layout) | {"HALVES": 1}
-    build = partial(compile_cubin, matmul_source(), defines=macros, arch=card.target)
-    return Module(build, device).kernel("expand", threads=256)
 
 
 @cache
@@ -324,7 +296,8 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    _expand_kernel(weight.layout, out.device)(
+    tiling = tilings_of(out.device)[8]
+    variant(weight.layout, 8, tiling, out.device, grouped=False).expand(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )
