@@ -243,6 +243,13 @@ static float half(unsigned bits) { return (float)bits_as<_Float16>((uint16_t)bit
 static unsigned two_halves(float low, float high) {
   return bits_as<uint16_t>((_Float16)low) | (unsigned)bits_as<uint16_t>((_Float16)high) << 16;
 }
+static unsigned two_bfloats(float low, float high) {
+  const auto rounded = [](float x) {
+    const unsigned bits = bits_as<unsigned>(x);
+    return x != x ? 0x7fffu : bits + 0x7fff + (bits >> 16 & 1) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
+}
 // One rounding, as fma.rn.f16x2: a product of two halves and a sum are exact in double.
 static unsigned fma_halves(unsigned a, unsigned b, unsigned c) {
   unsigned result = 0;
@@ -287,6 +294,26 @@ void warp_mma(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
       sum += (double)of_fragment(fragments[warp], row, k, BFLOAT) * number<BFLOAT>(y);
     }
     sums[e] += (float)sum;
+  }
+  __syncwarp();
+}
+// wgmma.m64nNk16 of one of the group's warps, which has 16 rows: the second operand, [N][16], is found by the low half of
+// its descriptor, in rows of 128 bytes and the 128-byte swizzle: address bits 4 to 6 are those of the row in eight.
+template <int COLUMNS, bool BFLOAT>
+void group_mma(float* sums, const unsigned* a, unsigned descriptor, int more) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  memcpy(fragments[warp][lane], a, 16);
+  __syncwarp();
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    const int row = lane / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 16; k++) {
+      const unsigned at = ((descriptor & 0x3fff) << 4) + column * 128 + k * 2;
+      uint16_t y;
+      memcpy(&y, shared_memory + (at ^ (at >> 7 & 7) << 4), 2);
+      sum += (double)of_fragment(fragments[warp], row, k, BFLOAT) * number<BFLOAT>(y);
+    }
+    sums[i] = (more ? sums[i] : 0) + (float)sum;
   }
   __syncwarp();
 }
