@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <vector>
+#include <csignal>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -63,6 +64,14 @@ static std::vector<char*> stacks;
 static void (*body)();
 static jmp_buf launcher;
 static int current, alive, step = 1, idle;
+static char failure[200];  // of a kernel; empty: none
+
+// Ends the kernel.
+[[noreturn]] static void fail(const char* what) {
+  snprintf(failure, sizeof failure, "block %u, %u, thread %d: %s", blockIdx.x, blockIdx.y, current, what);
+  _longjmp(launcher, 1);
+}
+static void on_signal(int) { fail("it accessed memory that is not there"); }
 
 static void resume(int fiber) {
   current = fiber;
@@ -80,10 +89,7 @@ static int next_fiber() {
 }
 // Lets the other fibers go on.
 __attribute__((noinline)) static void yield() {
-  if (++idle > 4 * (int)fibers.size()) {
-    fprintf(stderr, "block %u: %d threads wait for others that never come\n", blockIdx.x, alive);
-    abort();
-  }
+  if (++idle > 4 * (int)fibers.size()) fail("it waits, as all others do, for threads that never come");
   const int self = current;
   if (!_setjmp(fibers[self].place)) resume(next_fiber());
   asm volatile("" ::: "memory");
@@ -130,8 +136,13 @@ void launch_grid(int columns, int rows, int threads, int shared, Kernel kernel) 
     stacks.push_back((char*)stack);
   }
   fibers.resize(threads);
+  failure[0] = 0;
+  struct sigaction previous, own = {};
+  own.sa_handler = on_signal;
+  own.sa_flags = SA_NODEFER;
+  sigaction(SIGSEGV, &own, &previous);
   const size_t used = shared + GUARDED < sizeof shared_memory ? shared + GUARDED : sizeof shared_memory;
-  for (int block = 0; block < columns * rows; block++) {
+  for (int block = 0; block < columns * rows && !failure[0]; block++) {
     blockIdx.x = block % columns, blockIdx.y = block / columns;
     memset(shared_memory, 0x7f, used);
     for (int thread = 0; thread < threads; thread++) {
@@ -146,14 +157,17 @@ void launch_grid(int columns, int rows, int threads, int shared, Kernel kernel) 
     of_block = {threads}, alive = threads, idle = 0;
     for (int warp = 0; warp < 32; warp++) of_warps[warp] = {32}, named[warp % 16] = {};
     if (!_setjmp(launcher)) resume(step > 0 ? 0 : threads - 1);
-    for (size_t at = shared; at < used; at++)
-      if (shared_memory[at] != 0x7f) fprintf(stderr, "block %d wrote beyond shared memory, at %zu\n", block, at), abort();
+    for (size_t at = shared; at < used && !failure[0]; at++)
+      if (shared_memory[at] != 0x7f) snprintf(failure, sizeof failure, "block %d wrote shared memory that it does not have", block);
   }
+  sigaction(SIGSEGV, &previous, nullptr);
 }
 template <class Kernel>
 void launch(int blocks, int threads, Kernel kernel) {
   launch_grid(blocks, 1, threads, sizeof shared_memory, kernel);
+  if (failure[0]) fprintf(stderr, "%s\n", failure), abort();
 }
+extern "C" const char* failed() { return failure; }
 // Whether threads go on from the first to the last, or from the last to the first: a missing barrier shows in one of them.
 extern "C" void run_backwards(int backwards) { step = backwards ? -1 : 1; }
 

@@ -144,6 +144,9 @@ class EmulatedModule:
             values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
             addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
             getattr(self.library, f"run_{name}")(*grid, threads, shared, addresses)
+            self.library.failed.restype = ctypes.c_char_p
+            failure = self.library.failed().decode()
+            assert not failure, f"{name}, {failure}"
 
         return launch
 
