@@ -11,6 +11,16 @@ from typing import Literal, Self
 from bough.errors import UsageError
 from bough.startup import FUSION, SPIN
 
+# How much to reason, and the tokens of it where the chat template does not know the word; None: no limit.
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:

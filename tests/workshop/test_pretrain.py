@@ -66,7 +66,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def test_rows_lie_in_their_parts_by_weight_and_start_where_asked(work: Path) -> None:
-    import streams
+    from workshop.training import streams
 
     end = streams.document_end(work)
     parts = streams.read_parts(work)
@@ -85,7 +85,7 @@ def test_rows_lie_in_their_parts_by_weight_and_start_where_asked(work: Path) -> 
 
 
 def test_masks_belong_to_the_labels(work: Path) -> None:
-    import streams
+    from workshop.training import streams
 
     part = streams.read_instructions(work)
     cut = streams.Streams([part], seq=64, document_end=streams.document_end(work), device=torch.device("cpu"))

@@ -19,7 +19,7 @@ from bough.cli.command import Command
 from bough.cli.completion import model_names
 from bough.cli.values import device as device_name
 from bough.cli.values import kept, memory, memory_or_none, size
-from bough.config import CompressConfig, EngineConfig
+from bough.config import EFFORTS, CompressConfig, EngineConfig
 from bough.errors import UsageError
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`bough list`), or USER/REPO[:QUANT]"
@@ -280,13 +280,7 @@ class KVCacheOptions:
     ] = None
 
 
-class Effort(StrEnum):
-    minimal = "minimal"
-    low = "low"
-    medium = "medium"
-    high = "high"
-    xhigh = "xhigh"
-    max = "max"
+Effort = StrEnum("Effort", [(word, word) for word in EFFORTS])
 
 
 class Compress(StrEnum):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bough.cli.chat.conversation import Conversation, Settings
     from bough.session.session import Finished, Session, TextRequest
 
+BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
 CHAT_HINT = "bough chat MODEL, or a terminal, starts a conversation"
 _prompt, _output = panel("Prompt"), panel("Output")
 
@@ -266,9 +267,12 @@ def _content(file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        return file.read_text(encoding="utf-8", errors="replace").strip("\n")
+        content = file.read_bytes()
     except OSError as error:
         raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
+    if b"\0" in content[:BEGINNING]:
+        raise UsageError(f"--file {file} is not a text: there are zero bytes at its beginning")
+    return content.decode(errors="replace").replace("\r\n", "\n").strip("\n")
 
 
 def _check_sampling(sampling: SamplingOptions, screen: view.Screen) -> None:

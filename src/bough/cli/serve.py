@@ -428,4 +428,5 @@ def _served(choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
         lambda session: model_facts(session, path, choice.engine),
         frozenset(filter(None, (choice.given, path.name, path.stem))),
         path.stat().st_size,
+        path,
     )

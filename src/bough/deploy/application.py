@@ -95,7 +95,8 @@ def served(settings: Settings, made: ReplicaWorker) -> ServedModel:
 
     path = settings.path
     aliases = frozenset((path.name, path.stem))
-    return ServedModel(settings.model_name, load, lambda _reader: made.facts(), aliases, path.stat().st_size)
+    size = path.stat().st_size
+    return ServedModel(settings.model_name, load, lambda _reader: made.facts(), aliases, size, path)
 
 
 def worker(

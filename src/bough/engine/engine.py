@@ -785,7 +785,8 @@ class Engine:
 
     def _done(self, sequence: Sequence) -> Done:
         assert sequence.reason is not None
-        sequence.stats.notes = self.drafter.warnings()
+        sequence.stats.notes = self.drafter.warnings(sequence.slot)
+        sequence.stats.shares = self.drafter.shares(sequence.slot)
         return Done(sequence.reason, sequence.stats)
 
     def _cache_prefix(self, sequence: Sequence, tokens: list[int], kind: SnapshotKind, slot: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -34,6 +35,7 @@ class ServedModel:
     facts: Facts = lambda session: {}
     aliases: frozenset[str] = frozenset()  # what else it is called: the file, the repository
     size: int = 0  # bytes of its file
+    path: Path | None = None  # of its file
 
 
 @dataclass(slots=True, eq=False)

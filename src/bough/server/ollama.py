@@ -10,6 +10,7 @@ from typing import Any
 import bough
 from bough.errors import UsageError
 from bough.server import chat, options, outputs
+from bough.server.facts import FileFacts, file_facts
 from bough.server.failures import Failure
 from bough.server.models import Models, Resident, ServedModel
 from bough.server.options import Thinking
@@ -215,7 +216,7 @@ class About:
             "modelfile": f"FROM {model.name}\n",
             "parameters": "",
             "template": "",
-            "details": _details(family),
+            "details": _details(model),
             "model_info": {},
             "capabilities": abilities,
             "modified_at": self.started,
@@ -230,7 +231,7 @@ class About:
             "modified_at": self.started,
             "size": model.size,
             "digest": hashlib.sha256(f"{bough.__version__} {name}".encode()).hexdigest(),
-            "details": _details(_facts(resident).get("architecture", "")),
+            "details": _details(model),
         }
 
     def _loaded(self, resident: Resident) -> Object:
@@ -261,14 +262,15 @@ def _facts(resident: Resident | None) -> Mapping[str, Any]:
     return resident.service.facts()
 
 
-def _details(family: str) -> Object:
+def _details(model: ServedModel) -> Object:
+    file = file_facts(model.path) if model.path is not None else FileFacts()
     return {
         "parent_model": "",
         "format": "gguf",
-        "family": family,
-        "families": [family],
-        "parameter_size": "",
-        "quantization_level": "",
+        "family": file.architecture,
+        "families": [file.architecture],
+        "parameter_size": file.parameter_size,
+        "quantization_level": file.quantisation,
     }
 
 

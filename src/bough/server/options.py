@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bough.config import EFFORTS
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.server.schemas import Extension, Object
-from bough.session.requests import EFFORTS, CompressOptions, Grammar
+from bough.session.requests import CompressOptions, Grammar
 
 MAX_COUNT = 2**31 - 1  # of tokens; a larger number is no limit either
 MAX_BIAS = 100  # as OpenAI limits it

@@ -46,7 +46,7 @@ class TokenConstraint:
     """The constraint of one request; only `accept` changes its state."""
 
     def __init__(self, spec: ConstraintSpec):
-        self._spec = spec
+        self.spec = spec
         self._loops = LoopFinder() if spec.break_loops else None
         self.loops_ended = 0
         begun = {"open": _State("reasoning", limit=spec.budget), "possible": _State("start")}
@@ -73,7 +73,7 @@ class TokenConstraint:
 
     def idle(self, rows: int) -> bool:
         """Return whether any token may follow each row of any tree with `rows` rows."""
-        spec, state = self._spec, self._state
+        spec, state = self.spec, self._state
         if spec.answer is not None or spec.call is not None or state.phase not in ("start", "reasoning"):
             return state.phase == "free" and spec.call is None
         limit = state.limit if state.phase == "reasoning" else spec.budget
@@ -114,7 +114,7 @@ class TokenConstraint:
         return found
 
     def _forced_in(self, state: _State) -> list[int]:
-        spec = self._spec
+        spec = self.spec
         if state.phase == "reasoning" and state.limit is not None and state.count >= state.limit:
             return list(spec.closing[state.count - state.limit :])
         if state.phase == "gap":
@@ -122,7 +122,7 @@ class TokenConstraint:
         return state.matcher.forced() if state.matcher is not None else []
 
     def _mask(self, state: _State) -> Mask | None:
-        spec = self._spec
+        spec = self.spec
         if state.phase == "start":
             if spec.answer is None:
                 return None
@@ -138,22 +138,22 @@ class TokenConstraint:
         return state.matcher.mask() if state.matcher is not None else None
 
     def _only(self, *tokens: int) -> Mask:
-        mask = np.zeros(-(-self._spec.vocabulary // 32), dtype=np.uint32)
+        mask = np.zeros(-(-self.spec.vocabulary // 32), dtype=np.uint32)
         for token in tokens:
             mask[token // 32] |= np.uint32(1 << token % 32)
         return mask.view(np.int32)
 
     @cached_property
     def _no_end(self) -> Mask:
-        return ~self._only(*self._spec.ends)
+        return ~self._only(*self.spec.ends)
 
     def _answer(self) -> _State:
-        spec = self._spec
+        spec = self.spec
         return _State("answer", matcher=spec.answer) if spec.answer is not None else _State("free")
 
     def _next(self, state: _State, token: int) -> tuple[_State | None, Matcher | LoopFinder | None]:
         """Return the state after `token`, None where it may not follow, and what has advanced."""
-        spec = self._spec
+        spec = self.spec
         match state.phase:
             case "start":
                 if token == spec.begin_reasoning:

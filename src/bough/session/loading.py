@@ -21,6 +21,7 @@ from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
     available_memory,
+    check_triton,
     device_name,
     limit_allocator,
     pick_device,
@@ -74,6 +75,7 @@ def load_session(
     """
     config, phases = config or EngineConfig(), Phases()
     device = pick_device(config.device)
+    check_triton(device)
     _check_speculation(config)
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from bough.config import EFFORTS
 from bough.errors import UsageError
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.output import OutputStream
-from bough.session.requests import EFFORTS, Prompt, TextRequest
+from bough.session.requests import Prompt, TextRequest
 from bough.text.grammar import GrammarCompiler, Matcher
 from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
 from bough.text.infill import infill_prompt

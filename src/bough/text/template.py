@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from bough.errors import BadGGUF, TemplateFailed, UsageError
-from bough.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget
+from bough.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget, within
 from bough.text.messages import Message, merge_neighbours, normalise
 from bough.text.output import END_THINK, THINK
 from bough.text.tokenizer import KEY, TokenType
@@ -31,6 +31,7 @@ RAW_HINT = "`raw` sends the prompt without a chat template"
 # Far above what any conversation needs, and at most a few seconds of work.
 MAX_ITERATIONS = 1_000_000
 MAX_CHARACTERS = 64_000_000
+MAX_CONSTANT = 100_000  # characters that are written when the template is compiled
 MAX_NESTING = 100
 # Turn ends to report, from the last one backwards.
 BOUNDARY_TURNS = 8
@@ -257,8 +258,11 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         try:
-            tree = environment.bounded(environment.parse(self.source))
-            return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
+            tree = environment.bounded(self.source)
+            with within(Budget(0, MAX_CONSTANT)):
+                return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
+        except TemplateFailed:
+            raise
         except Exception as error:  # the compiler may raise anything on text from a file
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TemplateFailed(f"the chat template cannot be compiled: {error}{line}", RAW_HINT) from error
@@ -266,15 +270,16 @@ class ChatTemplate:
     def _run(self, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []
         written = 0
-        template = self._template
+        template, budget = self._template, Budget(MAX_ITERATIONS, 2 * MAX_CHARACTERS)
         try:
-            for piece in template.generate({**variables, BUDGET: Budget(MAX_ITERATIONS, 4 * MAX_CHARACTERS)}):
-                pieces.append(piece)
-                written += len(piece)
-                if written > MAX_CHARACTERS:
-                    raise TemplateFailed(
-                        f"the chat template writes over {MAX_CHARACTERS} characters", RAW_HINT
-                    )
+            with within(budget):
+                for piece in template.generate({**variables, BUDGET: budget}):
+                    pieces.append(piece)
+                    written += len(piece)
+                    if written > MAX_CHARACTERS:
+                        raise TemplateFailed(
+                            f"the chat template writes over {MAX_CHARACTERS} characters", RAW_HINT
+                        )
         except TemplateFailed:
             raise
         except Exception as error:  # the template is a program from the file and may raise anything

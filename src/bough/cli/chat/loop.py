@@ -167,7 +167,8 @@ class Chat:
         try:
             self.backend.check(self.settings)
         except UsageError as error:
-            self.settings = replace(self.settings, thinking=None, thinking_budget=None, draft_budget=None)
+            plain = {"thinking": None, "thinking_budget": None, "effort": None, "draft_budget": None}
+            self.settings = replace(self.settings, **plain)
             self.screen.notice(f"{error.message[0].upper()}{error.message[1:]}: set back to default.")
 
     def load(self, path: Path) -> None:
@@ -283,6 +284,9 @@ class Chat:
         """Show the last exchange of a loaded conversation."""
         count = len(self.conversation.messages)
         self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
+        model = self.conversation.model
+        if model and model != self.backend.name:
+            self.screen.notice(f"They were written with {model}; {self.backend.name} goes on with them.")
         for message in self.conversation.messages[-2:] if self._terminal else ():
             with TerminalReply() as reply:
                 if message.role == "user":

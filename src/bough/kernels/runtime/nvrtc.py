@@ -67,6 +67,12 @@ def architectures() -> tuple[str, ...]:
     return () if library.nvrtcGetSupportedArchs(numbers) else tuple(f"sm_{number}" for number in numbers)
 
 
+def nvrtc_version() -> str:
+    """Return the version of the library; "none" without one."""
+    library = nvrtc()
+    return "none" if library is None else ".".join(map(str, _version(library)))
+
+
 def _version(library: ctypes.CDLL) -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
