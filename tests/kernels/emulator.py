@@ -115,14 +115,16 @@ _STATEMENTS = {
     r"m64n(\d+)k16\.f32\.(b?)f16(?:(?!\n\}).)*\n\}": (
         r'static \1 { group_mma<\2, sizeof("\3") == 2>(c, a, b, more); }'
     ),
+    # Blocks of a cluster are not emulated.
+    r"#if CLUSTER > 1\n#define OF_CLUSTER.*?#else\n(.*?)#endif": r"\1",
     r'asm volatile\("griddepcontrol[^"]*"[^;]*\);': ";",
 }
 _SIGNATURE = re.compile(
     r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)|OF_CLUSTER|\s)*(\w+)\(([^)]*)\) *\{'
 )
 _RUN = """
-extern "C" void run_%s(int columns, int rows, int threads, int shared, void** values) {
-  launch_grid(columns, rows, threads, shared, [=] { %s(%s); });
+extern "C" void run_%s(int grid_x, int grid_y, int threads, int shared, void** values) {
+  launch_grid(grid_x, grid_y, threads, shared, [=] { %s(%s); });
 }
 """
 
