@@ -94,7 +94,7 @@ def whole(url: str, begun: threading.Barrier) -> object:
 def ends(
     url: str, process: subprocess.Popen[str], clients: list, *, stuck: bool = False
 ) -> dict[str, Exception]:
-    """Return the error of each client of a server that is stopped once all have the beginning of an answer."""
+    """Return each client's error where the server is stopped once all have the beginning of an answer."""
     begun, errors = threading.Barrier(len(clients) + 1), {}
 
     def ask(client) -> None:
