@@ -217,8 +217,13 @@ class DraftSpec:
         )
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, *, causal: bool | None = None) -> "DraftSpec":
-        """From llama.cpp's `dflash` files, whose layer ids count from one."""
+    def from_gguf(
+        cls, file: GGUFFile, *, causal: bool | None = None, target_depth: int | None = None
+    ) -> "DraftSpec":
+        """From llama.cpp's `dflash` files, whose layer ids count from one.
+
+        A file made from an old config names no taps: those are then the usual ones of a target this deep.
+        """
         source, keys = str(file.path), _Settings(str(file.path), file.metadata)
         if file.architecture != "dflash":
             raise UnsupportedModel(
@@ -240,6 +245,8 @@ class DraftSpec:
             if file.metadata.get(key) not in (None, needed):
                 raise UnsupportedModel(f"{source}: {key} is {shorten(file.metadata[key])}, needed {needed!r}")
         taps = keys.layer_ids("dflash.target_layers", low=1)
+        if taps is None and target_depth is not None:
+            taps = [layer + 1 for layer in default_taps(target_depth, depth)]
         if taps is None:
             raise keys.bad("dflash.target_layers", "a list of the target's layers")
         tokens = file.metadata.get("tokenizer.ggml.tokens")
