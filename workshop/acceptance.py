@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--suites", default="humaneval,gsm8k,math500", help="a,b or a:164,b:50 (prompts)")
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--n-gen", type=int, default=256)
+    parser.add_argument("--n-gen", type=int, help="default: 256, or 640 where answers are scored")
     parser.add_argument("--budget", type=int, nargs="+", default=[22])
     parser.add_argument("--label", default="", help="of the draft, for the results")
     parser.add_argument(

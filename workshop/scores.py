@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--suites", default="humaneval,mbpp,gsm8k,math500")
     parser.add_argument("--prompts", type=int, default=10_000, help="at most this many of each suite")
-    parser.add_argument("--n-gen", type=int, default=384)
+    parser.add_argument("--n-gen", type=int, default=640, help="a score of answers that were cut is too low")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     device = pick_device(options.device)
@@ -70,6 +70,8 @@ def main() -> None:
             "prompts": len(items),
             "right": right,
             "share": round(right / len(items), 4),
+            "cut": sum(not each.ended for each in outputs),
+            "n_gen": options.n_gen,
             "seconds": round(time.perf_counter() - start, 1),
             "model": options.model.name,
             "device": device_name(device) if device.type == "cuda" else platform.machine(),
