@@ -25,6 +25,7 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "window": session.engine.states.buffers.window,
         "approximate": session.engine.approximate,
         "draft": config.draft.path.name if config.draft else None,
+        "warnings": session.engine.drafter.warnings(-1),
         "budget": config.speculation.budget if config.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
         "compress": config.compress.mode,
