@@ -588,6 +588,8 @@ class GraphRunner(StepRunner):
             for function in self._functions():
                 function.release()
             self._last = {}
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # with fewer pages it is possible
             warn_eager(error)
             return False
         self._pool = pool

@@ -160,10 +160,7 @@ class DraftSpec:
                 raise unknown_tensor(source, name, layers=len(self.layers))
 
     def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self.source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
-            "bough list shows which draft belongs to which target; `draft` none decodes without one",
-        )
+        return _mismatch(self.source, key, seen, needed)
 
     @classmethod
     def from_config(
@@ -182,6 +179,8 @@ class DraftSpec:
         for key, needed in _FIXED.items():
             if keys.values.get(key) not in (None, needed):
                 raise UnsupportedModel(f"{source}: {key} is {shorten(keys.values[key])}, needed {needed!r}")
+        if (trained := keys.optional("num_target_layers")) not in (None, target_depth):
+            raise _mismatch(source, "num_target_layers", trained, f"the target's layers, {target_depth}")
         depth = keys.whole("num_hidden_layers", high=_MOST_LAYERS)
         layers = _config_layers(keys, depth)
         heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
@@ -296,6 +295,13 @@ class DraftSpec:
         for key, seen, sound, needed in faults:
             if not sound:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
+
+
+def _mismatch(source: str, key: str, seen: Any, needed: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
+        "bough list shows which draft belongs to which target; `draft` none decodes without one",
+    )
 
 
 def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> UnsupportedModel:

@@ -170,7 +170,7 @@ class Drafter(Protocol):
         ...
 
     def warnings(self, slot: int) -> list[str]:
-        """Return what the user should know, in sentences, at the end of a slot's text."""
+        """Return what the user should know since the end of a slot's text, in sentences; slot -1: ever."""
         ...
 
     def shares(self, slot: int) -> Shares:

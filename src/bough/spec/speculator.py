@@ -359,9 +359,10 @@ class Speculator:
     # -- Both
 
     def warnings(self, slot: int) -> list[str]:
-        if self._has_draft and slot in self._texts:
-            self._watch.look_into(self._texts[slot].lookup.tokens)
-        return [self._watch.diagnosis] if self._watch.diagnosis else []
+        text = self._texts.get(slot)
+        known = self._watch.diagnosis if text is None else None
+        note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
+        return [note] if note else []
 
     def shares(self, slot: int) -> Shares:
         return self._watch.shares(slot)
