@@ -1,20 +1,19 @@
 """Short answers in fresh processes, with the draft and without: is speculation ever slower?
 
-    python workshop/never_slower.py [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--out FILE]
+    python -m workshop never_slower [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--out FILE]
 
 Each prompt is answered by `bough run --greedy` in a process of its own, with speculation and with --no-draft
 in turns; the best of the rounds counts, as other programs only make a run slower. Costs of steps are those
 that earlier processes left, as for a user: one answer that is not counted comes first. Texts must be equal.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bough.bench.machine import head
+from workshop.case import case
+from workshop.report import Report
 
 # Code, sums, prose and small talk; the limits give answers of 10 to 200 tokens.
 PROMPTS = (
@@ -62,19 +61,8 @@ PROMPTS = (
 
 
 def answer(prompt: str, limit: int, flags: list[str]) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "bough",
-        "run",
-        "-p",
-        prompt,
-        "-n",
-        str(limit),
-        "--greedy",
-        "--json",
-        *flags,
-    ]
+    command = [sys.executable, "-m", "bough", "run", "-p", prompt, "-n", str(limit), "--greedy", "--json"]
+    command += flags
     run = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     return json.loads(run.stdout)
 
@@ -103,35 +91,24 @@ def measure(prompt: str, limit: int, model: list[str], draft: list[str], rounds:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", help="the embedded pair unless told")
-    parser.add_argument("--draft")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    model = [options.model] if options.model else []
-    draft = ["--draft", options.draft] if options.draft else []
-    answer(PROMPTS[0][0], 64, model + draft)
+@case()
+def main(
+    report: Report,
+    *,
+    model: Annotated[str, "the embedded pair unless told"] = "",
+    draft: str = "",
+    rounds: int = 3,
+    prompts: int = len(PROMPTS),
+) -> bool:
+    target, proposing = [model] if model else [], ["--draft", draft] if draft else []
+    answer(PROMPTS[0][0], 64, target + proposing)
     rows = []
-    for prompt, limit in PROMPTS[:: max(1, len(PROMPTS) // options.prompts)]:
-        row = measure(prompt, limit, model, draft, options.rounds)
+    for prompt, limit in PROMPTS[:: max(1, len(PROMPTS) // prompts)]:
+        row = measure(prompt, limit, target, proposing, rounds)
         rows.append(row)
         print(*(f"{value}" for value in row.values()), sep="\t", flush=True)
+        report.write(**report.head(), what="never_slower", **row)
     slow = [row for row in rows if row["ratio"] < 0.97]
     same = all(row["same_text"] for row in rows)
     print(f"{len(rows)} prompts, {len(slow)} below 0.97 of plain, texts {'equal' if same else 'DIFFER'}")
-    if options.out:
-        settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str)}
-        with options.out.open("a") as file:
-            for row in rows:
-                print(
-                    json.dumps({**head(settings, " ".join(sys.argv)), "what": "never_slower", **row}),
-                    file=file,
-                )
-    return int(bool(slow) or not same)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return bool(slow) or not same

@@ -3,14 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from workshop.case import command, environment
 from workshop.gpu import real_pair
-
-ROOT = Path(__file__).parents[2]
 
 
 def suites(folder: Path) -> Path:
@@ -25,9 +23,8 @@ def suites(folder: Path) -> Path:
 
 def run(*arguments: object) -> list[dict]:
     process = subprocess.run(
-        [sys.executable, "workshop/gpu/real_pair.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"},
+        command("gpu.real_pair", *arguments),
+        env=environment() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

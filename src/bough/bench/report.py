@@ -205,12 +205,12 @@ def _machine(head: Result) -> str:
     settings = head["settings"]
     if "url" in settings:
         return (
-            f"{head['date'][:10]}, measured at the client by Bough {head['bough']} "
+            f"{head['date'][:10]}, measured at the client by Bough {head.get('bough') or head['treeflash']} "
             f"({head['commit']}), at most {settings['n_gen']} tokens, seed {settings['seed']}."
         )
     draft = f", draft {settings['draft']}" if settings.get("draft") else ", no draft"
     return (
-        f"{head['date'][:10]}, Bough {head['bough']} ({head['commit']}), torch {head['torch']}, "
+        f"{head['date'][:10]}, Bough {head.get('bough') or head['treeflash']} ({head['commit']}), torch {head['torch']}, "
         f"{head['threads']} CPU threads{draft}, at most {settings['n_gen']} tokens, seed {settings['seed']}."
     )
 
