@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
-from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
+import numpy as np
+
+from bough.config import EFFORTS, DraftConfig, EngineConfig, SpecConfig, environment
 from bough.engine import sampler
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
@@ -35,7 +37,10 @@ from bough.session.requests import (
     TextRequest,
     ToolArguments,
     ToolCall,
+    Vector,
+    VectorOptions,
 )
+from bough.session.vector_prompts import shortened
 from bough.session.worker import EngineWorker, TextSession
 from bough.text.tokenizer import Tokenizer
 
@@ -62,6 +67,8 @@ class ChatOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     system: str | None  # instructions before the messages
     thinking: bool | None  # reason first; None: as the model's template decides
+    effort: str | None  # of reasoning: minimal, low, medium, high, xhigh or max; None: as recommended
+    break_loops: bool  # end reasoning that repeats itself, which is the default
     tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
     tool_choice: str  # auto, none, required or the name of a tool
     schema: Schema | None  # the answer is JSON of this schema
@@ -153,7 +160,7 @@ class LLM:
         )
         self.path, self.draft = target, found.path if found else None
         self.name = card.name if card else target.stem
-        self._show = progress
+        self._show, self._closed = progress, False
         counter = _Counter(f"Loading {target.name}", shown=progress)
         self._worker = EngineWorker(
             lambda read: load_session(target, config, progress=counter.update), max_queue=_MANY
@@ -172,8 +179,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        draft = f", draft={self.draft.name!r}" if self.draft is not None else ""
+        return f"<LLM {self.name}{draft}{', closed' if self._closed else ''}>"
+
     def close(self) -> None:
         """End running requests and free the model's memory."""
+        self._closed = True
         self._worker.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -261,6 +273,37 @@ class LLM:
         run = self._run(self._chat_request(messages, sampling, options), messages, whole=not stream)
         return run if stream else run.answer()
 
+    def embed(self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> np.ndarray:
+        """Return the vectors [n, width] of texts, or [width] of one text, as float32 of length 1.
+
+        The model is an embedding model. dimensions: keep this many values, normalised again.
+        """
+        options = VectorOptions(dimensions=dimensions)
+        one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        found = self._vectors([_vector_request(each, options) for each in _prompts(texts)])
+        rows = [shortened(values, dimensions) for values in found]
+        return rows[0] if one else np.array(rows, np.float32)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Return for each document how probable it is that it answers the query; the model is a reranker."""
+        options = VectorOptions(query=query)
+        return [values[0] for values in self._vectors([_vector_request(each, options) for each in documents])]
+
+    def _vectors(self, requests: Sequence[TextRequest]) -> list[Sequence[float]]:
+        async def collected() -> dict[int, Sequence[float]]:
+            job = self._worker.submit(*requests)
+            try:
+                batches = [batch async for batch in job.batches(whole=True)]
+            finally:
+                job.cancel()
+            events = [pair for batch in batches for pair in batch]
+            return {index: event.values for index, event in events if isinstance(event, Vector)}
+
+        if not requests:
+            return []
+        found = asyncio.run_coroutine_threadsafe(collected(), self._loop).result()
+        return [found[index] for index in range(len(requests))]
+
     async def achat(
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Answer:
@@ -281,6 +324,7 @@ class LLM:
     async def _events(
         self, request: TextRequest, collected: "_Collected", *, whole: bool = False
     ) -> AsyncIterator[str]:
+        self._check_open()
         job = self._worker.submit(request)
         try:
             async for batch in job.batches(whole=whole):
@@ -290,7 +334,12 @@ class LLM:
         finally:
             job.cancel()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the LLM {self.name} is closed", "make another one")
+
     def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
+        self._check_open()
         return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
 
     def _chat_request(
@@ -299,7 +348,7 @@ class LLM:
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             known = ", ".join(ChatOptions.__annotations__)
             raise UsageError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        turns = _turns(messages)
         system = options.get("system")
         before = [] if system is None else [{"role": "system", "content": system}]
         request = self._request(
@@ -311,6 +360,8 @@ class LLM:
         return replace(
             request,
             messages=[*before, *turns],
+            effort=_effort(options.get("effort")),
+            break_loops=options.get("break_loops", True),
             tools=options.get("tools"),
             tool_choice=options.get("tool_choice", "auto"),
             grammar=_grammar(options.get("schema"), options.get("regex")),
@@ -337,6 +388,26 @@ class LLM:
             max_tokens=max_tokens,
             stop=ends,
         )
+
+
+def _turns(messages: Messages) -> list[Mapping[str, Any]]:
+    """Return messages in OpenAI's form."""
+    if isinstance(messages, str):
+        if not messages.strip():
+            raise UsageError("the message is empty", param="messages")
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) for each in messages):
+        raise UsageError(
+            f"messages is {messages!r}, needed a text, or a list of objects with role and content",
+            param="messages",
+        )
+    return list(messages)
+
+
+def _effort(word: str | None) -> str | None:
+    if word is not None and word not in EFFORTS:
+        raise UsageError(f"effort is {word!r}, needed one of {', '.join(EFFORTS)}", param="effort")
+    return word
 
 
 class Stream(Iterator[str]):
@@ -459,6 +530,10 @@ class _Collected:
 
     def _text(self, id: int) -> str:
         return self._tokenizer.token_bytes(id).decode(errors="replace")
+
+
+def _vector_request(text: Prompt, options: VectorOptions) -> TextRequest:
+    return TextRequest(prompt=text if isinstance(text, str) else list(text), vector=options)
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bough.bench.tuning import (
-    HALVES,
     LAYERS_27B,
     Found,
     Measured,
@@ -16,6 +15,7 @@ from bough.bench.tuning import (
     tune,
 )
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import HALVES
 from bough.kernels.quant_matmul import cuda, empty_packed, unpack
 from bough.kernels.quant_matmul.layout import LAYOUTS
 from bough.kernels.quant_matmul.rows import BUCKETS
@@ -117,7 +117,7 @@ def test_only_variants_that_differ_are_tried(name: str) -> None:
 
 
 def test_rows_that_do_not_fit_are_left_out() -> None:
-    found = tune(CARDS["RTX 3090"], MIX, clock(lambda *_: 1.0))
+    found = tune(CARDS["RTX 5090"], MIX, clock(lambda *_: 1.0))
     assert [each.rows for each in found] == [bucket for bucket in BUCKETS if bucket <= 48]
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from bough.compress.compressor import Compressor
-from bough.compress.conversation import Wanted
+from bough.compress.compressor import NOTE, Compressor
+from bough.compress.conversation import CHARACTERS, MIN_TOKENS, Wanted
 from bough.compress.words import WordScorer
 from tests.compress import conversations
 from tests.compress.conversations import count, measure
@@ -63,6 +63,64 @@ def check_untouched(original, read) -> None:
         if index == last and isinstance(before["content"], str):
             asked = re.search(r"^What about the .*\?", before["content"], re.MULTILINE)
             assert asked is not None and asked[0] in after["content"]
+
+
+def ending(rng: random.Random, characters: int) -> list[dict]:
+    """Return the last messages of a conversation: one or two long ones, below a size in all."""
+    text = f"{document(rng)[: characters - 100]}\n\n{conversations.question(rng)}"
+    parts = [{"type": "text", "text": part} for part in (text[:1500], text[1500:])]
+    call = {"id": "1", "function": {"name": "read", "arguments": {"path": "a"}}}
+    asked = {"role": "user", "content": conversations.question(rng)}
+    answer, result = {"role": "assistant", "content": "Yes."}, {"role": "tool", "tool_call_id": "1"}
+    return rng.choice(
+        [
+            [{"role": "user", "content": text}],
+            [{"role": "user", "content": parts}],
+            [{"role": "user", "content": text}, answer],
+            [{"role": "user", "content": text}, asked],
+            [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {**result, "content": text}],
+            [
+                {"role": "user", "content": text},
+                {**answer, "tool_calls": [call]},
+                {**result, "content": text},
+            ],
+        ]
+    )
+
+
+def test_the_last_messages_are_byte_for_byte_what_was_sent_unless_they_are_long() -> None:
+    """The last two, and the last of the user, up to half of `above`; also when the conversation goes on."""
+    shortened = medium = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        above = rng.choice([1000, 2000, 3000])
+        most = above // 2 * CHARACTERS
+        messages = [*conversations.conversation(rng), {"role": "assistant", "content": "Yes."}]
+        messages += [{"role": "user", "content": document(rng)}, {"role": "assistant", "content": "I see."}]
+        asked, made = Wanted(mode="on", above=above, to=rng.choice([0.3, 0.5, 0.7])), compressor()
+        for _ in range(2):
+            tail = ending(rng, rng.randint(MIN_TOKENS * CHARACTERS, most))
+            messages = [*messages, *tail]
+            found = made.compress(messages, asked, measure)
+            if found is None:
+                continue
+            shortened += bool(found.documents)
+            users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+            for index in {users[-1], len(messages) - 2, len(messages) - 1}:
+                size = len(text_of(messages[index]))
+                medium += MIN_TOKENS * CHARACTERS <= size <= most and bool(found.documents)
+                if size <= most:
+                    # What was left out before and is needed now stands in front of a later question.
+                    assert text_of(found.messages[index]).endswith(text_of(messages[index])), (seed, index)
+                    assert (messages[index] == found.messages[index]) or NOTE in text_of(
+                        found.messages[index]
+                    )
+    assert shortened > 100 and medium > 100, (shortened, medium)
+
+
+def text_of(message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def document(rng: random.Random, fact: str = FACT, sentences: int = 300) -> str:

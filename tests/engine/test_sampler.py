@@ -1,6 +1,7 @@
 """Penalties along a tree's paths, log probabilities, and how a draft is ranked for a request."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -70,17 +71,29 @@ def by_hand(row: torch.Tensor, path: list[int], params: SamplingParams) -> torch
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_every_row_is_penalised_for_its_own_path(options: dict, temperature: float) -> None:
+    """The tokens of the tree have nearly the largest logits: which of them is sampled depends on the path."""
     visible = visibility(torch.tensor([PARENTS]))[0]
-    logits = 3 * torch.randn(len(TOKENS), V, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(100, 100 + len(TOKENS))
-    made = sampler(temperature=temperature, **options)
-    sampled = made.sample(logits, step_of(positions, torch.tensor(TOKENS), bits_of(visible)))
-    for row in range(len(TOKENS)):
-        path = [TOKENS[i] for i in visible[row].nonzero()[:, 0].tolist()]
-        scores = by_hand(logits[row], path, SamplingParams(**options))
-        if temperature:
-            scores = scores / temperature + gumbel(3, torch.arange(V), positions[row])
-        assert int(sampled[row]) == int(scores.argmax())
+    made, params = sampler(temperature=temperature, **options), SamplingParams(**options)
+    paths = [[TOKENS[i] for i in row.nonzero()[:, 0].tolist()] for row in visible]
+    noise = [gumbel(3, torch.arange(V), position) if temperature else 0.0 for position in positions]
+    differ = Counter[str]()
+    for seed in range(30):
+        logits = torch.randn(len(TOKENS), V, generator=torch.Generator().manual_seed(seed)) / 2
+        logits[:, sorted({*TOKENS, *PROMPT, 20, 21})] += 2
+        if temperature:  # the noise must not decide
+            logits -= temperature * torch.stack(noise)
+        sampled = made.sample(logits, step_of(positions, torch.tensor(TOKENS), bits_of(visible))).tolist()
+        for row, path in enumerate(paths):
+            others = {"no row": [], "the row alone": [TOKENS[row]], "all rows": TOKENS, "its path": path}
+            best = {
+                name: int((by_hand(logits[row], each, params) / (temperature or 1) + noise[row]).argmax())
+                for name, each in others.items()
+            }
+            assert sampled[row] == best["its path"]
+            differ.update(name for name in best if best[name] != sampled[row])
+    if options.keys() != {"logit_bias"}:
+        assert min(differ[name] for name in others if name != "its path") > 5, differ
 
 
 def test_logprobs_are_of_the_targets_own_distribution() -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.bench.tuning import LAYERS_27B, Stack, random_rows, tune
+from bough.bench.tuning import LAYERS_27B, Stack, tune
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.norm_rope import add_rms_norm
 from bough.kernels.quant_matmul import (
     BUCKETS,

@@ -17,7 +17,8 @@ from bough.kernels.quant_matmul.triton_kernels import constants
 from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
-from tests.kernels.emulated_experts import COMPILER, EmulatedExperts
+from tests.kernels.emulated_experts import EmulatedExperts
+from tests.kernels.emulator import needs_compiler
 from tests.kernels.test_compile_layers import TARGETS, shared_memory
 from tests.kernels.test_quant_matmul_layout import random_blocks
 
@@ -54,7 +55,7 @@ def test_kernels_are_their_references_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@needs_compiler
 def test_the_cuda_kernel_is_the_reference_on_a_cpu(tmp_path: Path) -> None:
     """And a row's bits depend neither on the others, nor on the size of chunks, nor on the grid."""
     torch.manual_seed(1)

@@ -7,12 +7,11 @@ import torch
 
 from bough.gguf.types import QuantType
 from bough.kernels.quant_matmul.layout import pack, unpack
-from tests.kernels.emulated_experts import COMPILER
 from tests.kernels.emulated_matmul import emulated_matmul, emulated_pack
+from tests.kernels.emulator import needs_compiler
 from tests.kernels.test_quant_matmul_layout import random_blocks
 
 Q = QuantType
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 @needs_compiler

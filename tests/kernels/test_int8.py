@@ -26,8 +26,8 @@ from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
 from bough.kernels.quant_matmul.triton_kernels import constants
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import tool_output, unwritten_reads
-from tests.kernels.emulated_experts import COMPILER
 from tests.kernels.emulated_int8 import EmulatedInt8, emulated_requantise
+from tests.kernels.emulator import needs_compiler
 from tests.kernels.test_compile_layers import TARGETS, capability, compiled, tiled
 
 BYTES = {"x": "*i8", "weight": "*i8", "codes": "*i8"}
@@ -83,7 +83,7 @@ def test_the_hopper_kernel_compiles(tmp_path: Path) -> None:
     assert TARGETS["sm_90"][1] >= int8_hopper.SHARED
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@needs_compiler
 def test_the_hopper_kernel_on_a_cpu(tmp_path: Path) -> None:
     """Several blocks of the output for each of the grid, more steps than stages, rows that fill no block."""
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_the_hopper_kernel_on_a_cpu(tmp_path: Path) -> None:
         assert bool(out[:, columns:].isnan().all())
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@needs_compiler
 @pytest.mark.parametrize("type", [QuantType.Q4_K, QuantType.Q6_K])
 def test_weights_in_cuda_on_a_cpu(type: QuantType, tmp_path: Path) -> None:
     """In tiles, as Hopper reads them; a value is a float16 there, so a code may be off by one at a tie."""

@@ -113,7 +113,7 @@ def opened(port: int, data: bytes = b"") -> socket.socket:
 def test_unfinished_requests_are_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(guard, "PIECE_S", 0.5)
     made = Connections.__init__
-    monkeypatch.setattr(Connections, "__init__", lambda self, limit: made(self, limit, head_s=0.5))
+    monkeypatch.setattr(Connections, "__init__", lambda self, limit, share: made(self, limit, head_s=0.5))
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
     with scripted() as server, contextlib.ExitStack() as stack:
         silent = stack.enter_context(opened(server.port))

@@ -1,7 +1,6 @@
 """Prefill in int8: which matrices, what the output says, where it is refused, what is kept apart."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,18 +81,6 @@ def test_it_is_refused_on_a_cpu_and_on_old_cards(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match=r"capability 8.0, this one has 7.5"):
         loading._check_prefill(EngineConfig(prefill="int8"), torch.device("cuda", 0))
     loading._check_prefill(EngineConfig(), torch.device("cuda", 0))
-
-
-def test_saved_states_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state on disk that was made in int8 is not read by an exact run, nor the other way round."""
-    identities = []
-    monkeypatch.setattr(loading, "SnapshotFiles", lambda folder, made_of, limit: identities.append(made_of))
-    for prefill in ("exact", "int8", "exact"):
-        config = EngineConfig("cpu", prefill=prefill, prefix_cache_dir=tmp_path, speculation=None)
-        with GGUFFile.open(TARGET) as file:
-            plan = loading.plan_memory(file, ModelSpec.from_gguf(file), config, torch.device("cpu"))
-            loading._prefix_cache(config, file, plan, torch.device("cpu"))
-    assert identities[0] == identities[2] != identities[1]
 
 
 def test_its_kernels_are_found_ahead_and_its_memory_is_planned() -> None:

@@ -1,3 +1,5 @@
+import pytest
+
 from bough.state.pages import PageAllocator
 
 
@@ -27,3 +29,16 @@ def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
     assert pages.extend(1, 4) == [2, 3]
     pages.free_slot(1)
     assert pages.missing(0, 4) == 0
+
+
+def test_a_page_is_released_once() -> None:
+    pages = PageAllocator(1)
+    pages.grow(2)
+    pages.extend(0, 1)
+    pages.free_slot(0)
+    pages.free_slot(0)  # owns none any more
+    with pytest.raises(AssertionError, match="page 0 is free already"):
+        pages.release([0])
+    with pytest.raises(AssertionError, match="page 1 is free already"):
+        pages.release([1])
+    assert pages.free == 2

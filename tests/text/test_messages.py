@@ -124,7 +124,7 @@ def test_empty_fields_are_left_out():
     [
         ("<think>\nhm\n</think>\n\nanswer", "answer"),
         ("\n<think>a</think><think>b</think>\n    answer", "    answer"),
-        ("hm, still in thought\n</think>\n\nanswer", "answer"),
+        ("a lone\n</think>\n\ntag", "a lone\n</think>\n\ntag"),
         ("<think>never finished", ""),
         ("<think></think>", ""),
         ("answer", "answer"),
@@ -135,6 +135,27 @@ def test_empty_fields_are_left_out():
 def test_reasoning_is_split_from_earlier_replies(content: str, left: str):
     assert reply(content=content)["content"] == left
     assert normalise([{"role": "user", "content": content}])[0]["content"] == content
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "left"),
+    [
+        ("hm, still in thought\n</think>\n\nanswer", "hm, still in thought", "answer"),
+        ("</think>\n\nanswer", None, "answer"),
+        ("hm\n </think>", "hm", ""),
+        ("The tag </think> ends it.", None, "The tag </think> ends it."),
+        ("It ends with\n</think> as a tag.", None, "It ends with\n</think> as a tag."),
+    ],
+)
+def test_a_lone_closing_tag_counts_where_the_prompt_has_the_other(
+    content: str, reasoning: str | None, left: str
+):
+    message = {"role": "assistant", "content": content}
+    cleaned = normalise([ASK, message], opens_reasoning=True)[1]
+    assert (cleaned.get("reasoning_content"), cleaned["content"]) == (reasoning, left)
+    assert normalise([ASK, message])[1] == message
+    with_field = normalise([ASK, message | {"reasoning_content": "own"}], opens_reasoning=True)[1]
+    assert with_field == message | {"reasoning_content": "own"}
 
 
 def test_reasoning_fields():

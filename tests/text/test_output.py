@@ -1,11 +1,12 @@
 """Answers to reasoning, content and calls: the same however the text is split, and nothing lost."""
 
 import json
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bough.text.output import Delta, OutputParser
@@ -44,6 +45,19 @@ def parse(pieces: Sequence[str], *, whole: bool = True, **options) -> list[Delta
         else:
             joined.append(delta)
     return joined
+
+
+def strict_json(text: str) -> object:
+    """Parse JSON as clients do: without NaN and infinities, and each key once."""
+
+    def refuse(constant: str) -> object:
+        raise ValueError(f"{constant} is no JSON")
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        assert len(dict(pairs)) == len(pairs), f"repeated key in {text}"
+        return dict(pairs)
+
+    return json.loads(text, parse_constant=refuse, object_pairs_hook=once)
 
 
 def shown(text: str, **options) -> list[tuple[str, str]]:
@@ -114,12 +128,40 @@ def test_xml_calls_are_typed_by_the_schema() -> None:
         ("[1", {"type": "array"}, "[1"),
         ("  spaced\n", {"type": "string"}, "  spaced\n"),
         ("", {"type": "string"}, ""),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("-Infinity", {}, "-Infinity"),
+        ("[1, NaN]", {"type": "array"}, [1, "NaN"]),
+        ('["\\ud800é"]', {"type": "array"}, ["\ud800é"]),
     ],
 )
 def test_one_argument(value: str, schema: dict, expected: object) -> None:
     tool = Tool("f", {"properties": {"x": schema}})
     deltas = parse([call("f", ("x", value))], tools=[tool])
-    assert json.loads(deltas[-1].text) == {"x": expected}
+    assert strict_json(deltas[-1].text) == {"x": expected}
+    deltas[-1].text.encode()
+
+
+def test_arguments_in_json_are_numbers_that_json_has() -> None:
+    text = (
+        '<tool_call>\n{"name": "clock", "arguments": {"n": NaN, "m": [-Infinity, 1e999, 1.5]}}\n</tool_call>'
+    )
+    deltas = parse([text], tools=TOOLS)
+    assert strict_json(deltas[-1].text) == {"n": "NaN", "m": ["-Infinity", "1e999", 1.5]}
+
+
+def test_the_first_value_of_a_repeated_argument_counts() -> None:
+    text = call("weather", ("city", "Rome"), ("city", "Paris\n\n"), ("days", "1"), ("days", "2"))
+    deltas = parse([text], tools=TOOLS)
+    assert deltas[-1].text == '{"city": "Rome", "days": 1}'
+    assert parse(list(text), tools=TOOLS) == deltas
+
+
+def test_an_argument_that_is_not_declared_is_text() -> None:
+    deltas = parse([call("weather", ("phone", "5551234"))], tools=TOOLS)
+    assert json.loads(deltas[-1].text) == {"phone": "5551234"}
+    deltas = parse([call("clock", ("phone", "5551234"))], tools=TOOLS)
+    assert json.loads(deltas[-1].text) == {"phone": 5551234}  # it declares nothing
 
 
 def test_a_string_may_hold_tags_of_its_own() -> None:
@@ -268,6 +310,7 @@ def test_any_split_gives_the_same_deltas(text: str, cuts: list[int], reasoning: 
 @settings(max_examples=300, deadline=None)
 @given(text=texts, reasoning=st.sampled_from(["open", "possible", "none"]))
 def test_only_tags_and_whitespace_are_dropped(text: str, reasoning: str) -> None:
+    assume(text.count("<parameter=city>") < 2)  # of a repeated argument the first value counts
     kept = "".join(delta.text for delta in parse([text], reasoning=reasoning, tools=TOOLS))
     assert kept.count("Rome") == text.count("Rome")
     assert kept.count("🙂") == text.count("🙂")
@@ -280,3 +323,63 @@ def test_string_arguments_are_unchanged(values: list[str]) -> None:
     written = call("f", *((f"p{i}", value) for i, value in enumerate(values)))
     deltas = parse([written], tools=[tool])
     assert json.loads(deltas[-1].text) == {f"p{i}": value for i, value in enumerate(values)}
+
+
+def pieces_of(choose: random.Random, text: str) -> list[str]:
+    """Cut a text at random places, with a preference for those after a line break and within tags."""
+    likely = [at for at in range(1, len(text)) if text[at - 1] in "\n<>/" and choose.random() < 0.3]
+    cuts = {0, len(text), *likely, *(choose.randrange(len(text)) for _ in range(choose.randrange(12)))}
+    return [text[a:b] for a, b in pairwise(sorted(cuts))]
+
+
+def random_value(choose: random.Random, kind: str) -> object:
+    if kind == "integer":
+        return choose.randrange(-99, 10**9)
+    if kind == "array":
+        return [choose.choice([1, 2.5, "x", None, {"a": True}]) for _ in range(choose.randrange(4))]
+    bits = [
+        "\n",
+        "\n\n",
+        "a",
+        "é🙂",
+        " ",
+        "</function>",
+        "</tool_call>",
+        "<parameter=b>",
+        '"',
+        "\\",
+        "</",
+        "<",
+    ]
+    return "".join(choose.choice(bits) for _ in range(choose.randrange(9)))
+
+
+@pytest.mark.parametrize("style", ["xml", "json"])
+def test_thousands_of_random_splits_of_calls(style: str) -> None:
+    """500 answers of one to three calls, each cut in four ways: 4,000 splits with both styles."""
+    choose, kinds = random.Random(2026), ["string", "integer", "array", "string"]
+    tool = Tool("f", {"properties": {f"{kind}{i}": {"type": kind} for i, kind in enumerate(kinds)}})
+    for _ in range(500):
+        calls = [
+            {
+                f"{kind}{i}": random_value(choose, kind)
+                for i, kind in enumerate(kinds)
+                if choose.random() < 0.8
+            }
+            for _ in range(choose.randint(1, 3))
+        ]
+        if style == "json":
+            blocks = [
+                f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': each})}\n</tool_call>" for each in calls
+            ]
+        else:
+            texts = [
+                [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in each.items()]
+                for each in calls
+            ]
+            blocks = [call("f", *each) for each in texts]
+        text = choose.choice(["", "Well.\n\n"]) + "\n".join(blocks)
+        expected = parse([text], tools=[tool])
+        assert [strict_json(delta.text) for delta in expected if delta.kind == "arguments"] == calls, text
+        for _ in range(4):
+            assert parse(pieces_of(choose, text), tools=[tool]) == expected, text

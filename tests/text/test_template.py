@@ -1,3 +1,4 @@
+import itertools
 import json
 from itertools import pairwise
 
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import BadGGUF, TemplateFailed, UsageError
-from bough.text.template import ChatTemplate
+from bough.text.template import FALLBACK, ChatTemplate
 from bough.text.tokenizer import Tokenizer
 from tests.text.templates import QWEN35, TURNS
 from tests.text.vocabulary import CONTROL, KEY, trained
@@ -143,6 +144,17 @@ def test_the_last_message_is_continued():
             template.render([asked, last], continue_final=True)
 
 
+def test_a_past_answer_about_tags_is_whole():
+    for content, source in itertools.product(
+        ("The tag </think> ends it.", "thought\n</think>\n\nYes."), (TURNS, FALLBACK, QWEN35)
+    ):
+        turns = [ASK, {"role": "assistant", "content": content}, ASK]
+        text = ChatTemplate(source).render(turns).text
+        cut = source is QWEN35 and content.startswith("thought")  # its prompt begins the thought
+        assert (content in text) != cut
+        assert "thought" not in text or not cut
+
+
 def test_template_variables():
     for name in ("self", "cls", "extra", "a b", ""):
         assert TEMPLATE.render([ASK], **{name: "x"}).text == TEMPLATE.render([ASK]).text
@@ -241,7 +253,7 @@ def test_the_sandbox_exposes_nothing(name: str):
 )
 def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bough.text.template.MAX_ITERATIONS", 20_000)
-    with pytest.raises(TemplateFailed, match=r"repeats over|writes over|Recursion"):
+    with pytest.raises(TemplateFailed, match=r"repeats over|writes over|makes over|Recursion"):
         evaluate(source)
 
 
@@ -299,6 +311,7 @@ def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_conversation_is_rendered_at_most_twice(monkeypatch: pytest.MonkeyPatch):
     template = ChatTemplate.from_metadata(METADATA)
+    template.render([ASK])
     rendered: list[int] = []
     run = ChatTemplate._run
     monkeypatch.setattr(
@@ -414,3 +427,28 @@ def test_the_last_user_message_has_a_boundary():
     assert TEMPLATE.is_control_at(rendered.text, rendered.last_user_end)
     assert not TEMPLATE.is_control_at(rendered.text, rendered.last_user_end - 1)
     assert TEMPLATE.render(conversation).last_user_end is None
+
+
+# As Qwen3.8's: other words are refused.
+EFFORTS = """\
+{%- set reasoning_effort = reasoning_effort | default('xhigh') %}
+{%- if reasoning_effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('no such effort') }}{% endif %}
+{{- reasoning_effort }} {{ enable_thinking | default(true) }}"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "word"),
+    [("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "xhigh"), ("max", "xhigh")],
+)
+def test_an_effort_reaches_the_template_in_its_own_words(wanted: str, word: str):
+    assert evaluate(EFFORTS, effort=wanted) == f"{word} True"
+    assert ChatTemplate(EFFORTS, effort=wanted).render([ASK]).text == f"{word} True"
+    assert evaluate(EFFORTS, effort=wanted, thinking=False) == "xhigh False"
+    assert evaluate(EFFORTS, effort=wanted, reasoning_effort="medium") == "medium True"
+
+
+def test_templates_without_a_word_for_an_effort_do_not_see_it():
+    assert evaluate(EFFORTS) == "xhigh True"
+    assert evaluate(EFFORTS.replace("'medium'", "'deep'"), effort="medium") == "xhigh True"
+    assert evaluate("{{ reasoning_effort is defined }}", effort="low") == "False"
+    assert TEMPLATE.effort("low") is None and render(ASK, effort="low") == render(ASK)

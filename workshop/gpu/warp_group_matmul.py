@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bough.bench.tuning import random_rows, timed
+from bough.bench.tuning import timed
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, cuda, pack, pack_rows
 from bough.kernels.quant_matmul.tiling import Tiling
 from bough.kernels.runtime.device import card_of

@@ -227,7 +227,7 @@ def bench(
         from bough.bench import plots
     if output.plot is not None:
         plots.require()
-    _check_predict(chosen, measured.predict)
+    _check_predict(chosen, measured.predict, model or environment().target)
     if chosen in ([STEP], [SHARE]):
         target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
         return _one_step(chosen[0], target, config, screen, output, measured=measured)
@@ -299,9 +299,11 @@ def _run(
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
 
 
-def _check_predict(suites: Sequence[str], predict: str | None) -> None:
+def _check_predict(suites: Sequence[str], predict: str | None, model: str | None) -> None:
     if predict is not None and list(suites) != [STEP]:
         raise UsageError(f"--predict is for the suite step, not for {','.join(suites)}")
+    if predict is not None and model is None:
+        raise UsageError(f"--predict {predict} needs the model that is to run", f"bough bench {STEP} MODEL")
 
 
 def _one_step(

@@ -13,12 +13,16 @@ from bough.hub.catalog import Card
 from bough.hub.drafts import fetch_draft
 from bough.hub.local import drafts_beside
 from bough.hub.resolve import resolve_draft
+from bough.session.folders import first_time
 from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_hand
 
 # Values of --draft that are no names.
 NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
 OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
-NO_DRAFT = "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
+NO_DRAFT = (
+    "No draft is known for this model: prompt lookup alone proposes tokens, which helps where an answer "
+    "repeats its prompt. --draft names a draft, `bough train` makes one."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ def _without_draft(target: Chosen, screen: view.Screen) -> str:
         return ""
     for beside in drafts_beside(target.path):
         return f"A draft lies beside the model, only prompt lookup proposed tokens: --draft {beside}"
-    return NO_DRAFT
+    return NO_DRAFT if first_time(f"no draft of {target.path.name}") else ""
 
 
 def _is_plain(options: SpeculationOptions) -> bool:

@@ -105,7 +105,8 @@ def make_tiny(
     sizes = read_sizes(config, mtp_layers=int(mtp))
     rules = tensor_rules(sizes)
     checkpoint = _RandomCheckpoint(rules, seed=seed, tied=tied)
-    entries = vocabulary(pre)
+    # Greedy unless a request says otherwise: tests compare texts.
+    entries = [*vocabulary(pre), ("general.sampling.temp", 0.0, ValueType.FLOAT32)]
     name = f"tiny random {family}"
     write_model(Path(path), sizes, checkpoint, name=name, entries=entries, mix=mix, rules=rules)
     return Path(path)

@@ -15,6 +15,7 @@ from bough.models.spec import ModelSpec
 
 KVFormats = tuple[KVFormat, KVFormat]  # of K and of V
 
+TRITON_ON_WINDOWS = "pip install triton-windows, or run in WSL2"
 # Bytes that a process uses on a GPU outside torch's allocator. Where there is a GPU, the context is measured.
 CUDA_CONTEXT = 512 << 20
 CUDA_LIBRARIES = 224 << 20  # cuBLAS workspaces, modules that are loaded later; 185 MiB measured on an H200
@@ -35,6 +36,26 @@ def pick_device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             raise ResourceError(f"`device` is {name!r}, {count} CUDA devices found", "bough doctor shows why")
     return device
+
+
+def triton_version() -> str | None:
+    """Return the version of Triton, of whichever package it comes in; None if it cannot be imported."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return getattr(triton, "__version__", "unknown")
+
+
+def check_triton(device: torch.device) -> None:
+    """Raise if a GPU is to be used and Triton, in which most kernels are written, is missing."""
+    if device.type != "cuda" or triton_version() is not None:
+        return
+    windows = platform.system() == "Windows"
+    raise ResourceError(
+        "a GPU needs Triton, which is not installed",
+        f"{TRITON_ON_WINDOWS if windows else 'pip install triton'}; `device` cpu runs without it",
+    )
 
 
 def device_name(device: torch.device, threads: int | None = None) -> str:

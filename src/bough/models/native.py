@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile, TensorInfo
 from bough.kernels import native
 from bough.kernels.kv_cache.format import BLOCK, HeadPool, KVFormat
@@ -25,6 +26,7 @@ from bough.models.decoder import (
     check_tensors,
     rope_frequencies,
 )
+from bough.models.pooling import CLASSIFIER
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, Buffers, Step
 from bough.models.weights import Progress, TensorSource, WeightLoader
@@ -56,7 +58,7 @@ def native_gap(
     for name, size in sizes.items():
         if size % 8:
             return f"a {name} size of {size}, needed a multiple of 8"
-    return weights_gap(file)
+    return weights_gap(file, without=(CLASSIFIER,))
 
 
 def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:
@@ -97,10 +99,11 @@ class NativeLoader(WeightLoader):
         super().__init__(file, device=_CPU, expand=False, progress=progress)
         self.library = library
 
-    def packed_matrix(self, name: str, rows: int, columns: int, *, bias: bool = False) -> PackedMatrix:
+    def packed_matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
+        """Return a matrix, with the .bias of its .weight if the file has one."""
         type = self._file.require_tensor(name, (rows, columns)).type
-        found = name.removesuffix("weight") + "bias"
-        values = self.vector(found, rows) if bias and self.has(found) else None
+        bias = name.removesuffix("weight") + "bias"
+        values = self.vector(bias, rows) if self.has(bias) else None
         # Read once, from the mapped file: neither a copy of it nor its pages stay in memory.
         packed = self.library.pack(self._file.raw(name), type, (rows, columns), values)
         self._file.release(name)
@@ -154,8 +157,15 @@ class NativeDecoder:
         mode: what activations are rounded to; with INT8 the text may differ from the reference's.
         """
         spec = ModelSpec.from_gguf(file)
-        check_tensors(file, spec)
-        return cls(spec, NativeLoader(file, library, progress=progress), mode=mode)
+        plan = check_tensors(file, spec)
+        loader = NativeLoader(file, library, progress=progress)
+        decoder = cls(spec, loader, mode=mode)
+        if ignored := set(plan.names) - set(loader.names):
+            raise UnsupportedModel(
+                f"{file.path}: the native CPU backend does not read tensor {min(ignored)}",
+                "the torch backend does",
+            )
+        return decoder
 
     @property
     def threads(self) -> int:
@@ -318,7 +328,7 @@ class NativeDecoder:
         )
 
         def matrix(name: str, rows: int, columns: int) -> native.Matrix:
-            made = loader.packed_matrix(f"{block}.{name}.weight", rows, columns, bias=name in _BIASED)
+            made = loader.packed_matrix(f"{block}.{name}.weight", rows, columns)
             self._held.append(made)
             return made.struct
 
@@ -387,9 +397,6 @@ class NativeDecoder:
 def _address(x: Tensor, row: int) -> int:
     """Return the address of a row of x [B, T, n], contiguous float32; rows are counted over all T."""
     return x.data_ptr() + 4 * row * x.shape[2]
-
-
-_BIASED = ("attn_q", "attn_k", "attn_v")
 
 
 def _layer_state(layer, slot: int) -> LayerState:

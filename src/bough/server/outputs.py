@@ -90,6 +90,12 @@ def speculation(*outputs: RequestStats) -> dict[str, Any]:
     }
 
 
+def loops(*outputs: RequestStats) -> dict[str, Any]:
+    """Return how often reasoning was ended because it repeated itself; empty if it never was."""
+    count = sum(stats.reasoning_loops for stats in outputs)
+    return {"reasoning_loops": count} if count else {}
+
+
 def approximate(*outputs: RequestStats) -> dict[str, Any]:
     """Return the approximations used; empty if every output was computed exactly."""
     named = dict.fromkeys(each for stats in outputs for each in stats.approximate)

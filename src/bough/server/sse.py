@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from bough.session.worker import Job
 
+CUT_S = 0.5  # for the last event of a stream that is cut
 KEEP_ALIVE_S = 5.0  # clients and proxies time out after 30 s or more of silence
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
@@ -35,14 +36,20 @@ def comment(job: Job) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `chunks` yields and always calls `gone` at the end."""
+    """Sends what `chunks` yields and always calls `gone` at the end; `cut` ends it if the server stops."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], gone: Callable[[], None], headers: dict[str, str]):
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        gone: Callable[[], None],
+        headers: dict[str, str],
+        cut: Callable[[], bytes],
+    ):
         super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._chunks, self._gone = chunks, gone
+        self._chunks, self._gone, self._cut = chunks, gone, cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -51,6 +58,13 @@ class EventStream(Response):
             await asyncio.wait({writing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+        except asyncio.CancelledError:
+            writing.cancel()
+            await asyncio.wait([writing])
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(CUT_S):
+                    await self._end(send, self._cut())
+            raise
         finally:
             self._gone()
             for task in (writing, listening):
@@ -62,7 +76,11 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end(send)
+
+    @staticmethod
+    async def _end(send: Send, last: bytes = b"") -> None:
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

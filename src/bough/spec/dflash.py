@@ -68,6 +68,11 @@ class DFlashModel(WaitingFeatures):
         self.positions = draft.spec.depth  # that a call proposes for, at most `depth`
 
     @property
+    def watched(self) -> tuple[DFlashDraft, Target]:
+        """The draft and its target, for an experiment on them."""
+        return self._draft, self._target
+
+    @property
     def depth(self) -> int:
         return self._spec.depth
 

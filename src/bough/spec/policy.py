@@ -39,7 +39,6 @@ MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
 PATIENCE = 1.2
-SILENT_CALLS, SILENT_STEPS = 20, 200  # without one accepted token the draft cannot be the target's: warn
 
 # -- Mixes
 MIX_TRIES = 6  # draft calls in which all drafts are compared before one mix is preferred
@@ -630,17 +629,6 @@ class RowPolicy:
         estimator.usual.draft_calls += 1
         estimator.usual.accepted_tokens += len(path) - 1
         estimator.observe(weights, path, verified=verified, waited=waited)
-
-    def warning(self) -> str | None:
-        """Return a sentence for the user when nothing of the draft is ever accepted."""
-        seen = self._usual
-        if seen.accepted_tokens == 0 and seen.draft_calls >= SILENT_CALLS and seen.steps >= SILENT_STEPS:
-            return (
-                f"not one token of {seen.draft_calls} draft calls in {seen.steps} steps was accepted:"
-                " is this the draft of this target, with the right layers (target_layer_ids)"
-                " and mask (mask_token_id)?"
-            )
-        return None
 
     @property
     def rows_are_dear(self) -> bool:

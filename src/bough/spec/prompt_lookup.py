@@ -22,6 +22,10 @@ class PromptLookup:
     def __len__(self) -> int:
         return len(self._text)
 
+    @property
+    def tokens(self) -> list[int]:
+        return self._text
+
     def append(self, tokens: list[int]) -> None:
         """Add sampled tokens or tokens of the prompt."""
         self._observe(tokens)

@@ -13,6 +13,7 @@ from bough.kernels.tree import MAX_ROWS
 from bough.kernels.tree.reference import accept_path
 from bough.spec.dflash import (
     Ask,
+    DFlashModel,
     DraftCall,
     DraftModel,
     DraftReport,
@@ -20,6 +21,7 @@ from bough.spec.dflash import (
     NoDraftModel,
     TreeShape,
 )
+from bough.spec.diagnosis import DraftWatch
 from bough.spec.drafter import Constraint, Rank, StepOutcome, Turn
 from bough.spec.mixed import mixes_of
 from bough.spec.policy import (
@@ -33,6 +35,7 @@ from bough.spec.policy import (
     StepCosts,
 )
 from bough.spec.prompt_lookup import PromptLookup
+from bough.spec.shares import Shares
 from bough.spec.sharing import BatchCosts, Offer, RowSharing
 from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
@@ -125,6 +128,7 @@ class Speculator:
         # Steps of several texts are padded to these sizes, too; without padding any number of rows will do.
         self._padded_sizes = None if sizes is EAGER_SIZES else sizes
         self._texts: dict[int, _Text] = {}  # by slot
+        self._watch = DraftWatch(*(draft.watched if isinstance(draft, DFlashModel) else ()))
         self._calls = 0  # for several texts
         self._asked = 0  # texts in the last call for several
         # Of the last step of several texts: text, its plan and its draft's tree, outcome.
@@ -169,6 +173,7 @@ class Speculator:
         self._policy = self._policy.fork()
         self._texts[slot] = _Text(self._policy, PromptLookup(self._usual_copies))
         self._draft.begin(slot)
+        self._watch.begin(slot)
 
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
         self._texts[slot].lookup.append(tokens)
@@ -207,7 +212,7 @@ class Speculator:
         text.plan, text.pruned = PLAIN, None
         if max_rows == 1:
             return Tree.root(anchor)
-        copied, score = self._copied(text, anchor, constraint)
+        text.copied = copied, score = self._copied(text, anchor, constraint)
         if constraint is not None:
             self._learn_unread(text)
         text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
@@ -233,6 +238,7 @@ class Speculator:
         text = self._texts[slot]
         self._learn_unread(text)
         text.lookup.append(outcome.tokens)
+        self._watch_step(slot, text, outcome)
         costs, plan = text.policy.costs, text.plan
         costs.observe_step(outcome.rows, outcome.verify_cost)
         if plan.draft:
@@ -280,6 +286,7 @@ class Speculator:
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
             text.lookup.append(outcome.tokens)
+            self._watch_step(slot, text, outcome)
             self._unlearnt.append((text, text.plan, text.report, outcome))
             text.report = None
 
@@ -351,9 +358,18 @@ class Speculator:
 
     # -- Both
 
-    def warnings(self) -> list[str]:
-        warning = self._policy.warning() if self._has_draft else None
-        return [warning] if warning else []
+    def warnings(self, slot: int) -> list[str]:
+        if self._has_draft and slot in self._texts:
+            self._watch.look_into(self._texts[slot].lookup.tokens)
+        return [self._watch.diagnosis] if self._watch.diagnosis else []
+
+    def shares(self, slot: int) -> Shares:
+        return self._watch.shares(slot)
+
+    def _watch_step(self, slot: int, text: _Text, outcome: StepOutcome) -> None:
+        if outcome.rows > 1:
+            copied = [] if self._config.chain and text.plan.draft else text.copied[0]
+            self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
 
     def last_report(self) -> DraftReport:
         """Return the last draft call, with its whole tree; synchronises with the device."""

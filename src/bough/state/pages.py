@@ -60,6 +60,7 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
+            assert self._references[page] > 0, f"page {page} is free already"
             self._references[page] -= 1
             if not self._references[page]:
                 del self._references[page]

@@ -103,6 +103,7 @@ class SequenceStates:
         return slot
 
     def close(self, slot: int) -> None:
+        assert slot not in self._free_slots, f"slot {slot} is free already"
         self.pages.free_slot(slot)
         self._free_slots.append(slot)
 

@@ -178,7 +178,7 @@ class SnapshotStore:
         self._device = states.buffers.lengths.device
         self._resident: dict[int, SavedPage] = {}  # by page index in the pool
         self._free: list[Tensor] = []  # host pages
-        self._used = 0  # host pages
+        self._used: set[int] = set()  # ids of host pages
         self.page_bytes = sum(_page_bytes(plane) for plane in states.planes)
         self.reserve = HostReserve(self._device)
         # Of a saved sequence, at least: its recurrent states.
@@ -193,7 +193,7 @@ class SnapshotStore:
     @property
     def host_page_bytes(self) -> int:
         """Return the bytes of pages in host memory, tails included."""
-        return self._used * self.page_bytes
+        return len(self._used) * self.page_bytes
 
     def save(self, slot: int) -> SavedSequence:
         """Save the slot's committed state until `release`; a MemoryError leaves nothing allocated."""
@@ -280,6 +280,7 @@ class SnapshotStore:
     def release(self, saved: SavedSequence) -> None:
         """Drop a saved state and the pages that no other saved state references."""
         for page in saved.pages:
+            assert page.references > 0, "a saved state was released twice"
             page.references -= 1
             if page.references == 0:
                 self.evict(page)
@@ -313,8 +314,9 @@ class SnapshotStore:
         """Return memory for the bytes of a page; releasing its owner frees it."""
         if not self._free:
             self._add_pages()
-        self._used += 1
-        return self._free.pop()
+        page = self._free.pop()
+        self._used.add(id(page))
+        return page
 
     def _add_pages(self) -> None:
         count = max(1, min(_SLAB_BYTES // max(1, self.page_bytes), _SLAB_PAGES))
@@ -342,7 +344,8 @@ class SnapshotStore:
         return page
 
     def _free_host_page(self, page: Tensor) -> None:
-        self._used -= 1
+        assert id(page) in self._used, "a host page is free already"
+        self._used.remove(id(page))
         self._free.append(page)
 
     def _read_page(self, index: int) -> Tensor:

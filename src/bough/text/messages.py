@@ -27,11 +27,12 @@ BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 THOUGHTS = re.compile(r"(?:\s*<think>.*?(?:</think>\n*|\Z))+", re.DOTALL)
 
 
-def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def normalise(messages: Sequence[Mapping[str, Any]], *, opens_reasoning: bool = False) -> list[Message]:
     """Return at most one system message, at the start, and others with text contents.
 
     Tool arguments become objects, and reasoning is in one field. The template decides which reasoning to
-    render again: within a round of tool calls, not of older turns.
+    render again: within a round of tool calls, not of older turns. `opens_reasoning`: the template's prompt
+    ends with <think>, so that an answer may hold only the second tag.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise UsageError(
@@ -39,7 +40,7 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         )
     if not messages:
         raise UsageError("messages is empty; needs at least one message", param="messages")
-    cleaned = [_clean(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    cleaned = [_clean(message, f"messages[{i}]", opens_reasoning) for i, message in enumerate(messages)]
     leading = next((i for i, message in enumerate(cleaned) if message["role"] != "system"), len(cleaned))
     head = [message["content"] for message in cleaned[:leading]]
     system = [{"role": "system", "content": "\n\n".join(filter(None, head))}] if head else []
@@ -60,7 +61,7 @@ def merge_neighbours(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def _clean(message: Any, where: str) -> Message:
+def _clean(message: Any, where: str, opens_reasoning: bool) -> Message:
     if not isinstance(message, Mapping):
         raise UsageError(
             f"{where} is of type {type(message).__name__}; needs an object with role and content", param=where
@@ -74,10 +75,11 @@ def _clean(message: Any, where: str) -> Message:
     if role == "system":
         cleaned["content"] = BILLING_LINE.sub("", cleaned["content"])
     if role == "assistant":
-        thought, cleaned["content"] = _split_reasoning(cleaned["content"])
         named = [cleaned.pop(name) for name in REASONING_FIELDS if name in cleaned]
-        found = [*named, _thinking_parts(message.get("content")), thought]
-        if reasoning := next((text for text in found if isinstance(text, str) and text), None):
+        own = [*named, _thinking_parts(message.get("content"))]
+        rest = opens_reasoning and not any(own)
+        thought, cleaned["content"] = _split_reasoning(cleaned["content"], rest=rest)
+        if reasoning := next((text for text in (*own, thought) if isinstance(text, str) and text), None):
             cleaned["reasoning_content"] = reasoning
         calls = _tool_calls(fields, where)
         cleaned.pop("function_call", None)
@@ -139,13 +141,16 @@ def _thinking_parts(content: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _split_reasoning(content: str) -> tuple[str, str]:
-    """Return the reasoning in the think tags at the start of a reply, and the rest."""
+def _split_reasoning(content: str, *, rest: bool) -> tuple[str, str]:
+    """Return the reasoning at the start of a reply, in think tags or, with `rest`, before the second one."""
     if match := THOUGHTS.match(content):
         return re.sub("</?think>", "\n", match[0]).strip(), content[match.end() :]
-    # Generation prompts write the first tag themselves, so a reply may hold only the second.
     thought, tag, reply = content.partition("</think>")
-    return (thought.strip(), reply.lstrip("\n")) if tag and "<think>" not in thought else ("", content)
+    # Only a tag in a line of its own: others are text about tags.
+    line = thought.rpartition("\n")[2] + reply.partition("\n")[0]
+    if rest and tag and not line.strip() and "<think>" not in thought:
+        return thought.strip(), reply.lstrip("\n")
+    return "", content
 
 
 def _tool_calls(fields: Mapping[str, Any], where: str) -> list[Message]:

@@ -3,16 +3,17 @@
 Any split of the text gives the same deltas, joined. Text that turns out not to be a call is content.
 """
 
-import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from bough.text import tools as tags
-from bough.text.tools import Tool, is_string, typed
+from bough.text.tools import Tool, is_string, json_text, parsed, typed
 
 THINK, END_THINK = "<think>", "</think>"
 _MAX_NAME = 256
+_WHOLE_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
 _CERTAIN = len("<tool")  # of the opening tag; less may be other text
 
 
@@ -49,7 +50,8 @@ class OutputParser:
         self._out: list[Delta] = []
         self._tool = Tool("")
         self._key = ""
-        self._arguments = 0  # of the current call so far
+        self._keys: set[str] = set()  # of the current call's arguments so far
+        self._repeated = False  # the current argument, which is dropped: its key has a value
         self.calls_begun = 0
         self.calls_done = 0
 
@@ -68,7 +70,7 @@ class OutputParser:
         if not whole and self._state == self._content and self._tools:
             self._drop_opening()
         if not whole and self._state == self._string:
-            self._emit("arguments", json.dumps(self._held, ensure_ascii=False)[1:-1])
+            self._emit_value(json_text(self._held)[1:-1])
             self._held = ""
             return self._drain()
         return self._take(final=True)
@@ -93,6 +95,10 @@ class OutputParser:
         if text:
             index = max(0, self.calls_begun - 1) if kind in ("call", "arguments") else 0
             self._out.append(Delta(kind, text, index))
+
+    def _emit_value(self, text: str) -> None:
+        if not self._repeated:
+            self._emit("arguments", text)
 
     def _beginning(self, final: bool) -> bool:
         text = self._held.lstrip()
@@ -167,8 +173,9 @@ class OutputParser:
             if not mark:
                 return self._broken() if final else False
             self._key, self._held = key.strip(), rest
-            self._emit("arguments", ("{" if not self._arguments else ", ") + json.dumps(self._key) + ": ")
-            self._arguments += 1
+            self._repeated = self._key in self._keys
+            self._emit_value(("{" if not self._keys else ", ") + json_text(self._key) + ": ")
+            self._keys.add(self._key)
             self._state = self._value
             return True
         if text.startswith(tags.END_FUNCTION):
@@ -187,33 +194,31 @@ class OutputParser:
     def _value(self, final: bool) -> bool:
         """Parse a complete argument that is not a string; strings are streamed."""
         schema = self._tool.schema(self._key)
-        end, after = _value_end(self._held, final)
         if is_string(schema):
-            self._emit("arguments", '"')
-            self._held = self._held.removeprefix("\n") if self._held else ""
-            self._state = self._string
-            self._bare = not self._held
+            self._emit_value('"')
+            self._state, self._bare = self._string, True
             return True
+        end, after = _value_end(self._held, final)
         if after is None:
             return False
         text = _framed(self._held[:end])
-        self._emit("arguments", json.dumps(typed(text, schema), ensure_ascii=False))
+        self._emit_value(json_text(typed(text, schema)))
         self._held = self._held[after:]
         self._state = self._parameters
         return True
 
     def _string(self, final: bool) -> bool:
-        if self._bare and self._held:
+        if self._bare and self._held:  # one line break belongs to the tag
             self._held, self._bare = self._held.removeprefix("\n"), False
         end, after = _value_end(self._held, final)
         text = self._held[:end]
         if after is not None:
             text = text.removesuffix("\n")
-        self._emit("arguments", json.dumps(text, ensure_ascii=False)[1:-1])
+        self._emit_value(json_text(text)[1:-1])
         self._held = self._held[end if after is None else after :]
         if after is None:
             return False
-        self._emit("arguments", '"')
+        self._emit_value('"')
         self._bare = False
         self._state = self._parameters
         return True
@@ -234,10 +239,10 @@ class OutputParser:
         while end >= 0 or final:
             block = self._held[start : end if end >= 0 else len(self._held)]
             try:
-                call = _json_object(json.loads(block))
-            except (ValueError, RecursionError) as error:
+                call = _json_object(parsed(block))
+            except (ValueError, RecursionError):
                 # A tag inside a string is text.
-                if end >= 0 and str(error).startswith("Unterminated string"):
+                if end >= 0 and '"' in _WHOLE_STRING.sub("", block):
                     end = self._held.find(tags.CLOSE, end + 1)
                     if end >= 0 or final:
                         continue
@@ -254,12 +259,12 @@ class OutputParser:
 
     def _begin(self, name: str) -> None:
         self._tool = self._tools.get(name, Tool(name))
-        self._arguments = 0
+        self._keys = set()
         self.calls_begun += 1
         self._emit("call", name)
 
     def _end_arguments(self) -> None:
-        self._emit("arguments", "}" if self._arguments else "{}")
+        self._emit("arguments", "}" if self._keys else "{}")
 
     def _no_call(self) -> bool:
         """Emit the tag and the whitespace before it as content."""
@@ -337,5 +342,5 @@ def _json_object(call: Any) -> tuple[str, str] | None:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
-    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+        arguments = parsed(arguments or "{}")
+    return (call["name"], json_text(arguments)) if isinstance(arguments, dict) else None

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 from bough.errors import UsageError
@@ -18,6 +19,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _OPTIONS = ("anyOf", "oneOf")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int,
@@ -37,8 +39,12 @@ class Tool:
     field: str = "tools"  # of the request, for errors
 
     def schema(self, key: str) -> Mapping[str, Any]:
-        """Return the schema of an argument with references resolved; empty where there is none."""
-        found = _resolved(self.properties.get(key), self.parameters)
+        """Return the schema of an argument with references resolved; empty where any value may be.
+
+        An argument that is not declared beside others is text.
+        """
+        undeclared = {"type": "string"} if self.properties else {}
+        found = _resolved(self.properties.get(key, undeclared), self.parameters)
         options = {name: given for name in _OPTIONS if (given := _list(found, name))}
         resolved = {name: [_resolved(each, self.parameters) for each in options[name]] for name in options}
         return {**found, **resolved}
@@ -84,12 +90,28 @@ def is_string(schema: Mapping[str, Any]) -> bool:
     return _types(schema) == {"string"}
 
 
+def parsed(text: str) -> Any:
+    """Return a model's JSON; numbers that JSON has not, NaN and infinities, are their text."""
+    return json.loads(text, parse_constant=str, parse_float=_finite)
+
+
+def _finite(text: str) -> float | str:
+    number = float(text)
+    return number if isfinite(number) else text
+
+
+def json_text(value: Any) -> str:
+    """Return JSON that UTF-8 can encode: half a surrogate pair stays an escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value)
+
+
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """Convert an argument's text to the type in its schema; text that does not convert stays text."""
     if is_string(schema):
         return text
     try:
-        value = json.loads(text)
+        value = parsed(text)
     except (ValueError, RecursionError):
         value = _PYTHON_WORDS.get(text.strip(), text)
     if isinstance(value, str):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -48,8 +48,21 @@ def tilings_of(device: torch.device) -> dict[int, Tiling]:
 
 
 def resident_blocks(card: Card) -> int:
-    """Return how many blocks an SM holds at a time, for any number of rows."""
-    return 2 if card.shared_per_processor >= 160 * 1024 else 1
+    """Return how many blocks an SM holds at a time, where their rings fit."""
+    return 1 if _small(card) and card.bulk_copies else 2
+
+
+def _small(card: Card) -> bool:
+    return card.shared_per_processor < 160 * 1024
+
+
+def stage_layout(card: Card, layout: Layout) -> Layout:
+    """Return the layout with the columns of a stage: half of a tile's where two blocks would not fit an SM.
+
+    Bulk copies are of whole tiles.
+    """
+    halved = layout.unit == COLUMN_BLOCK and _small(card) and not card.bulk_copies
+    return replace(layout, unit=COLUMN_BLOCK // 2) if halved else layout
 
 
 def row_tiles(card: Card, tiling: Tiling) -> int:
@@ -62,8 +75,9 @@ def grouped(card: Card, rows: int) -> bool:
     return card.arch == "sm_90" and (bucket_of(rows) or 0) >= GROUPED_FROM
 
 
-def stage_bytes(layout: Layout, bucket: int) -> int:
-    return _BLOCK_TILES * layout.tile_bytes + 2 * layout.unit * bucket
+def stage_bytes(card: Card, layout: Layout, bucket: int) -> int:
+    stage = stage_layout(card, layout)
+    return _BLOCK_TILES * stage.tile_bytes + 2 * stage.unit * bucket
 
 
 def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
@@ -71,12 +85,12 @@ def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
 
     Whether it is 0 does not depend on the tiling.
     """
-    size = stage_bytes(layout, bucket)
+    size = stage_bytes(card, layout, bucket)
     share = card.shared_per_processor // resident_blocks(card) - _RESERVED
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
         count = (card.shared_per_block - _STATIC) // size
-    most = tiling.stages + (layout.unit < COLUMN_BLOCK)
+    most = tiling.stages + (stage_layout(card, layout).unit < COLUMN_BLOCK)
     return min(count, most) if count >= 2 else 0
 
 
@@ -107,7 +121,9 @@ def defines(
 ) -> dict[str, int]:
     """Return the macros of tiles.cu for one variant."""
     depth = stages(card, layout, bucket, tiling)
-    macros = layout_defines(layout) | {
+    stage = stage_layout(card, layout)
+    macros = layout_defines(stage) | {
+        "HALVES": layout.unit // stage.unit,
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
@@ -143,7 +159,7 @@ def rows_source() -> str:
 @dataclass(frozen=True, slots=True)
 class Variant:
     matmul: Kernel
-    expand: Kernel
+    expand: Kernel | None  # None: a variant that reads half tiles
 
 
 @cache
@@ -158,11 +174,23 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *
         module.kernel(
             "matmul",
             threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
-            shared=macros["STAGES"] * stage_bytes(layout, bucket),
+            shared=macros["STAGES"] * stage_bytes(card, layout, bucket),
             overlap=card.pdl,
         ),
-        module.kernel("expand", threads=256),
+        None if macros["HALVES"] > 1 else module.kernel("expand", threads=256),
     )
+
+
+@cache
+def _expand_kernel(layout: Layout, device: torch.device) -> Kernel:
+    """Return the kernel of a variant that is there anyway, else one of its own."""
+    card, tiling = card_of(device), tilings_of(device)[8]
+    expand = variant(layout, 8, tiling, device, grouped=False).expand
+    if expand is not None:
+        return expand
+    macros = defines(card, layout, 8, tiling) | layout_defines(layout) | {"HALVES": 1}
+    build = partial(compile_cubin, matmul_source(), defines=macros, arch=card.target)
+    return Module(build, device).kernel("expand", threads=256)
 
 
 @cache
@@ -296,8 +324,7 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    tiling = tilings_of(out.device)[8]
-    variant(weight.layout, 8, tiling, out.device, grouped=False).expand(
+    _expand_kernel(weight.layout, out.device)(
         (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )
