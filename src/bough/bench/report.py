@@ -210,8 +210,9 @@ def _machine(head: Result) -> str:
         )
     draft = f", draft {settings['draft']}" if settings.get("draft") else ", no draft"
     return (
-        f"{head['date'][:10]}, Bough {head.get('bough') or head['treeflash']} ({head['commit']}), torch {head['torch']}, "
-        f"{head['threads']} CPU threads{draft}, at most {settings['n_gen']} tokens, seed {settings['seed']}."
+        f"{head['date'][:10]}, Bough {head.get('bough') or head['treeflash']} ({head['commit']}), "
+        f"torch {head['torch']}, {head['threads']} CPU threads{draft}, "
+        f"at most {settings['n_gen']} tokens, seed {settings['seed']}."
     )
 
 
