@@ -32,7 +32,7 @@ def main(
     draft: Path | None = None,
     suites: Annotated[str, "a,b or a:164,b:50 (prompts)"] = "humaneval,gsm8k,math500",
     prompts: int = 50,
-    n_gen: int = 256,
+    n_gen: Annotated[int | None, "default: 256, or 640 where answers are scored"] = None,
     budget: Sequence[int] = (22,),
     label: Annotated[str, "of the draft, for the results"] = "",
     adaptive: Annotated[bool, "let the row policy choose the number of rows"] = False,
@@ -51,7 +51,7 @@ def main(
         draft=DraftConfig(draft) if draft else None,
     )
     session = load_session(model, config)
-    facts = report.settings | {"budget": budget, "temperature": temperature}
+    facts = report.settings | {"n_gen": n_gen, "budget": budget, "temperature": temperature}
     facts |= {"model": model.stem, "draft": draft.name if draft else None}
     facts |= {"files": identity([model, *([draft] if draft else [])])[:12]}
     head = report.head() | {"settings": facts} | machine.of_session(session)

@@ -40,7 +40,7 @@ def main(
     model: Path,
     suites: str = "humaneval,mbpp,gsm8k,math500",
     prompts: Annotated[int, "at most this many of each suite"] = 10_000,
-    n_gen: int = 384,
+    n_gen: Annotated[int, "a score of answers that were cut is too low"] = 640,
 ) -> None:
     device = pick_device(report.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -69,6 +69,8 @@ def main(
             "prompts": len(items),
             "right": right,
             "share": round(right / len(items), 4),
+            "cut": sum(not each.ended for each in outputs),
+            "n_gen": n_gen,
             "seconds": round(time.perf_counter() - start, 1),
             "model": model.name,
             "device": device_name(device) if device.type == "cuda" else platform.machine(),

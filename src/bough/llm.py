@@ -192,6 +192,8 @@ class LLM:
     @property
     def session(self) -> TextSession:
         """Return what the model was loaded into."""
+        if self._closed:
+            raise UsageError(f"the LLM {self.name} is closed", "make another one")
         return self._worker.session
 
     @property
@@ -324,7 +326,6 @@ class LLM:
     async def _events(
         self, request: TextRequest, collected: "_Collected", *, whole: bool = False
     ) -> AsyncIterator[str]:
-        self._check_open()
         job = self._worker.submit(request)
         try:
             async for batch in job.batches(whole=whole):
@@ -334,12 +335,7 @@ class LLM:
         finally:
             job.cancel()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError(f"the LLM {self.name} is closed", "make another one")
-
     def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
-        self._check_open()
         return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
 
     def _chat_request(

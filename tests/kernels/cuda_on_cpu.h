@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <vector>
+#include <csignal>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -63,6 +64,14 @@ static std::vector<char*> stacks;
 static void (*body)();
 static jmp_buf launcher;
 static int current, alive, step = 1, idle;
+static char failure[200];  // of a kernel; empty: none
+
+// Ends the kernel.
+[[noreturn]] static void fail(const char* what) {
+  snprintf(failure, sizeof failure, "block %u, %u, thread %d: %s", blockIdx.x, blockIdx.y, current, what);
+  _longjmp(launcher, 1);
+}
+static void on_signal(int) { fail("it accessed memory that is not there"); }
 
 static void resume(int fiber) {
   current = fiber;
@@ -80,10 +89,7 @@ static int next_fiber() {
 }
 // Lets the other fibers go on.
 __attribute__((noinline)) static void yield() {
-  if (++idle > 4 * (int)fibers.size()) {
-    fprintf(stderr, "block %u: %d threads wait for others that never come\n", blockIdx.x, alive);
-    abort();
-  }
+  if (++idle > 4 * (int)fibers.size()) fail("it waits, as all others do, for threads that never come");
   const int self = current;
   if (!_setjmp(fibers[self].place)) resume(next_fiber());
   asm volatile("" ::: "memory");
@@ -130,8 +136,13 @@ void launch_grid(int columns, int rows, int threads, int shared, Kernel kernel) 
     stacks.push_back((char*)stack);
   }
   fibers.resize(threads);
+  failure[0] = 0;
+  struct sigaction previous, own = {};
+  own.sa_handler = on_signal;
+  own.sa_flags = SA_NODEFER;
+  sigaction(SIGSEGV, &own, &previous);
   const size_t used = shared + GUARDED < sizeof shared_memory ? shared + GUARDED : sizeof shared_memory;
-  for (int block = 0; block < columns * rows; block++) {
+  for (int block = 0; block < columns * rows && !failure[0]; block++) {
     blockIdx.x = block % columns, blockIdx.y = block / columns;
     memset(shared_memory, 0x7f, used);
     for (int thread = 0; thread < threads; thread++) {
@@ -146,14 +157,17 @@ void launch_grid(int columns, int rows, int threads, int shared, Kernel kernel) 
     of_block = {threads}, alive = threads, idle = 0;
     for (int warp = 0; warp < 32; warp++) of_warps[warp] = {32}, named[warp % 16] = {};
     if (!_setjmp(launcher)) resume(step > 0 ? 0 : threads - 1);
-    for (size_t at = shared; at < used; at++)
-      if (shared_memory[at] != 0x7f) fprintf(stderr, "block %d wrote beyond shared memory, at %zu\n", block, at), abort();
+    for (size_t at = shared; at < used && !failure[0]; at++)
+      if (shared_memory[at] != 0x7f) snprintf(failure, sizeof failure, "block %d wrote shared memory that it does not have", block);
   }
+  sigaction(SIGSEGV, &previous, nullptr);
 }
 template <class Kernel>
 void launch(int blocks, int threads, Kernel kernel) {
   launch_grid(blocks, 1, threads, sizeof shared_memory, kernel);
+  if (failure[0]) fprintf(stderr, "%s\n", failure), abort();
 }
+extern "C" const char* failed() { return failure; }
 // Whether threads go on from the first to the last, or from the last to the first: a missing barrier shows in one of them.
 extern "C" void run_backwards(int backwards) { step = backwards ? -1 : 1; }
 
@@ -243,6 +257,13 @@ static float half(unsigned bits) { return (float)bits_as<_Float16>((uint16_t)bit
 static unsigned two_halves(float low, float high) {
   return bits_as<uint16_t>((_Float16)low) | (unsigned)bits_as<uint16_t>((_Float16)high) << 16;
 }
+static unsigned two_bfloats(float low, float high) {
+  const auto rounded = [](float x) {
+    const unsigned bits = bits_as<unsigned>(x);
+    return x != x ? 0x7fffu : bits + 0x7fff + (bits >> 16 & 1) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
+}
 // One rounding, as fma.rn.f16x2: a product of two halves and a sum are exact in double.
 static unsigned fma_halves(unsigned a, unsigned b, unsigned c) {
   unsigned result = 0;
@@ -287,6 +308,26 @@ void warp_mma(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
       sum += (double)of_fragment(fragments[warp], row, k, BFLOAT) * number<BFLOAT>(y);
     }
     sums[e] += (float)sum;
+  }
+  __syncwarp();
+}
+// wgmma.m64nNk16 of one of the group's warps, which has 16 rows: the second operand, [N][16], is found by the low half of
+// its descriptor, in rows of 128 bytes and the 128-byte swizzle: address bits 4 to 6 are those of the row in eight.
+template <int COLUMNS, bool BFLOAT>
+void group_mma(float* sums, const unsigned* a, unsigned descriptor, int more) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  memcpy(fragments[warp][lane], a, 16);
+  __syncwarp();
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    const int row = lane / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 16; k++) {
+      const unsigned at = ((descriptor & 0x3fff) << 4) + column * 128 + k * 2;
+      uint16_t y;
+      memcpy(&y, shared_memory + (at ^ (at >> 7 & 7) << 4), 2);
+      sum += (double)of_fragment(fragments[warp], row, k, BFLOAT) * number<BFLOAT>(y);
+    }
+    sums[i] = (more ? sums[i] : 0) + (float)sum;
   }
   __syncwarp();
 }

@@ -107,6 +107,11 @@ _STATEMENTS = {
     r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];": r"\1* \2 = (\1*)shared_memory;",
     r'asm volatile\("cp.async.commit_group;"[^;]*\);': "commit_copies();",
     r'asm volatile\("cp.async.wait_group (\d+);"[^;]*\);': r"wait_for_copies(\1);",
+    # A function of `sources.warp_group_mma`.
+    r"__device__ __forceinline__ (void \w+\([^)]*\)) \{\n  asm volatile\((?:(?!\n\}).)*"
+    r"m64n(\d+)k16\.f32\.(b?)f16(?:(?!\n\}).)*\n\}": (
+        r'static \1 { group_mma<\2, sizeof("\3") == 2>(c, a, b, more); }'
+    ),
     r'asm volatile\("griddepcontrol[^"]*"[^;]*\);': ";",
 }
 _SIGNATURE = re.compile(
@@ -125,7 +130,7 @@ class EmulatedModule:
     def __init__(self, text: str, macros: Mapping[str, int], bodies: Mapping[str, str], folder: Path):
         text = with_bodies(text, bodies)
         for pattern, statement in _STATEMENTS.items():
-            text = re.sub(pattern, statement, text)
+            text = re.sub(pattern, statement, text, flags=re.DOTALL)
         for name, parameters in _SIGNATURE.findall(text):
             types = [parameter.strip().rpartition(" ")[0] for parameter in parameters.split(",")]
             values = (f"*({type}*)values[{place}]" for place, type in enumerate(types))
@@ -139,6 +144,9 @@ class EmulatedModule:
             values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
             addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
             getattr(self.library, f"run_{name}")(*grid, threads, shared, addresses)
+            self.library.failed.restype = ctypes.c_char_p
+            failure = self.library.failed().decode()
+            assert not failure, f"{name}, {failure}"
 
         return launch
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import ollama
 import pytest
 
 from bough.config import EngineConfig, SpecConfig
 from bough.session.loading import load_session
 from bough.spec.prompt_lookup import PromptLookup
 from tests.gguf_edit import GAP_TOKENS, edited
+from tests.server.conftest import openai_client
 from tests.server.live import MODEL, Live, live
 
 FOLDER = Path(__file__).parent / "editors"
@@ -123,6 +125,16 @@ def test_continue(server: Live, http: httpx2.Client, name: str):
             chat = events(http.post("/v1/fim/completions", json=asked))
             assert "".join(event["choices"][0]["delta"].get("content") or "" for event in chat) == expected
     assert text == expected
+
+
+def test_the_official_clients(server: Live, http: httpx2.Client):
+    expected = completed(http, gap_ids(server, "def a", "return a"), max_tokens=8)
+    options = {"temperature": 0, "num_predict": 8}
+    client = ollama.Client(host=server.url)
+    assert client.generate(MODEL, "def a", suffix="return a", options=options).response == expected
+    asked = {"prompt": "def a", "suffix": "return a", "max_tokens": 8, "temperature": 0}
+    found = openai_client(server).completions.create(model=MODEL, **asked)
+    assert found.choices[0].text == expected
 
 
 def test_continue_asks_ollamas_show_whether_a_gap_can_be_filled(http: httpx2.Client):

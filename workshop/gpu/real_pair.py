@@ -76,7 +76,7 @@ class Sizes:
 FULL = Sizes(
     length=512, n_gen=320, batch=64, anchors=128, head_tokens=49_152, save_every=1.0,
     greedy="humaneval:164,gsm8k:60,mbpp:60,mtbench:30", sampled="humaneval:50,gsm8k:50,mbpp:30,mtbench:15",
-    fixed="humaneval:24,gsm8k:24,mbpp:24,mtbench:12", measured_tokens=256,
+    fixed="humaneval:24,gsm8k:24,mbpp:24,mtbench:12", measured_tokens=640,
 )  # fmt: skip
 TOY = Sizes(
     length=72, n_gen=16, batch=2, anchors=4, head_tokens=310, save_every=0.0,
@@ -381,6 +381,7 @@ def _row(
         "speed_up": round(fmean(ratios), 3) if ratios and not is_plain else None,
         "identical": round(fmean(old["text"] == new["text"] for old, new in pairs), 4) if pairs else None,
         "score": round(fmean(scored), 4) if scored else None,
+        "cut": sum(line["finish"] == "length" for line in lines if line.get("right") is not None),
         "loops": sum(bool(line["loops"]) for line in lines),
         "by_position": [
             round(sum(each[depth] for each in positions if len(each) > depth) / max(1, steps), 3)

@@ -12,6 +12,7 @@ from bough.engine.stats import StepRecord
 from bough.session.requests import Finished, Text, TextRequest
 from bough.session.session import Session
 
+SPEED, SCORED = 256, 640  # most tokens of an answer; a score of answers that were cut is too low
 RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES times
 
 
@@ -19,9 +20,13 @@ RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES 
 class Settings:
     """Settings shared by all prompts of a run."""
 
-    n_gen: int = 256
+    n_gen: int | None = None  # most tokens of an answer; None: SPEED, or SCORED where there is a score
     seed: int = 0
     thinking: bool | None = None
+
+    def limit(self, prompt: Prompt) -> int:
+        """Return the most tokens of a prompt's answer."""
+        return self.n_gen or (SPEED if prompt.score is None else SCORED)
 
 
 @dataclass(slots=True)
@@ -74,7 +79,7 @@ class LocalEndpoint:
         request = TextRequest(
             messages=messages,
             tools=prompt.tools,
-            max_tokens=settings.n_gen,
+            max_tokens=settings.limit(prompt),
             sampling=SamplingParams(temperature=temperature, seed=settings.seed),
             thinking=settings.thinking,
             draft_budget=budget,

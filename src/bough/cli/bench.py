@@ -72,8 +72,15 @@ class MeasureOptions:
         ),
     ] = None
     n_gen: Annotated[
-        int, _measured("--n-gen", "-n", min=2, metavar="N", help="Most tokens of an answer.")
-    ] = 256
+        int | None,
+        _measured(
+            "--n-gen",
+            "-n",
+            min=2,
+            metavar="N",
+            help="Most tokens of an answer. Default: 256, and 640 where answers are scored.",
+        ),
+    ] = None
     seed: Annotated[int, _measured("--seed", min=0, help="Of sampling.")] = 0
     temperature: Annotated[
         str | None, _measured("--temperature", "-t", metavar="X[,X]", help="Default: 0; sweep: 0,0.8.")
@@ -338,7 +345,7 @@ def _predict(target: Chosen, config: EngineConfig, card: str, output: OutputOpti
 
 
 def _share(
-    target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions, *, tokens: int
+    target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions, *, tokens: int | None
 ) -> None:
     """Measure, show and save what an issue about another card needs."""
     from bough.bench import share
@@ -348,7 +355,8 @@ def _share(
         config = replace(config, speculation=replace(config.speculation, adaptive=False))
     with LoadingBar(target.path.name, screen) as bar:
         session = load_session(target.path, config, progress=bar.reading, warming=bar.warming)
-    result = share.measure(session, tokens=min(tokens, share.TOKENS)) | {"model": target.path.name}
+    most = min(tokens or share.TOKENS, share.TOKENS)
+    result = share.measure(session, tokens=most) | {"model": target.path.name}
     path = output.markdown or Path("bough-share.md")
     share.save(result, path)
     view.plain(share.page(result))
@@ -418,8 +426,9 @@ def _show(
     headings = (report.title(head), "Steps")
     for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
         view.table(heading, columns, cases)
-    if disturbed := report.disturbance(head):
-        screen.notice(disturbed.replace("**", ""))
+    for remark in (report.disturbance(head), report.cut_short(found)):
+        if remark:
+            screen.notice(remark.replace("**", ""))
     skipped = sum("skipped" in line for line in found)
     if skipped:
         screen.notice(f"{skipped} answers were left out: the prompt does not fit in the context.")

@@ -190,6 +190,8 @@ def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:
     target = session.engine.target
     threads = f"CPU, {target.threads} thread{'s' * (target.threads != 1)}"
     device = device_name(target.device) if target.device.type == "cuda" else threads
+    if session.vector_spec is not None:
+        return f"context {session.max_ctx:,} tokens · {device} · {session.vector_spec.kind}"
     proposing = "with a draft" if drafted else "without a draft" if speculating else "plain decoding"
     return f"context {session.max_ctx:,} tokens · {device} · {proposing}"
 

@@ -358,7 +358,7 @@ def _run(choices: Sequence[Choice], config: ServerConfig, screen: view.Screen) -
     def ready(session: "Session") -> None:
         bar.stop()
         describe(session, first.target.path, screen)
-        if first.proposing.note:
+        if first.proposing.note and session.vector_spec is None:
             screen.note(first.proposing.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")

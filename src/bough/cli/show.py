@@ -164,6 +164,7 @@ def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path |
 
 def describe(file: "GGUFFile") -> dict[str, Any]:
     """Return all facts about a file for JSON; `model` is null for architectures that are not supported."""
+    from bough.models.pooling import VectorSpec
     from bough.models.spec import ModelSpec
 
     facts: dict[str, Any] = {
@@ -175,12 +176,15 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
         "problems": [],
         "types": _types(file),
         "model": None,
+        "vectors": None,
         "stored_bytes": None,
         "memory": [],
     }
     try:
         spec = ModelSpec.from_gguf(file)
         facts["model"] = _model(spec) | {"parameters": _parameters(file, spec)}
+        vectors = VectorSpec.from_gguf(file, spec.width)
+        facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec)
     except ModelFileError as error:
@@ -278,6 +282,7 @@ def _text(file: "GGUFFile") -> dict[str, Any]:
         "adds_bos": tokenizer.bos_id is not None,
         "chat_template": not template.is_fallback,
         "thinking": template.supports_thinking,
+        "fills_gaps": tokenizer.infill is not None,
     }
 
 
@@ -287,7 +292,10 @@ def _print(facts: dict[str, Any]) -> None:
         parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
-    if facts["model"]:
+    if facts["vectors"]:
+        route = "/v1/rerank" if facts["vectors"]["pooling"] == "rank" else "/v1/embeddings"
+        parts["Use"] = [(route, f"{facts['vectors']['kind']}, pooling {facts['vectors']['pooling']}")]
+    elif facts["model"]:
         parts["Speculation"] = _speculation_rows(facts)
         parts["Recommended"] = _recommended_rows(facts)
     parts["Cannot be run"] = [("reason", problem) for problem in facts["problems"]]
@@ -381,6 +389,7 @@ def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
         ("ends with", stops or "nothing: it writes until --n-gen"),
         ("chat template", "yes" if text["chat_template"] else "none in the file, plain ChatML is used"),
         ("thinking", "can be switched: --think, --no-think" if text["thinking"] else "no switch"),
+        ("gaps", "filled: /infill, suffix" if text["fills_gaps"] else "no tokens for them"),
     ]
 
 

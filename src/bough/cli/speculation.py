@@ -122,7 +122,8 @@ def _without_draft(target: Chosen, screen: view.Screen) -> str:
         return ""
     for beside in drafts_beside(target.path):
         return f"A draft lies beside the model, only prompt lookup proposed tokens: --draft {beside}"
-    return NO_DRAFT if first_time(f"no draft of {target.path.name}") else ""
+    shown = screen.takes_notes and first_time(f"no draft of {target.path.name}")
+    return NO_DRAFT if shown else ""
 
 
 def _is_plain(options: SpeculationOptions) -> bool:

@@ -334,12 +334,12 @@ class Screen:
 
     def __init__(self, *, quiet: bool = False, notes: bool = True):
         self._quiet = quiet
-        self._notes = notes and not quiet
+        self.takes_notes = notes and not quiet
         self._progress = not quiet and sys.stderr.isatty()
 
     def note(self, text: str) -> None:
         """Print a line of little importance."""
-        if self._notes:
+        if self.takes_notes:
             _say(text, GREY)
 
     def warning(self, text: str, command: str) -> None:

@@ -198,7 +198,9 @@ def _llama(app: FastAPI, models: Models) -> None:
 
 def _vectors(app: FastAPI, models: Models) -> None:
     async def run(
-        request: Request, body: EmbeddingBody | OllamaEmbedBody | RerankBody, requests: list[TextRequest]
+        request: Request,
+        body: EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody,
+        requests: list[TextRequest],
     ) -> Response:
         async with models.use(request, body.model) as service:
             return await service.respond(request, requests, vectors.VectorWriter(service, body), stream=False)
@@ -228,11 +230,7 @@ def _vectors(app: FastAPI, models: Models) -> None:
         """Return one vector, which is not normalised: Ollama's old route."""
         if not body.prompt:
             return JSONResponse({"embedding": []})
-        async with models.use(request, body.model) as service:
-            writer = vectors.VectorWriter(service, OllamaEmbedBody(model=body.model))
-            requests = vectors.embedding_requests(body.prompt)
-            await service.respond(request, requests, writer, stream=False)
-            return JSONResponse({"embedding": writer.vectors.get(0, ())})
+        return await run(request, body, vectors.embedding_requests(body.prompt))
 
 
 def _prefill(app: FastAPI, models: Models) -> None:

@@ -55,6 +55,7 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "architecture": model.spec.architecture,
         "context_length": model.spec.context_length,
         "device": str(model.device),
+        "pooling": session.vector_spec and session.vector_spec.pooling.name,
         "weights_bytes": session.plan.weights,
         "memory_bytes": session.plan.total,
         "kv": format_names(session.plan.kv),

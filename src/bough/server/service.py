@@ -38,8 +38,8 @@ class Writer(Protocol):
     def end(self) -> bytes: ...
     def keep_alive(self, job: Job) -> bytes: ...
     def failure(self, failure: Failure) -> bytes: ...
-    def result(self) -> dict[str, Any]:
-        """Return the whole response of a request that does not stream."""
+    def result(self) -> dict[str, Any] | bytes:
+        """Return the whole response of a request that does not stream; bytes are JSON."""
         ...
 
 
@@ -129,7 +129,10 @@ class Service:
                 await unless_gone(request, _collect(job, writer))
             finally:
                 job.cancel()
-            return JSONResponse(writer.result(), headers=headers)
+            whole = writer.result()
+            if isinstance(whole, bytes):
+                return Response(whole, headers=headers, media_type="application/json")
+            return JSONResponse(whole, headers=headers)
         batches = job.batches(KEEP_ALIVE_S)
         try:
             first = await unless_gone(request, anext(batches))

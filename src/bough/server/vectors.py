@@ -1,15 +1,14 @@
 """Embeddings and relevance, in OpenAI's, Ollama's and Jina's form."""
 
 import base64
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from bough.errors import UsageError
 from bough.server.failures import Failure
-from bough.server.schemas import EmbeddingBody, Object, OllamaEmbedBody, RerankBody
+from bough.server.schemas import EmbeddingBody, Object, OllamaEmbedBody, OllamaEmbeddingsBody, RerankBody
 from bough.server.service import Service
 from bough.session.requests import Finished, SessionEvent, TextRequest, Vector, VectorOptions
 from bough.session.vector_prompts import shortened
@@ -54,18 +53,24 @@ def _check_count(values: Sequence[Any], name: str) -> None:
 
 @dataclass(slots=True)
 class VectorWriter:
-    """Collects the vectors of a request, whose routes return one object: nothing is streamed."""
+    """Collects the vectors of a request, whose routes return one object: nothing is streamed.
+
+    Each vector becomes JSON as it arrives: two million numbers at once would stop the event loop for seconds.
+    """
 
     service: Service
-    body: EmbeddingBody | OllamaEmbedBody | RerankBody
-    vectors: dict[int, Sequence[float]] = field(default_factory=dict)
+    body: EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody
+    rows: dict[int, str] = field(default_factory=dict)  # of vectors, JSON
+    scores: dict[int, float] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
         match piece:
+            case Vector(values) if isinstance(self.body, RerankBody):
+                self.scores[index] = values[0]
             case Vector(values):
-                self.vectors[index] = values
+                self.rows[index] = json.dumps(self._row(index, values), separators=(",", ":"))
             case Finished(stats=stats):
                 self.tokens += stats.prompt_tokens
                 self.seconds += stats.ttft_s
@@ -80,46 +85,39 @@ class VectorWriter:
     def failure(self, failure: Failure) -> bytes:
         raise AssertionError("vectors are not streamed")
 
-    def result(self) -> Object:
+    def result(self) -> Object | bytes:
+        rows = ",".join(self.rows[index] for index in sorted(self.rows))
         match self.body:
             case EmbeddingBody():
-                return self._openai(self.body)
+                head = {"object": "list", "model": self._model, "usage": self._usage}
+                return f'{json.dumps(head)[:-1]}, "data": [{rows}]}}'.encode()
             case OllamaEmbedBody():
-                return self._ollama(self.body)
+                spent = {"total_duration": round(1e9 * self.seconds), "load_duration": 0}
+                head = {"model": self._model, **spent, "prompt_eval_count": self.tokens}
+                return f'{json.dumps(head)[:-1]}, "embeddings": [{rows}]}}'.encode()
+            case OllamaEmbeddingsBody():
+                return f'{{"embedding": {rows or []}}}'.encode()
             case RerankBody():
                 return self._ranked(self.body)
 
-    def _openai(self, body: EmbeddingBody) -> Object:
-        def written(row: np.ndarray) -> Any:
-            packed = body.encoding_format == "base64"
-            return base64.b64encode(row.tobytes()).decode() if packed else row.tolist()
-
-        data = [
-            {"object": "embedding", "index": index, "embedding": written(row)}
-            for index, row in enumerate(self._rows(body.dimensions))
-        ]
-        return {"object": "list", "data": data, "model": self._model, "usage": self._usage}
-
-    def _ollama(self, body: OllamaEmbedBody) -> Object:
-        return {
-            "model": self._model,
-            "embeddings": [row.tolist() for row in self._rows(body.dimensions)],
-            "total_duration": round(1e9 * self.seconds),
-            "load_duration": 0,
-            "prompt_eval_count": self.tokens,
-        }
+    def _row(self, index: int, values: Sequence[float]) -> Any:
+        body = self.body
+        if isinstance(body, OllamaEmbeddingsBody | RerankBody):
+            return list(values)
+        row = shortened(values, body.dimensions)
+        if isinstance(body, OllamaEmbedBody):
+            return row.tolist()
+        packed = body.encoding_format == "base64"
+        vector = base64.b64encode(row.tobytes()).decode() if packed else row.tolist()
+        return {"object": "embedding", "index": index, "embedding": vector}
 
     def _ranked(self, body: RerankBody) -> Object:
-        scores = {index: values[0] for index, values in self.vectors.items()}
-        best = sorted(scores, key=lambda index: (-scores[index], index))[: body.top_n]
-        results: list[Object] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        best = sorted(self.scores, key=lambda index: (-self.scores[index], index))[: body.top_n]
+        results: list[Object] = [{"index": index, "relevance_score": self.scores[index]} for index in best]
         if body.return_documents:
             texts = _documents(body)
             results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]
         return {"object": "list", "model": self._model, "results": results, "usage": self._usage}
-
-    def _rows(self, dimensions: int | None) -> list[np.ndarray]:
-        return [shortened(self.vectors[index], dimensions) for index in sorted(self.vectors)]
 
     @property
     def _model(self) -> str:

@@ -23,8 +23,13 @@ def check_role(request: TextRequest, spec: VectorSpec | None) -> None:
             param="model",
         )
     if spec is not None and wanted is None:
-        use = "/v1/rerank" if spec.pooling is Pooling.rank else "/v1/embeddings"
-        raise UsageError(f"the model is {spec.kind} and generates no text", f"use {use}", param="model")
+        ranks = spec.pooling is Pooling.rank
+        use, python = ("/v1/rerank", "LLM.rerank") if ranks else ("/v1/embeddings", "LLM.embed")
+        raise UsageError(
+            f"the model is {spec.kind} and generates no text",
+            f"use {use} of a server, or {python} in Python",
+            param="model",
+        )
     if spec is None or wanted is None:
         return
     if (wanted.query is not None) != (spec.pooling is Pooling.rank):

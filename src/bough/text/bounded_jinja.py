@@ -8,7 +8,7 @@ sizes of values are measured before an operation, as often as they occur in them
 
 import re
 import time
-from collections.abc import Callable, Generator, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -25,17 +25,18 @@ from bough.errors import TemplateFailed
 
 MAX_SECONDS = 2.0  # of the processor
 MAX_SOURCE = 256_000  # characters; the largest of 66 models' templates has 17,000
-MAX_NODES, MAX_DEPTH = 50_000, 120  # of the syntax tree
+MAX_NODES, MAX_DEPTH = 20_000, 120  # of the syntax tree; real ones have 1,300 and 29
 MAX_BITS = 1 << 16  # of an integer
 MAX_RARE = 2_000  # characters that an operation takes which chat templates do not use
 HINT = "`raw` sends the prompt without a chat template"
 # Not names that a template can write.
 BUDGET = "render budget"
 CONCAT, BUILT, COMPARED = "bounded concatenation", "measured literal", "measured operand"
-_VALUE = 64  # what a value inside another costs, in characters
+_VALUE = 200  # what a value inside another costs, in characters
 _CLOCK = 4096  # characters after which the clock is looked at
 _WIDTH = re.compile(r"[0-9]{6,}|[*{]")
-_HOLDERS = (Mapping, list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_LISTS = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+_HOLDERS = (dict, *_LISTS)
 _ENDLESS = 1 << 62
 
 
@@ -56,15 +57,17 @@ class Budget:
 
     def spend(self, characters: int) -> None:
         """Count characters, or what costs as much, that an operation is about to read or to produce."""
-        self._characters -= max(0, characters)
-        if self._characters < 0:
-            raise TemplateFailed(f"the chat template makes over {self._most_characters} characters", HINT)
-        if characters > _CLOCK:
-            self._look_at_clock()
+        if characters > 0:
+            self._characters -= characters
+            if self._characters < 0:
+                raise TemplateFailed(f"the chat template makes over {self._most_characters} characters", HINT)
+            if characters > _CLOCK:
+                self._look_at_clock()
 
     def read(self, value: Any, weight: int = 1) -> None:
         """Count a value that is about to be read as a whole, or written as text."""
-        self.spend(weight * measure(value, self._characters // weight))
+        size = len(value) if type(value) is str else measure(value, self._characters // weight)
+        self.spend(weight * size)
 
     def read_rarely(self, name: str, *values: Any) -> None:
         for value in values:
@@ -102,14 +105,17 @@ def measure(value: Any, most: int) -> int:
             size += len(inner) + 1
             continue
         size += _VALUE
-        if isinstance(inner, Namespace):
+        if type(inner) is Namespace:
             inner = inner._Namespace__attrs
-        if isinstance(inner, _HOLDERS):
+        if isinstance(inner, dict):
             if size + len(inner) > most:
                 return most + 1
             pending += inner
-            if isinstance(inner, Mapping):
-                pending += inner.values()
+            pending += inner.values()
+        elif isinstance(inner, _LISTS):
+            if size + len(inner) > most:
+                return most + 1
+            pending += inner
     return size
 
 
@@ -119,7 +125,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any):
         super().__init__(**options, finalize=_written)
         charges = {**dict.fromkeys(_COMPARE, _compared), "lower": _text(8), "upper": _text(8)}
-        self.tests.update({name: _bounded(self.tests[name], charge) for name, charge in charges.items()})
+        tests: dict[str, Any] = self.tests
+        tests |= {name: _bounded(tests[name], charge) for name, charge in charges.items()}
 
     def bounded(self, source: str) -> nodes.Template:
         """Return the syntax tree with a count in every loop and macro, the two ways to repeat."""
@@ -129,7 +136,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             )
         self.filters.update(
             {
-                name: _bounded(filter, _FILTERS.get(name, partial(_rarely, name)))
+                name: _bounded(filter, _FILTERS.get(name, partial(_rarely, name)), gathers=name in _GATHERING)
                 for name, filter in self.filters.items()
                 if name not in _FREE_FILTERS
             }
@@ -148,7 +155,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if (budget := _active.get()) is not None and type(function) not in (Budget, Macro):
+        kind = type(function)
+        if kind is Budget or function is _concat or function is _built or function is _operand:
+            return function(*args)
+        if kind is not Macro and (budget := _active.get()) is not None:
             _count_call(budget, function, args, kwargs)
         return super().call(context, function, *args, **kwargs)
 
@@ -219,7 +229,7 @@ def _concat(*values: Any) -> str:
     if (budget := _active.get()) is not None:
         for value in values:
             budget.read(value)
-    return "".join(map(str, values))
+    return "".join([str(value) for value in values])
 
 
 def _built(value: Any) -> Any:
@@ -295,8 +305,8 @@ def _largest(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 Charge = Callable[..., None]  # of the budget, the value, and what else an operation is given
 
 
-def _bounded(operation: Callable[..., Any], charge: Charge) -> Callable[..., Any]:
-    """Return a filter or test that counts what it is about to do."""
+def _bounded(operation: Callable[..., Any], charge: Charge, *, gathers: bool = False) -> Callable[..., Any]:
+    """Return a filter or test that counts what it is about to do; `gathers`: it reads whole generators."""
     first = _PassArg.from_obj(operation) is not None  # before the value
 
     @wraps(operation)
@@ -304,7 +314,7 @@ def _bounded(operation: Callable[..., Any], charge: Charge) -> Callable[..., Any
         if (budget := _active.get()) is None or len(args) <= first:
             return operation(*args, **options)
         value = args[first]
-        if isinstance(value, Iterator):
+        if gathers and isinstance(value, Iterator):
             value = list(value)
             args = (*args[:first], value, *args[first + 1 :])
         with suppress(TypeError, ValueError, AttributeError):  # wrong arguments: the operation says so
@@ -380,13 +390,14 @@ def _expanded(budget: Budget, text: str, size: int = 8) -> None:
 def _count_call(budget: Budget, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Count what a function or a method is about to read or to make."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if isinstance(owner, dict) and name in ("get", "items", "keys", "values"):
-        return
     if isinstance(owner, str):
-        if name not in _METHODS:
+        charge = _METHODS.get(name)
+        if charge is None:
             raise TemplateFailed(f"the chat template uses str.{name}, which no model's template needs", HINT)
         with suppress(TypeError, ValueError, AttributeError):
-            _METHODS[name](budget, owner, *args, **kwargs)
+            charge(budget, owner, *args, **kwargs)
+    elif isinstance(owner, dict) and name in ("get", "items", "keys", "values"):
+        return
     elif isinstance(owner, int | float | bytes):
         raise TemplateFailed(f"the chat template uses {type(owner).__name__}.{name}", HINT)
     elif function is generate_lorem_ipsum:
@@ -402,7 +413,10 @@ _COMPARE = frozenset(
 _FREE_FILTERS = frozenset(
     ["attr", "count", "d", "default", "first", "items", "last", "length", "map", "random", "reject"]
 ) | {"rejectattr", "select", "selectattr"}
-_FREE_FUNCTIONS = (_concat, _built, _operand, Namespace, range, jinja2.utils.Cycler, jinja2.utils.Joiner)
+_GATHERING = frozenset(
+    ["batch", "groupby", "join", "list", "max", "min", "reverse", "slice", "sort", "sum", "unique"]
+)
+_FREE_FUNCTIONS = (Namespace, range, jinja2.utils.Cycler, jinja2.utils.Joiner)
 _FILTERS: Mapping[str, Charge] = {
     **dict.fromkeys(("string", "safe", "trim"), _text(1)),
     **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower", "tojson"), _text(8)),
