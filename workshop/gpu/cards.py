@@ -115,7 +115,7 @@ def steps(report: Report, arch: str, options: Options) -> None:
         return
     result = report.out.with_suffix(f".{arch}.json")
     files = [str(options.model / "target.gguf"), "--draft", str(options.model / "draft.gguf")]
-    command = ["-m", "bough", "bench", "step", *files, "--max-ctx", "4k", "--json", str(result)]
+    command = ["-m", "bough", "step", *files, "--max-ctx", "4k", "--json", str(result)]
     code, text = run(arch, command, report.left - TO_END_S)
     report.check(f"{arch}: steps ran", code == 0)
     if code:
