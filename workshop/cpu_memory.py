@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from bough.config import EngineConfig
-from bough.convert.tiny import make_tiny
 from bough.engine.engine import Request
 from bough.gguf.reader import GGUFFile
 from bough.session.loading import load_session
@@ -25,6 +24,7 @@ from bough.session.session import Session
 from bough.text.tokenizer import Tokenizer
 from workshop.case import TARGET, case
 from workshop.report import Report
+from workshop.tiny import make_tiny
 
 PROMPT = "Count the words of this sentence. " * 40
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from bough.convert.tiny import make_tiny
 from bough.engine.engine import Engine, Request
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Phase
@@ -23,6 +22,7 @@ from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
 from workshop.case import case
 from workshop.report import Report
+from workshop.tiny import make_tiny
 
 
 def replaying_engine(path: Path, sequences: int, steps: int) -> Engine:

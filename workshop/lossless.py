@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.convert.tiny import make_tiny
 from bough.engine.engine import Engine, Request
 from bough.session.loading import load_session
 from tests.engine.driving import run
@@ -22,6 +21,7 @@ from tests.engine.test_lossless import SAMPLINGS
 from tests.every_draft import PROPOSERS, EveryDraft
 from workshop.case import RESULTS, case
 from workshop.report import Report
+from workshop.tiny import make_tiny
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 Texts = dict[str, list[int]]
