@@ -42,7 +42,7 @@ def line(
 
 
 def _proposers(stats: "RequestStats") -> str:
-    """Return acceptance by proposer, where both had tokens accepted, or the draft had none."""
+    """Return the parts of acceptance where both proposed something that was accepted, or the draft nothing."""
     shares, steps = stats.shares, max(1, stats.steps)
     if not shares.lookup:
         return ""
