@@ -57,12 +57,12 @@ def test_the_hook_hides_what_it_should(environment):
         (["run", "-p", "def fibonacci(n):", "-n", "24", "--greedy"], "", "def fibonacci(n):"),
         (["chat", "-n", "8", "--set", "temperature=0"], "def fibonacci(n):\n/stats\n/bye\n", "```python"),
         (["bench", "builtin", "--prompts", "2", "-n", "8"], "", "pp512"),
-        (["bench", "step"], "", "rows"),
+        (["step"], "", "rows"),
         (["doctor"], "", "memory"),
         (["list"], "", "bough-40m"),
         (["show", "--fit", "--vram-limit", "2g"], "", "longest context"),
     ],
-    ids=["run", "chat", "bench", "bench-step", "doctor", "list", "show"],
+    ids=["run", "chat", "bench", "step", "doctor", "list", "show"],
 )
 def test_a_command(environment, arguments, stdin, seen):
     result = run(environment, *arguments, stdin=stdin)
