@@ -35,6 +35,8 @@ Proposed = TypeVar("Proposed")
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
 # Sequences that a padded step holds; those that are missing cost little, but not nothing.
 CAPACITIES = (1, 2, 4, 8, 16, 32, 64)
+# At a model's start costs of steps are measured for so long, or as long as so many plain steps take.
+_MEASURING_S, _MEASURING_STEPS = 0.2, 10
 _PATIENCE = 64  # steps of a size that run in a larger one before it is captured although others wait
 Masks = Sequence[np.ndarray | None]
 
@@ -88,6 +90,14 @@ class StepTimes:
     @property
     def verify_s(self) -> float:
         return self.forward_s + self.accept_s
+
+    @property
+    def draft_cost(self) -> float:
+        return self.cpu_shares[0] * self.draft_s
+
+    @property
+    def verify_cost(self) -> float:
+        return self.cpu_shares[1] * self.verify_s
 
 
 class Mark(IntEnum):
@@ -380,8 +390,23 @@ class StepRunner:
         """
 
     def measure(self, slot: int = 0) -> dict[int, StepTimes]:
-        """Return the times of a step of one sequence by its rows, on a slot; none if they are not padded."""
-        return {}
+        """Return the times of a step of one sequence by its rows, on a slot."""
+        raise NotImplementedError
+
+    def _measured(self, slot: int, size: int) -> StepTimes:
+        self._states.reserve(slot, size)
+        self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
+        _, times = self.read_back()
+        self._states.lengths[slot] += 1
+        return times
+
+    def measure_draft(self, slot: int = 0) -> float:
+        """Return the seconds of a draft call, at best of two, on a slot."""
+        found = []
+        for _ in range(2):
+            self.draft(lambda: self._drafter.rehearse(slot))
+            found.append(self._measured(slot, 1).draft_cost)
+        return min(found)
 
     def _read(self, flat: Tensor) -> None:
         """Begin to copy an acceptance to the host."""
@@ -470,6 +495,16 @@ class EagerRunner(StepRunner):
         drafter.bind(self.sampler.rank)
         self._steps: dict[int, Step] = {}  # of one sequence, over static buffers, by rows
         self._placed = torch.zeros(3, MAX_ROWS, dtype=torch.int64, device=self._device)
+
+    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
+        """Measure the root, the largest tree, and then others while there is time; each twice."""
+        largest, found, start = self._max_rows, {}, time.perf_counter()
+        for size in dict.fromkeys([1, *(rows for rows in (8, largest, 4, 2, 16, 12, 6) if rows <= largest)]):
+            tries = [self._measured(slot, size) for _ in range(2)]
+            found[size] = min(tries, key=lambda times: times.verify_cost)
+            if time.perf_counter() - start > max(_MEASURING_S, _MEASURING_STEPS * found[1].verify_cost):
+                break
+        return found
 
     def _step_of_one(self, size: int) -> Step:
         """Return the step of the tree that was loaded; on a CPU tensors are made once for each size."""
