@@ -264,6 +264,7 @@ class StepRunner:
         """`max_rows` of a tree, the root included."""
         device, slots = target.device, len(states.lengths)
         self._target, self._states, self._drafter, self._device = target, states, drafter, device
+        self._taps = drafter.taps
         self._max_rows = max_rows
         # Every number twice: Triton compiles another kernel for addresses that are no multiple of 16.
         self._rows = torch.arange(MAX_ROWS, device=device)[:, None].repeat(1, 2)
@@ -446,7 +447,7 @@ class StepRunner:
 
     def _forward(self, capacity: int, size: int, into: VerifyBuffers | None = None) -> Forward:
         step = self._step_of_one(size) if capacity == 1 else self._step_of_some(capacity, size)
-        found = self._target.verify(step, self._states.buffers, taps=self._drafter.taps, into=into)
+        found = self._target.verify(step, self._states.buffers, taps=self._taps, into=into)
         features, logits = found
         return Forward(step, features[0], logits[0], [])
 
@@ -480,7 +481,7 @@ class StepRunner:
             counts=self.sampler.counts,
         )
         self._states.commit_on_device(step, acceptance.last_rows)
-        if self._drafter.taps:
+        if self._taps:
             self._commit_draft(forward, acceptance)
         return acceptance
 
@@ -537,7 +538,7 @@ class EagerRunner(StepRunner):
         for row in path:
             counts[slot, tokens[row]] += 1
         self._states.commit_rows(slot, path, size=size)
-        if self._drafter.taps:
+        if self._taps:
             features = forward.features if len(path) == size else forward.features[path]
             self._drafter.commit_eager(slot, features)
         return [Accepted(path, [sampled[row] for row in path])]

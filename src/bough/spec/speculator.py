@@ -80,6 +80,8 @@ class _Text:
     lookup: PromptLookup
     plan: Plan = PLAIN  # of the current step
     resting: int = 0  # steps from now on that are plain unless prompt lookup finds something
+    root: Tree = field(default_factory=lambda: Tree.root(0))  # of such steps, changed in place
+    root_numbers: np.ndarray = field(init=False)
     rested: int = 0  # such steps that the policy has not counted yet
     pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
     # The last report, not learnt from yet.
@@ -92,6 +94,9 @@ class _Text:
     expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
     asked: tuple[int, int] | None = None  # number of the call, index in it
     report: DraftReport | None = None
+
+    def __post_init__(self) -> None:
+        self.root_numbers = self.root.packed.numpy()
 
 
 class Speculator:
@@ -213,7 +218,8 @@ class Speculator:
             text.resting -= 1
             text.rested += 1
             text.plan = _RESTED
-            return Tree.root(anchor)
+            text.root_numbers[0, 0] = anchor
+            return text.root
         self._asked = 0
         self._wake(text)
         self._learn_all()
