@@ -60,7 +60,6 @@ UNMEASURED = 1.05  # of the next smaller size: a size that was never measured is
 # the half-life of all trees: a size that has really become slower is tried so seldom that it loses about 1%
 # of the time.
 COST_HALF_LIFE, LONGEST_HALF_LIFE = 64, 1024
-LONGEST_GAP = 3.0  # times the usual gap between two steps: what is longer was spent on something else
 UNUSED = 8  # steps after which a measurement is a new try and counts fully
 CALMED = (
     0.8  # of its last estimate: a plain step this fast says that the machine has calmed, for trees as well
@@ -126,9 +125,10 @@ class StepCosts:
 
     def observe_gap(self, kind: str, seconds: float) -> None:
         """Learn from the time between two steps; `kind` of the second one."""
+        # What is longer than a plain step was spent on something else.
+        seconds = min(seconds, self.of(1))
         old = self.gap.get(kind, seconds)
-        # A gap in which something else was done is not a gap of steps.
-        self.gap[kind] = old + COST_RATE * (min(seconds, LONGEST_GAP * old) - old)
+        self.gap[kind] = old + COST_RATE * (seconds - old)
 
     def observe_backlog(self, seconds: float, positions: int) -> None:
         if positions:
