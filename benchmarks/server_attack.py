@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from benchmarks.server_freeze import wait
 
 from benchmarks.attacks import CHAT, HELLO, Attack, attacks, grammars, templates
-from benchmarks.server_freeze import wait
 from bough.errors import TemplateFailed
 from bough.text.template import ChatTemplate
 

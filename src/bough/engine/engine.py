@@ -123,6 +123,12 @@ class Engine:
             return {min(rows, self.max_rows): times for rows, times in found.items()}
 
     @torch.inference_mode()
+    def measure_draft(self) -> float:
+        """Return the seconds of a draft call, between requests."""
+        with self._fresh_slot() as slot:
+            return self.runner.measure_draft(slot)
+
+    @torch.inference_mode()
     def rehearse(self) -> None:
         """Run every kind of work once, in a dry run, which finds the kernels of all of it."""
         chunks = sorted({min(rows, self.max_ctx) for rows in (2 * MAX_ROWS, self.prefill_chunk)})

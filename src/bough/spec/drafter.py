@@ -99,6 +99,10 @@ class Drafter(Protocol):
         """Start a new sequence."""
         ...
 
+    def rehearse(self, slot: int) -> None:
+        """Call the draft once, between requests, to see what that takes."""
+        ...
+
     @property
     def commit_rows(self) -> int:
         """Rows of a path that `commit` adds, at most."""
@@ -189,6 +193,8 @@ class NoDrafter:
         return []
 
     def begin(self, slot: int) -> None: ...
+
+    def rehearse(self, slot: int) -> None: ...
 
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None: ...
 
